@@ -30,6 +30,7 @@ help:
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-vllm-versions  plug-ins in a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
 	@echo "make test-compliance  llm-comply's suites and Open Responses' specification, on the demo model"
+	@echo "make test-clients  client libraries on both backends: openai, AI SDK, litellm, dspy, Codex, Claude Code ..."
 	@echo "make docs       the documentation as a site (build/docs/site), its links checked"
 	@echo "make pyodide    download Pyodide into this checkout, so that its images and wheels have /plan"
 	@echo "make wheel      build a release wheel in dist, with machine code compiled ahead"
@@ -55,7 +56,7 @@ serve: $(VENV)/.demo
 test: style
 	bash .ci/prometheus
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --durations=25 -m "not fuzz" --ignore=tests/long --ignore=tests/page \
-	  --ignore=tests/server/vllm
+	  --ignore=tests/server/vllm --ignore=tests/clients
 
 # Tests with vLLM: its classes in this process, a plain vllm serve with Tonnage's plug-ins, Tonnage's server with vLLM
 # as the engine, embeddings.
@@ -212,6 +213,22 @@ test-compliance: $(VENV)/.test .venv-compliance/.ready
 .venv-compliance/.ready:
 	$(PYTHON) -m venv .venv-compliance
 	.venv-compliance/bin/python -m pip --disable-pip-version-check install llm-comply==0.5.0
+	touch $@
+
+# Client libraries in their own environment, on both backends; the servers run from $(VENV). Without Node the tests of
+# npm packages are skipped. instructor requires older jiter and rich than the others, but works with theirs.
+.PHONY: test-clients
+test-clients: $(VENV)/.test .venv-clients/.ready
+	TONNAGE_PYTHON=$(abspath $(BIN))/python CLIENTS_NPM=.venv-clients/npm .venv-clients/bin/python -m pytest \
+	  -n $(WORKERS) --dist loadgroup --durations=10 tests/clients
+
+.venv-clients/.ready: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip --disable-pip-version-check install -r tests/clients/requirements.txt
+	.venv-clients/bin/python -m pip --disable-pip-version-check install --no-deps instructor==1.17.0
+	mkdir -p .venv-clients/npm
+	cp tests/clients/package.json .venv-clients/npm
+	if command -v npm; then npm install --silent --no-audit --no-fund --prefix .venv-clients/npm; fi
 	touch $@
 
 # Zensical needs its configuration beside the pages, and mkdocstrings a folder named after each package.

@@ -2,8 +2,9 @@
 
     python .ci/reading_path.py
 
-The path is the table "Reading order" of the README. A file name without a folder is in the folder of the name
-before it. The closure has every module of ``tonnage.cache`` that a file of the path imports, directly or not.
+The path is the table "Reading order" of the README, and after it the table "Admission". A file name without a
+folder is in the folder of the name before it. The closure has every module of ``tonnage.cache`` that a file of
+the path imports, directly or not.
 """
 
 from __future__ import annotations
@@ -17,14 +18,10 @@ from code_lines import ROOT, code_lines
 CACHE = ROOT / "cache"
 
 
-def reading_path() -> list[Path]:
-    """Return the files in the table of the reading order, in its order."""
-    section = (
-        (CACHE / "README.md")
-        .read_text(encoding="utf-8")
-        .partition("## Reading order\n")[2]
-        .partition("\n## ")[0]
-    )
+def reading_path(heading: str = "Reading order") -> list[Path]:
+    """Return the files in the table of a section of the README, in its order."""
+    readme = (CACHE / "README.md").read_text(encoding="utf-8")
+    section = readme.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     found: list[Path] = []
     for row in re.findall(r"^\| \d+ \|([^|]*)\|", section, re.MULTILINE):
         folder = CACHE
@@ -60,15 +57,30 @@ def closure(paths: list[Path]) -> list[Path]:
     return sorted(seen - set(paths))
 
 
+def lines(paths: list[Path]) -> int:
+    """Return the code lines of the files together."""
+    return sum(map(code_lines, paths))
+
+
 def main() -> None:
-    """Print each file with its code lines, the two sums and their total."""
+    """Print each file of the path with its code lines and the closure, then the same with admission."""
     path = reading_path()
-    beside = closure(path)
-    for title, files in (("listed", path), ("imported beside", beside)):
-        for file in files:
-            print(f"{code_lines(file):7,}  {file.relative_to(ROOT)}")
-        print(f"{sum(map(code_lines, files)):7,}  {title}, {len(files)} files\n")
-    print(f"{sum(map(code_lines, path + beside)):7,}  closure, {len(path) + len(beside)} files")
+    _show("listed", path)
+    _show("imported beside", closure(path))
+    mechanism = path + closure(path)
+    print(f"{lines(mechanism):7,}  closure, {len(mechanism)} files\n")
+    admission = reading_path("Admission")
+    _show("admission, listed", admission)
+    further = [each for each in closure(path + admission) if each not in mechanism]
+    _show("imported beside", further)
+    whole = mechanism + admission + further
+    print(f"{lines(whole):7,}  closure with admission, {len(whole)} files")
+
+
+def _show(title: str, files: list[Path]) -> None:
+    for file in files:
+        print(f"{code_lines(file):7,}  {file.relative_to(ROOT)}")
+    print(f"{lines(files):7,}  {title}, {len(files)} files\n")
 
 
 if __name__ == "__main__":

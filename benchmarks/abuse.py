@@ -58,15 +58,19 @@ def row(found: CaseResult) -> str:
 async def run(engine: str, cases: list[Case], seconds: float) -> dict[str, Any]:
     """Run all ``cases`` that ``engine`` supports, on as few servers as survive them."""
     left = [*baselines(seconds), *(case for case in cases if engine in case.engines)]
+    left.sort(key=lambda case: case.tls)
     rows: list[CaseResult] = []
     planned = starts = 0
     while left:
-        with running_server(engine) as server:
+        tls = left[0].tls
+        with running_server(engine, tls) as server:
             await server.read_plan()
             planned, starts = server.planned, starts + 1
             print(f"{engine}: plan {planned:,} bytes, of them the API process {server.api_planned:,}\n{HEAD}")
             new = True
             for case in tuple(left):
+                if case.tls != tls:
+                    break
                 print(f"{engine} {case.name}: {case.what}", file=sys.stderr, flush=True)
                 found = await measure(server, case)
                 if found is None and new:

@@ -3,7 +3,7 @@
     python benchmarks/accuracy_page.py            writes docs/accuracy.md
     python benchmarks/accuracy_page.py --check    exits with 1 if the page is out of date
 
-The shipped planner is scored, as in ``planner_accuracy.py`` (sections startups and pool_from_flags,
+The shipped planner is scored, as in ``planner_accuracy.py`` (sections startups, published and pool_from_flags,
 ``shipped``).
 That benchmark also leaves each source, model and GPU out of the fit.
 """
@@ -32,7 +32,10 @@ DATA = ROOT / "tests" / "data"
 
 @dataclass(frozen=True)
 class StartRow:
-    """One start, with bytes of the deciding rank's KV pool and of one GPU (``device``)."""
+    """One start, with bytes of the deciding rank's KV pool and of one GPU (``device``).
+
+    ``kind`` is the catalogue's name of the GPU, and ``fitted`` whether coefficients may be fitted to the start.
+    """
 
     name: str
     source: str
@@ -41,6 +44,8 @@ class StartRow:
     low: int
     high: int
     device: int
+    kind: str
+    fitted: bool = True
 
     @property
     def error(self) -> float:
@@ -70,7 +75,7 @@ def reported(words: str) -> str:
 
 def lines() -> tuple[list[StartRow], list[str]]:
     """Return (every start that can be compared with a plan, the others with the reason)."""
-    from accuracy import runtime_fit, startups
+    from accuracy import published, runtime_fit, startups
     from accuracy.common import Inputs
 
     from tonnage.planner.engines.runtime.gpu import coefficients
@@ -87,7 +92,7 @@ def lines() -> tuple[list[StartRow], list[str]]:
         found.append(
             StartRow(
                 named(start), f"github.com/{startups.SWEEP}", pool, printed, int(low), int(high),
-                plan.rank.total_bytes,
+                plan.rank.total_bytes, start.flags.gpu or "not named",
             )
         )  # fmt: skip
     rows, others = runtime_fit.load_rows(Inputs(configs=DATA / "configs", reports=DATA / "field_reports.jsonl"))
@@ -97,8 +102,26 @@ def lines() -> tuple[list[StartRow], list[str]]:
             low, high = row.pool_interval(shipped)
             planned = row.planned_pool(shipped)
             name = reported(row.name)
-            found.append(StartRow(name, row.source, int(planned), row.pool, int(low), int(high), row.device))
-    return found, [*left_out, *others]
+            found.append(
+                StartRow(
+                    name, row.source, int(planned), row.pool, int(low), int(high), row.device,
+                    row.chosen.flags.gpu or "not named",
+                )
+            )  # fmt: skip
+    unseen, unplanned = published.load(
+        Inputs(configs=DATA / "configs", published=DATA / "startups/published.jsonl")
+    )
+    for item in unseen:
+        plan = published.planned(item)
+        low, high = plan.intervals["kv_pool_bytes"]
+        source = item.source.partition(" :: ")[0].removeprefix("https://").rstrip("/")
+        found.append(
+            StartRow(
+                f"{item.name} of `published.jsonl`", source, plan.rank.kv_pool_bytes, item.pool, int(low),
+                int(high), plan.rank.total_bytes, item.kind, fitted=False,
+            )
+        )  # fmt: skip
+    return found, [*left_out, *others, *unplanned]
 
 
 def summed(found: list[StartRow]) -> str:
@@ -139,15 +162,25 @@ def page(found: list[StartRow], left_out: list[str]) -> str:
             "| starts | | mean | median | nine of ten | worst | inside the interval |",
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
             f"| one sweep on H100s, vLLM 0.15 to 0.19 | {summed(sweep)} |",
-            f"| other reports | {summed([line for line in found if line not in sweep])} |",
+            f"| other reports | {summed([line for line in found if line.fitted and line not in sweep])} |",
+            f"| starts that nothing is fitted to | {summed([line for line in found if not line.fitted])} |",
             f"| all | {summed(found)} |",
             "",
-            "Coefficients without a published source are fitted to these starts. For the errors with each",
-            "source, each model and each type of GPU left out of the fit, run",
-            "`python benchmarks/planner_accuracy.py --sections startups pool_from_flags`; the figures are in",
-            "`benchmarks/README.md`.",
+            "Coefficients without a published source are fitted to the first two groups. For the errors with",
+            "each source, each model and each kind of GPU left out of the fit, run",
+            "`python benchmarks/planner_accuracy.py --sections startups pool_from_flags published`;",
+            "the figures are in `benchmarks/README.md`.",
             "",
             "![Planned over printed](accuracy.svg)",
+            "",
+            "## By device",
+            "",
+            "| device | starts | mean | median | nine of ten | worst | inside the interval |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            *(
+                f"| {kind} | {summed([line for line in found if line.kind == kind])} |"
+                for kind in sorted({line.kind for line in found})
+            ),
             "",
             "## Misses",
             "",

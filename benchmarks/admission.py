@@ -32,6 +32,10 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+
+from invariants import check_step
+
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.replay.simulator import Setup, Simulator
@@ -87,7 +91,7 @@ def simulate(trace: Trace, name: str, arguments: argparse.Namespace) -> dict[str
         enable_prefix_caching=False,
         lookahead=arguments.lookahead,
         leap=False,
-        check=arguments.check,
+        check=check_step if arguments.check else None,
     )
     simulator = Simulator(trace, setup)
     if name == "oracle":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 SECTIONS = (
     "weights", "kv", "vllm_blocks", "tokens_given_pool", "pool_from_flags", "model_load", "llama_cpp",
-    "sglang", "startups",
+    "sglang", "startups", "published",
 )  # fmt: skip
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
@@ -34,6 +34,7 @@ COPIES = {
     "reports": DATA / "field_reports.jsonl",
     "receipts": DATA / "training/measured_receipts.tsv",
     "startups": DATA / "startups/vllm_0190.jsonl",
+    "published": DATA / "startups/published.jsonl",
 }
 
 
@@ -48,6 +49,7 @@ def main() -> int:
         ("reports", "start-up reports of real engines (JSON lines)"),
         ("receipts", "published measurements (TSV)"),
         ("startups", "start-ups with every term logged (JSON lines)"),
+        ("published", "start-ups that no coefficient was fitted to (JSON lines)"),
     ):
         parser.add_argument(f"--{name}", type=Path, help=what)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)

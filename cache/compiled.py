@@ -15,12 +15,13 @@ month. `tonnage plan` never imports this module.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -71,7 +72,10 @@ class Compiler:
         self.made: list[CPUDispatcher] = []
 
     def __contains__(self, note: str) -> bool:
-        """Return whether the set of functions named ``note`` is compiled, in the folder or ahead of time."""
+        """Return whether the set of functions named ``note`` is compiled.
+
+        The compiled functions are in the folder or in the archive that was made ahead of time.
+        """
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 
     def note(self, note: str) -> None:
@@ -110,6 +114,20 @@ class Compiler:
         finally:
             numba.config.CACHE_DIR = before
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing to the folder in the context.
+
+        numba reads, changes and writes a function's index without a lock (IndexDataCacheFile.save of
+        core/caching.py, 0.65). Of two processes that compile at the same time, one could lose its code. A later
+        start would then compile it in the engine process, which takes memory that is not planned.
+        """
+        assert self.folder is not None
+        with (self.folder / "lock").open("w") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def lost(self, error: Exception) -> None:
         """Log once that machine code could not be written to disk; the program continues."""
         if self.kept:
@@ -143,7 +161,8 @@ class _Kept(FunctionCache):  # type: ignore[misc]
 
     def save_overload(self, *arguments: Any) -> None:
         try:
-            super().save_overload(*arguments)
+            with self._compiler.locked():
+                super().save_overload(*arguments)
         except OSError as error:
             self._compiler.lost(error)
 

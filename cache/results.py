@@ -55,7 +55,6 @@ class CacheStats:
         hit_tokens: Tokens of ``query_tokens`` served from the prefix cache.
         shared_hit_tokens: Tokens of ``hit_tokens`` from blocks that requests with any salt may read.
         merged: Duplicate blocks released because another sequence had published the same tokens.
-        violations: Calls of `KVCacheManager.sample_invariants` that found a broken invariant.
     """
 
     num_blocks: int
@@ -71,4 +70,3 @@ class CacheStats:
     hit_tokens: int
     shared_hit_tokens: int
     merged: int
-    violations: int

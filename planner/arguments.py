@@ -9,8 +9,26 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean, nearest
+from tonnage.planner.screen import Screen
 
 BAD_INPUT = 2  # This is the exit code of a command that rejects its input.
+
+
+# Names that other tools have for an option, without dashes -> our options, of which the parser has some
+_MEANT = {
+    "batch-size": ("--max-num-seqs", "--micro-batch-size"), "bs": ("--max-num-seqs",),
+    "concurrency": ("--target-concurrency",), "context": ("--max-model-len", "--sequence-length"),
+    "context-length": ("--max-model-len",), "context-size": ("--max-model-len",),
+    "ctx": ("--max-model-len",), "ctx-size": ("--max-model-len",), "gpus": ("--tensor-parallel-size",),
+    "input": ("--request",), "input-len": ("--request",), "kv-dtype": ("--kv-cache-dtype",),
+    "lora": ("--enable-lora", "--method"), "mem-fraction": ("--gpu-memory-utilization",),
+    "num-users": ("--target-concurrency",),
+    "output-len": ("--request",), "pp": ("--pipeline-parallel-size",), "prompt": ("--request",),
+    "quant": ("--quantization",), "requests": ("--request", "--target-concurrency"),
+    "seq-len": ("--max-model-len", "--sequence-length"), "tp": ("--tensor-parallel-size",),
+    "users": ("--target-concurrency",), "utilization": ("--gpu-memory-utilization",),
+    "version": ("--engine-version",), "vram": ("--device-memory",),
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +81,7 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
-            found.words = (*self.prog.split(), *_without_token(words))  # An HTML page shows the command line.
+            found.words = (*self.prog.split(), *_without_token(words))  # the HTML page shows the command line
         return found
 
     def format_help(self) -> str:
@@ -129,11 +147,18 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise DeploymentError(f"unexpected argument {word[:80]!r}", hint=self._listed())
-        if name in self._option_string_actions:  # The option stands after a `--`.
+        if name in self._option_string_actions:  # the word is an option, but stands after `--`
             raise DeploymentError("must come before the --", field=name)
-        close = nearest(name, self.options())
+        close = self._option_for(name)
         guess = f"did you mean {close}? " if close else ""
         raise DeploymentError(f"is no option of {self.prog}", field=name[:80], hint=guess + self._listed())
+
+    def _option_for(self, name: str) -> str | None:
+        """Return the option that an unknown option's name probably means, or None."""
+        meant = [
+            option for option in _MEANT.get(name.lstrip("-").replace("_", "-"), ()) if option in self.options()
+        ]
+        return meant[0] if meant else nearest(name, self.options())
 
     def _listed(self) -> str:
         return f"{self.prog} --help lists the options"
@@ -156,7 +181,7 @@ class Parser(argparse.ArgumentParser):
 
 def refused(error: TonnageError) -> int:
     """Print `tonnage: ERROR` on stderr and return 2, the exit code for bad input."""
-    print(f"tonnage: {error}", file=sys.stderr)
+    Screen(sys.stderr).print(f"tonnage: {error}")
     return BAD_INPUT
 
 

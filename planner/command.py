@@ -22,6 +22,7 @@ from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.planning.requests import parse_request, with_requests, with_trace
 from tonnage.planner.plans import Plan
+from tonnage.planner.screen import Screen
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.choices import one_of, read_choices
 from tonnage.planner.units import parse_count
@@ -197,9 +198,9 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     about = f"--{many.replace('_', '-')} gives" if many else "several models or values give" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
         if name == "request" and many != "compare":
-            continue  # A table has a column for each length.
+            continue  # --compare allows several lengths, because its table has a column for each
         if name == "serve_line" and target:
-            continue  # The command serves the first layout.
+            continue  # --target-concurrency allows --serve-line, which prints the command of the first layout
         if about and getattr(args, name):
             refuse(name, f"needs a single plan; {about} a table of plans", "leave one out")
     settings = "emit" if args.emit else "serve_line" if args.serve_line else None
@@ -256,16 +257,19 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
-        from tonnage.planner.sweep.versions import run_compare  # a single plan does not need sweeps
+        # imported here, because a single plan needs no sweep
+        from tonnage.planner.sweep.versions import run_compare
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
         if args.target_concurrency is not None:
-            from tonnage.planner.sweep.target import run_target  # a single plan does not need sweeps
+            # imported here, because a single plan needs no sweep
+            from tonnage.planner.sweep.target import run_target
 
             wanted = parse_count(args.target_concurrency, "--target-concurrency")
             return run_target(choices, deployment, wanted, args)
-        from tonnage.planner.sweep.command import run_sweep  # a single plan does not need sweeps
+        # imported here, because a single plan needs no sweep
+        from tonnage.planner.sweep.command import run_sweep
 
         return run_sweep(choices, deployment, args)
     asked = given(args, Deployment)
@@ -285,7 +289,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:
-        from tonnage.planner.markup import write_page  # only this output needs it
+        from tonnage.planner.markup import write_page  # imported here, because only this output needs it
 
         write_page(args.html, "Memory plan", plan.html(), args.words, plan.facts())
     _print(plan, args)
@@ -295,12 +299,13 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 def _print(plan: Plan, args: argparse.Namespace) -> None:
     settings = None
     if args.emit:
-        from tonnage.planner.output.emit import emit  # only this output needs it
+        from tonnage.planner.output.emit import emit  # imported here, because only this output needs it
 
         settings = emit(plan, args.emit)  # This may raise an error, so it runs before anything is printed.
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
-        apart = args.emit or args.serve_line or args.markdown or args.csv  # Another program reads stdout.
-        print(line, file=sys.stderr if apart else sys.stdout)
+        # another program reads stdout, so the note goes to stderr
+        apart = args.emit or args.serve_line or args.markdown or args.csv
+        Screen(sys.stderr if apart else sys.stdout).print(line)
     if settings is not None:
         print(settings, end="")
     elif args.serve_line:
@@ -315,7 +320,8 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
             ]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
-        from tonnage.planner.output.tables import plan_table, print_table  # only this output needs it
+        # imported here, because only this output needs it
+        from tonnage.planner.output.tables import plan_table, print_table
 
         print_table(plan_table(plan), sys.stdout, markdown=args.markdown)
     else:

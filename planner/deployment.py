@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from tonnage.planner.flags import flag
 from tonnage.planner.model.dtypes import DTYPE_BYTES
+from tonnage.planner.model.tier import disk_tier
 from tonnage.planner.units import GiB, MiB
 
 EngineName = Literal["hf", "vllm", "sglang", "llama.cpp"]
@@ -22,6 +23,12 @@ _MAX_RANKS = 4096
 _ENGINES = (("llamacpp", "llama.cpp"), ("llama_cpp", "llama.cpp"), ("llama-cpp", "llama.cpp"))
 _FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
 _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))
+
+
+def _disk_tier(text: str, field: str) -> str:
+    """Return ``text`` if it is a folder and a size, such as ``/mnt/kv,100GiB``."""
+    disk_tier(text, field)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +192,19 @@ class Deployment:
     )  # fmt: skip
     kv_offloading_bytes: int = flag(
         0, "GiB of host memory for offloaded blocks of all GPUs (default: none)", group=_EXTRAS, unit="GiB",
-        least=0, option="--kv-offloading-size", engine="vllm",
+        least=0, option="--kv-offloading-size", engine="hf, vllm",
+    )  # fmt: skip
+    kv_offloading_disk: str | None = flag(
+        None, "folder for offloaded blocks behind the host memory, and its upper bound (default: none)",
+        group=_EXTRAS, metavar="DIR,SIZE", engine="hf", needs="kv_offloading_bytes", read=_disk_tier,
+    )  # fmt: skip
+    kv_offloading_backend: str = flag(
+        "native", "store of offloaded blocks: vllm's own, or LMCache's server of this size", group=_EXTRAS,
+        choices=("native", "lmcache"), engine="vllm", needs="kv_offloading_bytes",
+    )  # fmt: skip
+    kv_transfer_config: str = flag(
+        "{}", """KV connector, for example '{"kv_connector": "OffloadingConnector", ...}'""", group=_EXTRAS,
+        metavar="JSON", engine="vllm",
     )  # fmt: skip
     enable_sleep_mode: bool = flag(
         False, "allow sleeping, with the weights in host memory", group=_EXTRAS, engine="vllm"
@@ -232,6 +251,26 @@ class Deployment:
     mamba_full_memory_ratio: float = flag(
         0.9, "bytes of state memory per byte of token memory", group=_DEVICE, unit="share", engine="sglang"
     )
+    enable_hierarchical_cache: bool = flag(
+        False, "keep blocks in host memory (HiCache)", group=_EXTRAS, engine="sglang"
+    )
+    hicache_ratio: float | None = flag(
+        None, "tokens of HiCache per token of the pool (default: 2)", group=_EXTRAS, engine="sglang",
+        needs="enable_hierarchical_cache", metavar="N",
+    )  # fmt: skip
+    hicache_size: int | None = flag(
+        None, "GB (10^9 bytes) of HiCache on each rank, instead of a ratio", group=_EXTRAS, engine="sglang",
+        needs="enable_hierarchical_cache",
+    )  # fmt: skip
+    hicache_mem_layout: str = flag(
+        "auto", "order of HiCache's memory (default: the version's)", group=_EXTRAS, engine="sglang",
+        choices=("auto", "layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head"),
+        needs="enable_hierarchical_cache",
+    )  # fmt: skip
+    hicache_storage_backend: str | None = flag(
+        None, "store behind HiCache: file", group=_EXTRAS, engine="sglang", choices=("file",),
+        needs="enable_hierarchical_cache",
+    )  # fmt: skip
 
 
 def default_engine(gpu: str | None, engine_version: str | None) -> EngineName:

@@ -32,7 +32,7 @@ def escaped(text: str) -> str:
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to `word`, ignoring case, dashes and underscores, or None."""
-    from difflib import get_close_matches  # only an error message needs it
+    from difflib import get_close_matches  # imported here, because only an error message needs it
 
     plain = {_plain(name): name for name in names}
     wanted = _plain(word[:80])

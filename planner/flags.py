@@ -11,6 +11,7 @@ a value against other flags and the model.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -22,7 +23,7 @@ from tonnage.planner.model.dtypes import SPELLINGS
 from tonnage.planner.units import GiB, MiB, parse_count, parse_size
 
 MAX_COUNT = 1 << 31
-MAX_BYTES = 1 << 60  # This is one EiB.
+MAX_BYTES = 1 << 60  # one EiB, the largest accepted size
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
@@ -68,7 +69,7 @@ def flag(
         least: smallest valid count.
         most: largest valid count.
         needs: field name of another flag without which this flag has no effect.
-        engine: the only engine that supports the flag; empty means all engines.
+        engine: the engines that support the flag, separated by ", "; empty means all engines.
         option: name of the command-line option if it differs from the field's name.
         short: short form of the option, as in vLLM, for example `-tp`.
         spellings: (lower-case text, value) of other spellings, for a flag without `choices`.
@@ -86,6 +87,11 @@ def flag(
         "reader": read,
     }  # fmt: skip
     return field(default=default, metadata=rest)
+
+
+# Memories of which a plain number below `_LEAST_MEMORY` bytes means another unit
+_MEMORIES = ("device_memory", "device_memory_used", "kv_cache_memory_bytes")
+_LEAST_MEMORY = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,10 @@ class Flag:
             value = self.reader(text, field)
         elif self.unit == "bytes":
             value = parse_size(text, field)
+            if text.isdecimal() and value < _LEAST_MEMORY and self.name in _MEMORIES:
+                raise DeploymentError(
+                    f"{text[:40]!r} is {value:,} bytes", field=field, hint=f"write {text[:40]}GiB for gibibytes"
+                )
         elif self.kind == "int" and not self.unit:
             value = parse_count(text, field, least=self.least)
         elif self.kind in ("int", "float"):
@@ -180,6 +190,8 @@ class Flag:
                 *(name for names in SPELLINGS for name in names if self.canonical(name) != name),
             )
             hint = f"did you mean {other}?" if other in self.choices else did_you_mean(value, usual) or hint
+        if wrong and self.unit == "share" and isinstance(value, int | float) and 1 < value <= 100:
+            hint = hint or f"{value:g} % is {value / 100:g}"
         if wrong:
             raise DeploymentError(
                 f"{'it' if self.secret else as_written(value)} is not {wrong}", field=field, hint=hint
@@ -318,6 +330,9 @@ def as_written(value: object) -> str:
 
 def _number(text: str, field: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise DeploymentError(f"{text!r} is not a number", field=field) from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise DeploymentError(f"{text!r} is not a number", field=field)
+    return value

@@ -21,7 +21,8 @@ from tonnage.planner.units import gib
 # Memory component of a plan (Plan.memory_rows) -> CSS class of its colour
 _COLOURS = {
     "weights": "weights", "KV cache pool": "kv_pool", "activations": "activation", "framework": "framework",
-    "CUDA graphs": "cuda_graph", "LoRA slots": "lora", "draft model": "draft", "free": "free",
+    "CUDA graphs": "cuda_graph", "LoRA slots": "lora", "draft model": "draft",
+    "KV tier": "kv_pool", "free": "free",
 }  # fmt: skip
 
 Facts = Iterable[tuple[str, str]]  # (name, value) pairs, not yet escaped for HTML

@@ -7,7 +7,7 @@ plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
@@ -26,6 +26,7 @@ from tonnage.planner.model.capacity import (
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.requests import RequestLaw
+from tonnage.planner.model.tier import KVTier
 from tonnage.planner.units import MiB, gib
 
 SCHEMA_VERSION = 1
@@ -81,7 +82,7 @@ class Resolved:
 
     @property
     def memory_ends(self) -> tuple[Resolved, Resolved]:
-        """Return the deployment on a device with the smallest and with the largest total that is possible."""
+        """Return the deployment on a device with the smallest and with the largest possible total memory."""
         if self.memory_bounds is None:
             return self, self
         (low, low_limit), (high, high_limit) = self.memory_bounds
@@ -97,6 +98,8 @@ class ModelInfo:
 
     Attributes:
         path: local folder or file from which the engine loads; not part of the JSON.
+        active_parameters: parameters that one token passes, without those of experts that it does not choose;
+            not part of the JSON.
         attention: MHA, GQA, MQA, MLA or none.
         via: the source of the tensor shapes: a model adapter, safetensors headers, a checkpoint index, a GGUF
             file, or an instance on PyTorch's meta device.
@@ -107,6 +110,7 @@ class ModelInfo:
     path: str
     architecture: str
     parameters: int
+    active_parameters: int
     attention: str
     via: Literal["adapter", "headers", "index", "gguf", "meta"]
     max_model_len: int
@@ -122,6 +126,7 @@ class RankPlan:
         total_bytes: bytes of the device.
         draft_bytes: bytes of the speculative draft's weights.
         offloaded_bytes: bytes of weights kept in host memory, not on the device.
+        kv_tier_bytes: bytes of a KV tier in the device's own memory (a CPU's host tier).
     """
 
     weights_bytes: int
@@ -133,6 +138,7 @@ class RankPlan:
     lora_bytes: int = 0
     draft_bytes: int = 0
     offloaded_bytes: int = 0
+    kv_tier_bytes: int = 0
 
     @property
     def components(self) -> dict[str, int]:
@@ -145,6 +151,7 @@ class RankPlan:
             "framework": self.framework_bytes,
             "lora": self.lora_bytes,
             "draft": self.draft_bytes,
+            "kv_tier": self.kv_tier_bytes,
         }
 
     @property
@@ -156,20 +163,6 @@ class RankPlan:
     def free_bytes(self) -> int:
         """Return the unused bytes of the device; the number is negative if the plan does not fit."""
         return self.total_bytes - self.used_bytes
-
-
-def check_components(components: dict[str, int], rank: RankPlan) -> None:
-    """Assert that the components of a rank, including `free`, add up to the device's memory.
-
-    Every field of `rank` in bytes must be among the components.
-
-    Raises:
-        AssertionError: the sums differ.
-    """
-    elsewhere = {"total_bytes", "offloaded_bytes"}
-    held = [getattr(rank, part.name) for part in fields(rank) if part.name not in elsewhere]
-    assert sum(components.values()) == rank.total_bytes, (components, rank)
-    assert sum(held) == sum(components.values()) - components["free"], (components, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +235,7 @@ class Plan:
         stops_with: the error message with which the engine stops at start-up, or None.
         engine_name: title of the engine, with its version if it has one.
         host: host memory that serving on GPUs needs; None on a CPU, where the whole plan is about host memory.
+        tiers: KV tiers beside the pool, in host memory or on disk.
         requests: capacity for each requested pair of prompt and output lengths.
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
@@ -267,6 +261,7 @@ class Plan:
     stops_with: str | None = None
     engine_name: str = ""
     host: HostMemory | None = None
+    tiers: tuple[KVTier, ...] = ()
     requests: tuple[RequestCapacity, ...] = ()
     mix: MixCapacity | None = None
     unsupported: tuple[str, ...] = ()
@@ -358,6 +353,8 @@ class Plan:
             rows.append(("LoRA slots", rank.lora_bytes, "exact"))
         if rank.draft_bytes:
             rows.append(("draft model", rank.draft_bytes, bounds("draft_bytes")))
+        if rank.kv_tier_bytes:
+            rows.append(("KV tier", rank.kv_tier_bytes, "exact"))
         rows.append(("free", rank.free_bytes, ""))
         several = len(self.ranks) * self.deployment.data_parallel_size > 1
         count = len(self.ranks) * self.deployment.data_parallel_size
@@ -402,18 +399,19 @@ class Plan:
         return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:
-        """Return text lines about the host memory that serving on GPUs needs; the list is empty for a CPU."""
-        host = self.host
+        """Return text lines about KV tiers, and about the host memory that serving on GPUs needs."""
+        host, found = self.host, [line for tier in self.tiers for line in tier.lines()]
         if host is None:
-            return []
+            return found
         if host.unknown:
-            return [f"Host memory: not known: {host.unknown}"]
+            return [*found, f"Host memory: not known: {host.unknown}"]
         line = f"Host memory: about {gib(host.value)}, {gib(host.low)} to {gib(host.high)}"
         if self.deployment.data_parallel_size > 1:
             line += " for each replica"
         if host.shared_bytes:
             line += f"; of it in /dev/shm up to {gib(host.shared_bytes)} (a container has 64 MiB by default)"
-        return [f"{line}; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can reclaim"]
+        line += f"; page cache of the files {gib(host.page_cache_bytes)}, which the kernel can reclaim"
+        return [*found, line]
 
     def verdict(self) -> str:
         """Return the verdict of a plan whose memory suffices."""
@@ -458,7 +456,7 @@ class Plan:
 
     def html(self) -> str:
         """Return an HTML section with verdict, figures, memory table with its bar, and capacity."""
-        from tonnage.planner.markup import memory_section  # only HTML output needs it
+        from tonnage.planner.markup import memory_section  # imported here, because only HTML output needs it
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
         said = self.verdict_lines()
@@ -473,6 +471,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook, with a style that affects nothing outside it."""
-        from tonnage.planner.markup import fragment  # only HTML output needs it
+        from tonnage.planner.markup import fragment  # imported here, because only HTML output needs it
 
         return fragment(self.html())

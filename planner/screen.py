@@ -7,7 +7,9 @@ import takes longer than computing a plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 from tonnage.planner.errors import printable
@@ -15,6 +17,8 @@ from tonnage.planner.errors import printable
 # Style name -> SGR parameter of the terminal's escape sequence (ECMA-48, 8.3.117)
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "cyan": "36"}
 _GAP = " "  # The gap separates table columns.
+
+_CLEAR = "\r\x1b[K"  # begin of the line, then erase to its end (ECMA-48, 8.3.41)
 
 Cell = str | tuple[str, str]  # text, or text and its style
 
@@ -27,20 +31,28 @@ class Screen:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._wraps = file.isatty()  # Another program reads whole lines.
-        self._styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"  # no-color.org
+        # lines are wrapped only on a terminal, because another program reads whole lines
+        self._wraps = file.isatty()
+        # the convention of no-color.org
+        self._styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.width = _width(file)
 
     def print(self, text: str = "", style: str = "") -> None:
-        """Print one paragraph; a terminal gets it wrapped to the width, with the first line's indentation."""
-        import textwrap  # JSON output does not need it
+        """Print one paragraph; a terminal gets it wrapped to the width, further lines indented by two more.
+
+        Words are never broken, so that options and paths can be copied.
+        """
+        import textwrap  # imported here, because JSON output does not need it
 
         plain = printable(text)
         if not self._wraps:
             self.print_line(plain, style)
             return
         indent = plain[: len(plain) - len(plain.lstrip())]
-        for line in textwrap.wrap(plain, self.width, subsequent_indent=indent) or [""]:
+        wrapper = textwrap.TextWrapper(
+            self.width, subsequent_indent=f"{indent}  ", break_on_hyphens=False, break_long_words=False
+        )
+        for line in wrapper.wrap(plain) or [""]:
             print(self._in(style, line), file=self._file)
 
     def print_line(self, text: str, style: str = "") -> None:
@@ -70,6 +82,19 @@ class Screen:
 
     def _in(self, style: str, text: str) -> str:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self._styled else text
+
+
+@contextmanager
+def busy(text: str) -> Iterator[None]:
+    """Show `text` on a terminal's stderr while the block runs, and remove it afterwards."""
+    shows = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if shows:
+        print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shows:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

@@ -78,7 +78,9 @@ def parse_count(text: str, field: str, *, least: int = 1) -> int:
     factor = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 1 << 20}[match[2] if match else ""]
     if match is None or int(match[1]) * factor < least:
         wanted = "a positive integer" if least == 1 else f"an integer from {least} on"
-        raise DeploymentError(f"{text[:40]!r} is not {wanted}", field=field)
+        plain = text.strip().replace(",", "").replace("_", "")
+        hint = f"write {plain}" if plain != text.strip() and plain.isdecimal() and plain.isascii() else None
+        raise DeploymentError(f"{text[:40]!r} is not {wanted}", field=field, hint=hint)
     return int(match[1]) * factor
 
 

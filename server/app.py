@@ -16,6 +16,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.middleware.cors import CORSMiddleware
 
 from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.model.architecture import CLASSIFIERS
 from tonnage.server import errors
 from tonnage.server.api.docs import docs_router
 from tonnage.server.api.generation import Generator
@@ -42,6 +43,7 @@ from tonnage.server.security.middleware import ASSETS, PUBLIC_PATHS, Authenticat
 from tonnage.server.settings import Settings
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import SHIPPED, ChatTemplate
+from tonnage.server.text.classifier import ClassifierConfig, read_classifier
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import OutputParser
@@ -77,11 +79,13 @@ def create_app(
         DeploymentError: Only one of the two tool-call flags is set.
     """
     files = model_files(engine.plan.model.path)
+    is_classifier = engine.plan.model.architecture.endswith(CLASSIFIERS)
     state = ServerState(
         settings=settings,
         engine=engine,
         tokenizer=tokenizer or Tokenizer.from_folder(files),
         chat_template=_chat_template(settings, files),
+        classifier=read_classifier(files) if is_classifier else ClassifierConfig(),
         loras=lora_modules(settings.lora_modules, settings.model_name, engine.plan.deployment.max_lora_rank),
         load_output_parser=None if operations_only else _output_parser(settings, files),
         on_startup_error=on_startup_error,

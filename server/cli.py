@@ -16,6 +16,7 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from tonnage.planner.errors import TonnageError, nearest
+from tonnage.planner.screen import Screen
 from tonnage.server.extras import AN_ENGINE, extra_with, require
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
 
 # name of a command -> (module with a function run(argv) -> exit code, summary for the usage text)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": ("tonnage.planner.command", "show what a model needs and what a device can hold, without loading"),
+    "plan": ("tonnage.planner.command", "show what a model needs and what a device can hold"),
     "train": ("tonnage.planner.training.command", "show what training a model needs and what makes it fit"),
     "dtype": ("tonnage.planner.numbers.command", "show a value's bits and rounding in every number format"),
     "page": ("tonnage.planner.page.command", "open the planner in the browser, or write its files for a host"),
@@ -51,6 +52,17 @@ EXTRAS = {
     "demo": "demo",
 }  # fmt: skip
 
+_GPUS = "tonnage plan demo --gpu list names the GPUs"
+_MODELS = "tonnage plan takes a folder or a hub id; tonnage page has a list of models"
+# Words that are no commands -> the command that answers
+_INSTEAD = {
+    "devices": _GPUS, "gpus": _GPUS, "gpu": _GPUS, "list": _GPUS, "models": _MODELS, "model": _MODELS,
+    "estimate": "tonnage plan MODEL --gpu NAME", "size": "tonnage plan MODEL --gpu NAME",
+    "start": "tonnage serve MODEL", "run": "tonnage serve MODEL", "finetune": "tonnage train MODEL",
+    "health": "tonnage status", "version": "tonnage --version", "log": "tonnage fit-log FILE",
+    "bench": "tonnage replay TRACE --model MODEL", "simulate": "tonnage replay TRACE --model MODEL",
+}  # fmt: skip
+
 OK, FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 
 # errors that mean that no space is left for the output (disk, quota or file size)
@@ -67,8 +79,9 @@ Memory of language models: plan it, admit by it, measure it.
 
 {lines}
 
-MODEL is a local folder with config.json, a .gguf file, a hub id, or demo (SmolLM2-135M-Instruct).
-tonnage COMMAND --help lists the options of a command, --help=WORD only matching ones; --version: the version.
+MODEL is a folder with config.json, a .gguf file, a hub id, or demo.
+tonnage COMMAND --help lists a command's options, --help=WORD the matching ones.
+tonnage --version prints the version.
 """
 
 
@@ -89,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except TonnageError as error:
-        print(f"tonnage: {error}", file=sys.stderr)
+        Screen(sys.stderr).print(f"tonnage: {error}")
         return USAGE
     except ModuleNotFoundError as error:
         missing = (error.name or "").split(".")[0]
@@ -115,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open() -> None:
-    """Open /dev/null as stdout or stderr when it is closed at start (``>&-``, some cron jobs)."""
+    """Open /dev/null in place of a closed stdout or stderr (``>&-``, some cron jobs)."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- open until the process ends
     if sys.stderr is None:
@@ -181,9 +194,10 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _unknown(name: str) -> int:
-    close = nearest(name, COMMANDS)
-    guess = f"did you mean {close}? " if close else ""
-    print(f"tonnage: unknown command {name[:80]!r} ({guess}one of: {', '.join(COMMANDS)})", file=sys.stderr)
+    if (instead := _INSTEAD.get(name.lower())) is None:
+        close = nearest(name, COMMANDS)
+        instead = f"{f'did you mean {close}? ' if close else ''}one of: {', '.join(COMMANDS)}"
+    Screen(sys.stderr).print(f"tonnage: unknown command {name[:80]!r} ({instead})")
     return USAGE
 
 

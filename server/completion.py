@@ -91,7 +91,7 @@ def tree() -> argparse.ArgumentParser:
 
 
 def offering(root: argparse.ArgumentParser, file: dict[str, Any]) -> argparse.ArgumentParser:
-    """Add values that a shell can offer to the options of ``root``, and return ``root``.
+    """Add to the options of ``root`` the values that shell completion offers, and return ``root``.
 
     Flags with choices offer them, some options offer names from the catalogues, and options that take a path
     get the completion ``file``. The result is only for completion, because the added choices would reject other

@@ -66,7 +66,7 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How an error code is reported: its HTTP status, and whether the client may retry.
+    """The HTTP status of an error code, and whether the client may retry.
 
     A ``retryable`` error is sent with the header Retry-After.
     """
@@ -242,9 +242,8 @@ def headers(error: ApiError) -> dict[str, str]:
     """Return the headers that tell a client whether and when to retry.
 
     Returns:
-        ``Retry-After`` (seconds) and ``retry-after-ms`` when a retry may succeed, ``x-should-retry: false``
-            when it cannot, and no headers for an internal error, since its cause is unknown and a retry may or
-            may not help.
+        ``Retry-After`` (seconds) and ``retry-after-ms`` when a retry may succeed, and ``x-should-retry: false``
+            when it cannot. An internal error has no such header, because its cause is unknown.
     """
     rule = RULES[error.code]
     if rule.retryable:

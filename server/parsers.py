@@ -79,7 +79,8 @@ exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input o
 # Flags of `tonnage plan` that `tonnage replay` takes, too.
 _REPLAYED = (
     "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "enable_prefix_caching",
+    "max_num_batched_tokens", "enable_prefix_caching", "tensor_parallel_size", "quantization", "kv_cache_dtype",
+    "block_size",
 )  # fmt: skip
 
 
@@ -90,14 +91,17 @@ def replay() -> Parser:
         "Replay a request trace through admission and the block manager, without a GPU.",
         """
 TRACE is an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens), a Mooncake JSONL (timestamp, input_length,
-output_length, hash_ids) or the server's request log (arrival, prompt_tokens, output_tokens, ...). For any
-other CSV or JSONL, --columns names the columns; a time is a number of seconds (arrival_ms=COLUMN:
-milliseconds) or a date.
+output_length, hash_ids), the request log (arrival, prompt_tokens, output_tokens, ...), agentic sessions
+(a .json file or a folder of them), RAGPulse's 0_trace.jsonl, or KV events of vLLM (JSON lines, or the msgpack
+payloads of its publisher in one file). For any other CSV or JSONL, --columns names the columns; a time is a
+number of seconds (arrival_ms=COLUMN: milliseconds) or a date.
 
 examples:
   tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu h100-80g
   tonnage replay azure.csv --model demo --kv-cache-memory-bytes 1GiB --memory-bandwidth 50 --flops 2 --scale 0.1
   tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu l40s-48g --search-gpus --wait-target 1s
+  tonnage replay conversation.jsonl --model ./Llama-3.1-8B --gpu h100-80g --tiers host=64GiB --tier-curve
+  tonnage replay azure.csv --model ./Llama-3.1-70B --gpu h100-80g -tp 4
   tonnage replay own.csv --columns arrival=t,prompt_tokens=in,output_tokens=out --model demo --gpu l4-24g
 
 Steps, preemptions, stalls and hits are the decisions of block manager and admission for these arrivals. Times
@@ -125,6 +129,15 @@ exit codes: 0 done, 1 no number of GPUs meets the target, 2 bad input or the mod
     p.add_argument("--skip-bad-lines", action="store_true", help="skip and count lines that do not parse")
     p.add_argument("--memory-bandwidth", type=float, metavar="GB/s", help="of one device; default: by --gpu")
     p.add_argument("--flops", type=float, metavar="TFLOP/s", help="dense 16-bit peak of one device")
+    p.add_argument(
+        "--tiers", metavar="host=SIZE,disk=SIZE", help="KV tiers behind the pool, judged by two replays"
+    )
+    p.add_argument(
+        "--tier-policy", choices=("lru", "arc", "learned"), help="order of eviction in tiers (default: lru)"
+    )
+    p.add_argument("--tier-curve", action="store_true", help="hit rate by size of pool and tiers, in one pass")
+    p.add_argument("--host-bandwidth", type=float, metavar="GB/s", help="host memory to GPU; default: by --gpu")
+    p.add_argument("--disk-bandwidth", type=float, metavar="GB/s", help="disk to host memory")
     p.add_argument("--search-gpus", action="store_true", help="find how many of these GPUs meet --wait-target")
     p.add_argument("--wait-target", metavar="TIME", help="bound of the P99 waiting time (default: 1s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")

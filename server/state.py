@@ -15,6 +15,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
+from tonnage.server.engines.request import PoolingTask
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import BodyBytes
@@ -23,6 +24,7 @@ from tonnage.server.requests.accounts import Accounts
 from tonnage.server.security.tenants import Quotas
 from tonnage.server.settings import Settings
 from tonnage.server.text.chat_template import ChatTemplate
+from tonnage.server.text.classifier import ClassifierConfig
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import OutputParser
 
@@ -31,6 +33,20 @@ from tonnage.server.text.tool_calls import OutputParser
 _CUT_OFF_SECONDS = 1.0
 # Interval in seconds of the log lines during a drain.
 DRAIN_PROGRESS_SECONDS = 5.0
+
+# What a model does, and the endpoint for it, by its pooling task.
+_DOES: dict[PoolingTask | None, str] = {
+    None: "generates text",
+    "embed": "gives embeddings",
+    "classify": "classifies texts",
+    "token_classify": "classifies tokens",
+}
+_PATHS: dict[PoolingTask | None, str] = {
+    None: "/v1/completions",
+    "embed": "/v1/embeddings",
+    "classify": "/classify",
+    "token_classify": "/pooling",
+}
 
 log = logging.getLogger("tonnage.server")
 
@@ -49,6 +65,7 @@ class ServerState:
     quotas: Quotas = field(default_factory=Quotas)
     outboxes: Outboxes = field(default_factory=Outboxes)
     chat_template: ChatTemplate | None = None
+    classifier: ClassifierConfig = field(default_factory=ClassifierConfig)
     loras: tuple[LoRAModule, ...] = ()
     output_parser: OutputParser | None = None
     # loads the parser of tool calls and reasoning; called in a thread, before the engine starts
@@ -129,16 +146,17 @@ class ServerState:
             )
         return "" if name == self.model_name else name
 
-    def check_task(self, *, embeds: bool = False) -> None:
-        """Raise ApiError when the model does not do the requested task, embeddings or text generation."""
-        if embeds != self.engine.capabilities.embeds:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_ENDPOINT,
-                f"{self.model_name!r} generates text and gives no embeddings; serve an embedding model for that"
-                if embeds
-                else f"{self.model_name!r} gives embeddings and generates no text; use /v1/embeddings",
-                param="model",
-            )
+    def check_task(self, *tasks: PoolingTask) -> None:
+        """Raise ApiError when the model does none of the tasks; without tasks, when it generates no text."""
+        pools = self.engine.capabilities.pools
+        if pools in tasks if tasks else pools is None:
+            return
+        needed = " or ".join(_DOES[task] for task in tasks) or _DOES[None]
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_ENDPOINT,
+            f"{self.model_name!r} {_DOES[pools]}; use {_PATHS[pools]}, or serve a model that {needed}",
+            param="model",
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -93,6 +93,8 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     """Create the demo model before the workers start, which would otherwise both convert it."""
+    if "TONNAGE_PYTHON" in os.environ:
+        return  # an environment without tonnage (tests/clients)
     from tonnage.server.demo.model import ensure_demo
 
     ensure_demo()
@@ -101,6 +103,8 @@ def pytest_xdist_setupnodes() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return the scheduler of ``--dist loadscope`` by files, in the order of the lists above."""
+    if config.option.dist != "loadscope":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):  # type: ignore[misc]

@@ -155,7 +155,7 @@ def test_help_and_version_run_from_the_wheel(installed: Path, tmp_path: Path) ->
     assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout.startswith("tonnage ")
 
 
-def test_version_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+def test_version_is_found_in_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
     version, distribution, files = where(installed / "python", tmp_path)
     assert version == distribution
     assert run(installed / "tonnage", "--version", cwd=tmp_path).stdout == f"tonnage {version}\n"
@@ -163,7 +163,7 @@ def test_version_from_an_installed_wheel(installed: Path, tmp_path: Path) -> Non
     assert [Path(file) for file in files[1:]] == [top / package / "__init__.py" for package in PACKAGES]
 
 
-def test_version_from_a_zipped_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_version_is_found_in_a_zipped_wheel(wheel: Path, tmp_path: Path) -> None:
     """As zipimport finds it: the version is no file to be opened."""
     first = f"import sys; sys.path.insert(0, {str(wheel)!r})"
     version, distribution, files = where(Path(sys.executable), tmp_path, first)
@@ -171,7 +171,7 @@ def test_version_from_a_zipped_wheel(wheel: Path, tmp_path: Path) -> None:
     assert files == [f"{wheel}/tonnage/{name}__init__.py" for name in ("", *(f"{one}/" for one in PACKAGES))]
 
 
-def test_version_from_an_editable_install(source: Path, tmp_path: Path) -> None:
+def test_version_is_found_in_an_editable_install(source: Path, tmp_path: Path) -> None:
     """Its finder maps four folders that lie elsewhere, as in the environment that make builds."""
     tools = environment(tmp_path / "environment", "-e", source)
     version, distribution, files = where(tools / "python", tmp_path)

@@ -28,7 +28,7 @@ def bodies(*asked: tuple[str, Callable[[], Body]]) -> Attack:
     """Return an attack that sends one request after another; each body is built when it is sent."""
 
     async def run(server: AttackedServer) -> Answers:
-        return Counter([await ask(server.port, path, ABUSER, body()) for path, body in asked])
+        return Counter([await ask(server.address, path, ABUSER, body()) for path, body in asked])
 
     return run
 
@@ -53,7 +53,7 @@ def at_once(count: int, path: str, body: Callable[[], Body]) -> Attack:
     """Return an attack that sends ``count`` equal requests at once."""
 
     async def run(server: AttackedServer) -> Answers:
-        return await counted(ask(server.port, path, ABUSER, body()) for _ in range(count))
+        return await counted(ask(server.address, path, ABUSER, body()) for _ in range(count))
 
     return run
 
@@ -73,7 +73,7 @@ async def resets(server: AttackedServer) -> Answers:
     whole = request(COMPLETIONS, ABUSER, {"prompt": "a" * 1000, "max_tokens": 1})
 
     async def one() -> str:
-        async with places, connection(server.port) as (_, writer):
+        async with places, connection(server.address) as (_, writer):
             writer.write(whole)
             await writer.drain()
         return "reset"
@@ -85,7 +85,7 @@ def pages(clients: int, seconds: float, *paths: str) -> Attack:
     """Return an attack in which each client reads one of ``paths`` after another for ``seconds``."""
 
     async def read(server: AttackedServer, number: int) -> str:
-        async with connection(server.port) as (reader, writer):
+        async with connection(server.address) as (reader, writer):
             writer.write(request(paths[number % len(paths)], ABUSER, extra="Connection: close\r\n"))
             return (await reader.read(-1))[9:12].decode() or "closed"
 
@@ -98,7 +98,7 @@ async def unread_files(server: AttackedServer) -> Answers:
 
     async def one() -> str:
         async with places:
-            reader, writer = await asyncio.open_connection(HOST, server.port, limit=1024)
+            reader, writer = await asyncio.open_connection(HOST, server.address.port, limit=1024)
             try:
                 writer.write(request("/docs/swagger-ui-bundle.js", ABUSER))
                 said = (await reader.readline())[9:12].decode()
@@ -117,7 +117,7 @@ async def uploads(server: AttackedServer) -> Answers:
     size = 8_000_000
 
     async def one() -> str:
-        async with connection(server.port) as (reader, writer):
+        async with connection(server.address) as (reader, writer):
             whole = request(COMPLETIONS, ABUSER, listed("prompt", '"a"', size // 4)())
             writer.write(whole[:-1])
             try:
@@ -133,7 +133,7 @@ def disconnecting(body: Callable[[], Body], after: float) -> Attack:
     """Return an attack that sends a request and disconnects ``after`` seconds."""
 
     async def run(server: AttackedServer) -> Answers:
-        async with connection(server.port) as (reader, writer):
+        async with connection(server.address) as (reader, writer):
             writer.write(request(COMPLETIONS, ABUSER, body()))
             try:
                 async with asyncio.timeout(after):
@@ -156,7 +156,8 @@ async def deaf(server: AttackedServer) -> Answers:
         for _ in range(8):
             sockets.append(socket.socket())
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            await asyncio.get_running_loop().run_in_executor(None, sockets[-1].connect, (HOST, server.port))
+            address = (HOST, server.address.port)
+            await asyncio.get_running_loop().run_in_executor(None, sockets[-1].connect, address)
             sockets[-1].sendall(request(COMPLETIONS, ABUSER, body))
         since = time.monotonic()
         await asyncio.sleep(3)
@@ -178,7 +179,7 @@ async def slow_heads(server: AttackedServer) -> Answers:
     """Keep 300 connections alive after one answer, and send one byte of the next request head per second."""
 
     async def one() -> str:
-        async with connection(server.port) as (reader, writer):
+        async with connection(server.address) as (reader, writer):
             writer.write(request("/health", ABUSER))
             head = await reader.readuntil(b"\r\n\r\n")
             await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
@@ -201,7 +202,7 @@ async def trailers(server: AttackedServer) -> Answers:
     part = b"".join(f"x-{at:06d}: {'a' * 90}\r\n".encode() for at in range(10_000))
 
     async def one() -> str:
-        async with connection(server.port) as (reader, writer):
+        async with connection(server.address) as (reader, writer):
             writer.write(
                 f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ABUSER}\r\nContent-Type: "
                 "application/json\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n".encode()
@@ -224,7 +225,7 @@ async def connections(server: AttackedServer) -> Answers:
 
     async def one(number: int) -> str:
         async with places:
-            reader, writer = await asyncio.open_connection(HOST, server.port)
+            reader, writer = await asyncio.open_connection(HOST, server.address.port)
         try:
             writer.write(b"GET /health"[: 7 * (number % 2)])
             async with asyncio.timeout(15):
@@ -235,6 +236,22 @@ async def connections(server: AttackedServer) -> Answers:
             writer.transport.abort()
 
     return await counted(one(number) for number in range(4000))
+
+
+async def handshakes(server: AttackedServer) -> Answers:
+    """Open 1,100 connections and send nothing, for fifteen seconds."""
+
+    async def one() -> str:
+        reader, writer = await asyncio.open_connection(HOST, server.address.port)
+        try:
+            async with asyncio.timeout(15):
+                return "closed" if not await reader.read(1) else "answered"
+        except TimeoutError:
+            return "held"
+        finally:
+            writer.transport.abort()
+
+    return await counted(one() for _ in range(1100))
 
 
 async def counted(tasks: Any) -> Answers:
@@ -316,7 +333,7 @@ def repeated(clients: int, seconds: float, once: Callable[[AttackedServer, int],
 
 def flood(clients: int, seconds: float, body: dict[str, Any]) -> Attack:
     """Return an attack in which each client sends one request after another, and disconnects at the end."""
-    return repeated(clients, seconds, lambda server, _: ask(server.port, COMPLETIONS, ABUSER, body))
+    return repeated(clients, seconds, lambda server, _: ask(server.address, COMPLETIONS, ABUSER, body))
 
 
 async def idle(seconds: float) -> Answers:

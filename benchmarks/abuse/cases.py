@@ -24,8 +24,8 @@ class Case:
         engines: Engines that it applies to.
         seconds: Time limit, after which the attack is cancelled.
         by_client: Whether a client causes it. A stream that pauses then counts against the server; a stopped
-            engine
-            process cannot generate tokens.
+            engine process cannot generate tokens.
+        tls: Whether the server serves over TLS.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Case:
     engines: tuple[str, ...] = ENGINES
     seconds: float = 60.0
     by_client: bool = True
+    tls: bool = False
 
 
 ANY = {"type": "object"}
@@ -141,6 +142,10 @@ CASES = (
     Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", attacks.slow_heads),
     Case("trailers", 4, "100 MB of trailers after a chunked body, twice", attacks.trailers),
     Case("connections", 4, "4,000 connections with nothing or part of a head sent", attacks.connections),
+    Case(
+        "handshakes", 4, "1,100 TLS connections without a handshake, to a server with 1,024 files",
+        attacks.handshakes, tls=True,
+    ),
     Case("priority", 8, "64 clients that request priority -1000", FIRST),
     Case("queue", 8, "32 clients that request 16 sequences each", MANY),
     Case("engine_stopped", 5, "SIGSTOP of the engine", attacks.engine_stopped, REAL, 300, by_client=False),

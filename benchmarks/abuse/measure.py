@@ -80,7 +80,8 @@ async def watching(server: AttackedServer) -> AsyncIterator[asyncio.subprocess.P
     """Run watch.py with the victim's stream; yield its process, or None if it does not start."""
     script = str(Path(__file__).with_name("watch.py"))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, script, str(server.port), VICTIM, str(server.pid)),
+        *(sys.executable, script, str(server.address.port), VICTIM, str(server.pid)),
+        *filter(None, [server.address.certificate]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import re
+import ssl
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 HOST = "127.0.0.1"
@@ -16,6 +18,14 @@ MODEL = "demo"
 _CODE = re.compile(rb'"code": ?"(\w+)"')
 _ERROR = re.compile(rb'^data: \{"(?:error|type": ?"error)"', re.MULTILINE)
 _KEPT = 65_536  # bytes of an answer that are kept: its first part and its end
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A port of HOST, and the file of the server's certificate if it serves over TLS."""
+
+    port: int
+    certificate: str | None = None
 
 
 def request(path: str, key: str, body: bytes | dict[str, Any] | None = None, extra: str = "") -> bytes:
@@ -33,9 +43,10 @@ def request(path: str, key: str, body: bytes | dict[str, Any] | None = None, ext
 
 
 @contextlib.asynccontextmanager
-async def connection(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connection(address: Address) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Open a connection and reset it at the end, even within a request."""
-    reader, writer = await asyncio.open_connection(HOST, port)
+    trust = address.certificate and ssl.create_default_context(cafile=address.certificate)
+    reader, writer = await asyncio.open_connection(HOST, address.port, ssl=trust or None)
     try:
         yield reader, writer
     finally:
@@ -65,20 +76,20 @@ async def answer(reader: asyncio.StreamReader) -> str:
     return status if b"[DONE]" in last or b"response.completed" in last else "200, cut off"
 
 
-async def ask(port: int, path: str, key: str, body: bytes | dict[str, Any]) -> str:
+async def ask(address: Address, path: str, key: str, body: bytes | dict[str, Any]) -> str:
     """Send one request on a new connection and return the answer in short."""
     try:
-        async with connection(port) as (reader, writer):
+        async with connection(address) as (reader, writer):
             writer.write(request(path, key, body))  # asyncio sends the rest while the answer is read
             return await answer(reader)
     except OSError as error:
         return type(error).__name__
 
 
-async def get(port: int, path: str, key: str, seconds: float = 10) -> Any:
+async def get(address: Address, path: str, key: str, seconds: float = 10) -> Any:
     """Return the JSON of a page, or None without a timely answer of status 200."""
     try:
-        async with asyncio.timeout(seconds), connection(port) as (reader, writer):
+        async with asyncio.timeout(seconds), connection(address) as (reader, writer):
             writer.write(request(path, key, extra="Connection: close\r\n"))
             head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
             return json.loads(body) if head.startswith(b"HTTP/1.1 200") else None

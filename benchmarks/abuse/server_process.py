@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from abuse.raw_http import HOST, get
+from abuse.raw_http import HOST, Address, get
 from tonnage.planner.engines.runtime import hf
 from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.vllm import cpu
@@ -23,6 +23,7 @@ from tonnage.server.engines.process_memory import process_tree_bytes
 
 ENGINES = ("fake", "hf", "vllm")
 VICTIM, ABUSER, OPERATOR = "key-of-the-victim", "key-of-the-abuser", "key-of-the-operator"
+TLS_FILES = 1024  # the soft limit of a process on Linux (linux 6.12: include/uapi/linux/fs.h, INR_OPEN_CUR)
 START_SECONDS, STOP_SECONDS = 300.0, 60.0
 SLACK = 0.03  # share of the plan that a container has in addition (docs/operations.md)
 FLAGS = ("--max-model-len", "8192", "--max-num-seqs", "32", "--kv-cache-memory-bytes", "512MiB")
@@ -56,8 +57,8 @@ class ServerSnapshot:
 class AttackedServer:
     """A running server of one engine."""
 
-    def __init__(self, engine: str, process: subprocess.Popen[bytes], port: int) -> None:
-        self.engine, self.port = engine, port
+    def __init__(self, engine: str, process: subprocess.Popen[bytes], address: Address) -> None:
+        self.engine, self.address = engine, address
         self._process = process
         self.pid = process.pid
         self.planned = 0  # bytes of all processes
@@ -70,7 +71,7 @@ class AttackedServer:
 
     async def page(self, path: str, seconds: float = 10) -> Any:
         """Return the JSON of a page, or None if the server does not answer in time."""
-        return await get(self.port, path, OPERATOR, seconds)
+        return await get(self.address, path, OPERATOR, seconds)
 
     async def ready(self) -> bool:
         """Return whether the server reports that it is ready."""
@@ -115,8 +116,10 @@ class AttackedServer:
 
 
 @contextlib.contextmanager
-def running_server(engine: str) -> Iterator[AttackedServer]:
+def running_server(engine: str, tls: bool = False) -> Iterator[AttackedServer]:
     """Start a server and yield it once it is ready; end it afterwards, even if it is stopped or hangs.
+
+    A server with ``tls`` may open TLS_FILES files.
 
     Raises:
         SystemExit: the server does not start.
@@ -129,6 +132,11 @@ def running_server(engine: str) -> Iterator[AttackedServer]:
             for name, key in (("victim", VICTIM), ("abuser", ABUSER), ("operator", OPERATOR))
         ))  # fmt: skip
         command = [sys.executable, *start, "serve", "demo", "--backend", engine, "--host", HOST, "--port", "0"]
+        certificate = None
+        if tls:
+            certificate = str(Path(scratch, "certificate.pem"))
+            command += ["--ssl-certfile", certificate, "--ssl-keyfile", _make_certificate(Path(certificate))]
+            command = ["prlimit", f"--nofile={TLS_FILES}:{TLS_FILES}", *command]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, *FLAGS, "--api-key-file", str(keys)],
@@ -137,9 +145,18 @@ def running_server(engine: str) -> Iterator[AttackedServer]:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         try:
-            yield AttackedServer(engine, process, _port(process, log))
+            yield AttackedServer(engine, process, Address(_port(process, log), certificate))
         finally:
             _end(process)
+
+
+def _make_certificate(path: Path) -> str:
+    """Write a certificate for HOST, signed by itself, to ``path``; return the file of its key."""
+    key = str(path.with_name("key.pem"))
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "2", "-subj", f"/CN={HOST}", "-addext", f"subjectAltName=IP:{HOST}"]
+    subprocess.run([*command, "-keyout", key, "-out", str(path)], check=True, capture_output=True)
+    return key
 
 
 def _port(process: subprocess.Popen[bytes], log: Path) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from abuse.raw_http import COMPLETIONS, answer, connection, request
+from abuse.raw_http import COMPLETIONS, Address, answer, connection, request
 from tonnage.server.engines.process_memory import process_tree_bytes
 
 PATIENCE = 90.0
@@ -39,7 +39,7 @@ class Victim:
     stream's event.
     """
 
-    port: int
+    address: Address
     key: str
     gap: float = 0.0
     last: float = 0.0  # time of the last event
@@ -61,7 +61,7 @@ class Victim:
                 self.last = 0.0
 
     async def _stream(self, asked: bytes) -> str:
-        async with connection(self.port) as (reader, writer):
+        async with connection(self.address) as (reader, writer):
             writer.write(asked)
             head = await reader.readuntil(b"\r\n\r\n")
             if b" 200 " not in head[:15]:
@@ -80,14 +80,14 @@ class Victim:
         return "cut off"
 
 
-async def asking(port: int, key: str, seconds: list[float], answers: Counter[str]) -> None:
+async def asking(address: Address, key: str, seconds: list[float], answers: Counter[str]) -> None:
     """Send one short request per second and record each duration, and that of a request cut off at the end."""
     body = {"prompt": "a", "max_tokens": 1}
     while True:
         since = time.monotonic()
         said = "no answer"
         try:
-            async with connection(port) as (reader, writer):
+            async with connection(address) as (reader, writer):
                 writer.write(request(COMPLETIONS, key, body))
                 said = await answer(reader)
         except OSError as error:
@@ -98,12 +98,12 @@ async def asking(port: int, key: str, seconds: list[float], answers: Counter[str
         await asyncio.sleep(1)
 
 
-async def probing(port: int, times: list[float]) -> None:
+async def probing(address: Address, times: list[float]) -> None:
     """Probe /health every 50 ms without waiting for earlier probes, so a pause is measured in full."""
 
     async def probe(due: float) -> None:
         try:
-            async with asyncio.timeout(PROBE_LIMIT), connection(port) as (reader, writer):
+            async with asyncio.timeout(PROBE_LIMIT), connection(address) as (reader, writer):
                 writer.write(request("/health", "", extra="Connection: close\r\n"))
                 said = await reader.read(-1)
         except asyncio.CancelledError:  # the measurement ends before the answer
@@ -144,9 +144,9 @@ def percentile(times: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
-async def watch(port: int, key: str, pid: int) -> dict[str, Any]:
+async def watch(address: Address, key: str, pid: int) -> dict[str, Any]:
     """Measure a server until standard input ends; return the figures as a JSON object."""
-    victim, times, seconds = Victim(port, key), list[float](), list[float]()
+    victim, times, seconds = Victim(address, key), list[float](), list[float]()
     answers: Counter[str] = Counter()
     peaks = {"api": 0, "engine": 0, "all": 0}
     end = threading.Event()
@@ -156,8 +156,8 @@ async def watch(port: int, key: str, pid: int) -> dict[str, Any]:
         await asyncio.sleep(0.01)
     print("watching", flush=True)
     others = [
-        asyncio.create_task(asking(port, key, seconds, answers)),
-        asyncio.create_task(probing(port, times)),
+        asyncio.create_task(asking(address, key, seconds, answers)),
+        asyncio.create_task(probing(address, times)),
     ]
     await asyncio.to_thread(sys.stdin.read)
     over = time.monotonic()
@@ -186,4 +186,5 @@ async def watch(port: int, key: str, pid: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(watch(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))))
+    port, key, pid, *certificate = sys.argv[1:]
+    print(json.dumps(asyncio.run(watch(Address(int(port), *certificate), key, int(pid)))))

@@ -22,6 +22,7 @@ class Inputs:
     reports: Path | None = None
     receipts: Path | None = None
     startups: Path | None = None
+    published: Path | None = None
 
     def config(self, name: str) -> dict[str, Any] | None:
         """Return config.json of ``org/model`` or ``org__model``, or None if the folder does not have it.
@@ -34,7 +35,7 @@ class Inputs:
     def config_path(self, name: str) -> Path | None:
         """Return the path of a model's config, in the configs folder or beside the start-ups, or None."""
         stem = name.replace("/", "__", 1)
-        for folder in (self.configs, self.startups and self.startups.parent):
+        for folder in (self.configs, *(path.parent for path in (self.startups, self.published) if path)):
             for path in (folder / stem / "config.json", folder / f"{stem}.json") if folder else ():
                 if path.is_file():
                     return path

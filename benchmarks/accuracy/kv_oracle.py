@@ -36,7 +36,7 @@ DENSE = {
     "glm4", "glm4_moe", "olmo", "olmo2", "olmoe", "flex_olmo", "arcee", "apertus", "bitnet", "diffllama",
     "doge",
     "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "nemotron", "persimmon",
-    "phi", "seed_oss",
+    "phi", "seed_oss", "internlm2", "internlm3",
     "stablelm", "xverse", "baichuan", "exaone", "mimo", "minimax_m2", "gptj", "codegen", "gpt2", "bloom",
     "opt", "qwen",
     "gpt_neox", "gemma", "llava", "mpt", "phi3small",

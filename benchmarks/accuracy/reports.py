@@ -10,11 +10,24 @@ from accuracy.common import Inputs
 GIB = 1 << 30
 
 # Meaning of a report's ``quantization``, if its config (of a sibling with the same shapes) does not state it.
-# Group size 128 is the default of AutoAWQ and of llm-compressor's W4A16 preset.
+# Group size 128 is the default of AutoAWQ and of llm-compressor's W4A16 preset; the last scheme is the latter's
+# FP8_DYNAMIC preset. Its recipes for mixtures of experts leave the router out.
 _SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bitsandbytes", {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
                       "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}),
     ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}),
+    ("compressed-tensors (w4a16, group 128)", {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                      "ignore": ["lm_head", "re:.*mlp.gate$"], "config_groups": {"group_0": {
+                          "targets": ["Linear"],
+                          "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                                      "group_size": 128, "dynamic": False},
+                          "input_activations": None}}}),
+    ("compressed-tensors (fp8 dynamic)", {"quant_method": "compressed-tensors", "format": "float-quantized",
+                      "ignore": ["lm_head"], "config_groups": {"group_0": {
+                          "targets": ["Linear"],
+                          "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False},
+                          "input_activations": {"num_bits": 8, "type": "float", "strategy": "token",
+                                                "dynamic": True}}}}),
 )  # fmt: skip
 
 

@@ -345,7 +345,8 @@ def _values(rows: Sequence[FitRow]) -> Coefficients:
         non_torch_hopper=int(plain),
         graph_profile=int(_median(left, 0.0)),
         non_torch_unified=int(_median(unified, _median(alone, 0.0))),
-        non_torch_parallel=int(_median(parallel, two)),
+        # Hopper's ranks have NVSwitch and its buffers, so they say nothing about ranks on other GPUs.
+        non_torch_parallel=int(_median(parallel, _median(alone, 0.0))),
         non_torch_ranks=int(two),
         non_torch_doubling=int(_median(doubling, 0.0)),
         non_torch_stage=int(_median(stage, 0.0)),

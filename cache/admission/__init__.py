@@ -20,8 +20,7 @@
 =============== ==================================================================================
 """
 
-from tonnage.cache.admission.passing import Head
-from tonnage.cache.admission.policy import AdmissionMode, Policy
+from tonnage.cache.admission.policy import Policy
 from tonnage.cache.admission.reservation import (
     group_reservation,
     largest_prompt,
@@ -31,9 +30,11 @@ from tonnage.cache.admission.reservation import (
 )
 from tonnage.cache.admission.safety import Leaving, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.types import (
+    AdmissionMode,
     AdmissionRequest,
     Admit,
     Decision,
+    Head,
     Limits,
     Never,
     NeverReason,

@@ -11,9 +11,9 @@ from tonnage.cache.admission import decide as decisions
 from tonnage.cache.admission.auto import auto_of
 from tonnage.cache.admission.decide import Rules, State
 from tonnage.cache.admission.forecast import LengthForecast
-from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy
+from tonnage.cache.admission.policy import VLLM, Policy
 from tonnage.cache.admission.shares import Shares
-from tonnage.cache.admission.types import Limits
+from tonnage.cache.admission.types import AdmissionMode, Limits
 
 
 class AdmissionAdapter(ABC):
@@ -42,8 +42,7 @@ class AdmissionAdapter(ABC):
     def choose(self, in_system: int) -> None:
         """Let admission mode ``auto`` choose its rule; ``in_system`` counts the requests that run or wait."""
         if self.auto is not None:
-            rule = self.auto.rule(in_system)
-            self.rules.follow(self.policy.under(rule), rule.fresh)
+            self.rules.follow(self.policy.under(self.auto.rule(in_system)))
 
     def committed(self) -> int:
         """Return the number of blocks that a new request cannot have.

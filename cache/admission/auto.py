@@ -6,9 +6,9 @@ seconds of a step (`tonnage.cache.admission.cost`), the lengths of requests, and
 waiting).
 
 A *rehearsal* (`tonnage.cache.admission.rehearsal`) simulates these requests under vLLM's rule and under several
-rules that hold requests back. `Auto` takes the rule with the most tokens per second that worsens neither the
-time to the first token nor the time between tokens. vLLM's rule stays while too little is learned, while
-nothing is recomputed, and where no other rule serves more.
+rules that hold requests back. Among the rules that worsen neither the time to the first token nor the time
+between tokens, `Auto` takes the one with the most tokens per second. vLLM's rule stays while too little is
+learned, while nothing is recomputed, and where no other rule serves more.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from tonnage.cache.admission.cost import CostFit, StepCost
-from tonnage.cache.admission.policy import VLLM, AdmissionMode, Policy, Rule
+from tonnage.cache.admission.policy import VLLM, Policy, Rule
 from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, compile_rehearsal, rehearse
-from tonnage.cache.admission.types import Limits
+from tonnage.cache.admission.types import AdmissionMode, Limits
 
 log = logging.getLogger("tonnage.cache")
 
 # The rules that are rehearsed beside vLLM's. With a higher share fewer requests are held back. These shares and
 # the bounds below were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200
 # --first-seed 10 (benchmarks/README.md).
-RULES = (
-    *(Rule(share) for share in (0.6, 0.7, 0.8, 0.9)),
-    *(Rule(share, fresh=False) for share in (0.5, 0.75)),
-)
+RULES = tuple(Rule(share) for share in (0.6, 0.7, 0.8, 0.9))
 # Three counts of finished requests: how many lengths are remembered, how many a rehearsal needs, and how many
 # finish between two rehearsals.
 _REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
@@ -82,10 +79,13 @@ class Bounds:
 
 
 # START has the bounds to start holding requests back, STAY the bounds to continue. A rule must meet one entry
-# of the tuple. Simulated figures scatter by some per cent, so STAY is looser; a rule that starts and stops
-# often gains nothing. After a large gain in throughput the time between tokens may be nearly vLLM's, because
-# steps with long prompts can determine its P99 under every rule.
-START = (Bounds(1.03, 0.98, 0.85), Bounds(1.08, 0.98, 0.99))
+# of START. STAY is looser, because a rule that starts and stops often gains nothing. The first margins
+# exceed the scatter of vLLM's own rule: one more block of prompt in one of 300 requests changes its tokens/s by
+# 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to 1.4 % and its P99 time between
+# tokens by 5 % (test_bounds_exceed_the_scatter_of_vllms_rule). After a large gain in throughput both times may
+# be nearly vLLM's: steps with long prompts can determine the P99 under every rule. Without this entry,
+# benchmarks/admission.py has 347 preemptions on the Azure conversations instead of 37.
+START = (Bounds(1.03, 0.98, 0.85), Bounds(1.08, 1.0, 0.99))
 STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.08, 1.0, 1.0))
 
 
@@ -214,7 +214,10 @@ class Auto:
         return not self.background or time.monotonic() >= self._idle_until
 
     def _anew(self) -> None:
-        """Evaluate the steps since the last rehearsal, and discard the rules that were chosen before."""
+        """Evaluate the steps since the last rehearsal.
+
+        The rules that were chosen before are discarded.
+        """
         cost = self.cost
         self._rehearsed_at = self._ended
         if cost is not None and self._seconds > 0:
@@ -376,7 +379,7 @@ def _keeps(outcome: Outcome, own: Outcome, bounds: Bounds) -> bool:
 def _is_smooth(between: float, own: float, bound: float) -> bool:
     """Return whether a rule's P99 time between tokens is at most ``bound`` times vLLM's, or equal to vLLM's.
 
-    The P99 is equal under every rule if steps whose prompts fill the token budget determine it.
+    Steps whose prompts fill the token budget can determine the P99; it is then equal under every rule.
     """
     return between <= bound * own or own * (1 - _SAME) <= between <= own
 

@@ -7,6 +7,8 @@ the server, the replay of a trace and a test run the same code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from tonnage.cache.admission import decide as decisions
@@ -14,13 +16,13 @@ from tonnage.cache.admission.adapter import AdmissionAdapter
 from tonnage.cache.admission.decide import Newcomer, State
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.ledger import Reservations
-from tonnage.cache.admission.passing import Head, head_start
+from tonnage.cache.admission.passing import head_start
 from tonnage.cache.admission.policy import Policy
 from tonnage.cache.admission.reservation import refusal, reserved_blocks, split_reservation
 from tonnage.cache.admission.safety import Leaving, last_owners
-from tonnage.cache.admission.shares import Uses
+from tonnage.cache.admission.shares import Uses, add_use
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Wait, WaitReason
+from tonnage.cache.admission.types import AdmissionRequest, Admit, Decision, Head, Wait, WaitReason
 from tonnage.cache.blocks.groups import FULL
 from tonnage.cache.blocks.state import COPY_TAIL, Int64Array, columns
 from tonnage.cache.prefix import hits
@@ -30,8 +32,8 @@ from tonnage.cache.sequences import steps
 class Admission(AdmissionAdapter):
     """An admission policy applied to the running requests of a block manager.
 
-    `ended` records output lengths. ``auto``, which is None outside admission mode ``auto``, records the cost of
-    steps. Every other method only reads.
+    `ended` records output lengths. ``auto`` records the cost of steps; it is None in other admission modes. No
+    other method changes the state.
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
@@ -94,15 +96,33 @@ class Admission(AdmissionAdapter):
         short = decisions.decide(self._state(1), new, self.rules, head)
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
 
-    def rank(self, request: AdmissionRequest, uses: Uses) -> tuple[int, float]:
-        """Return the place of a waiting request among several keys; ``uses`` are from `Reservations.uses`."""
-        return self.shares.rank(uses, request, reserved_blocks(request, self.limits))
+    def ranking(self) -> Callable[[AdmissionRequest], tuple[int, float]]:
+        """Return the sort key of waiting requests among those of several API keys; the lowest starts first."""
+        uses = self._uses()
+        return lambda request: self.shares.rank(uses, request, reserved_blocks(request, self.limits))
+
+    @property
+    def lookahead(self) -> int:
+        """Number of requests behind the first in the queue that may try to start before it."""
+        return self.policy.lookahead
+
+    @property
+    def several_keys(self) -> bool:
+        """Whether several API keys share the engine."""
+        return self.shares.several
+
+    def _uses(self) -> Uses:
+        """Return the sequences, blocks and weight of each key's running requests, by key."""
+        found: Uses = {}
+        for each in self.reservations.by_slot.values():
+            add_use(found, each.request, each.sequences, each.blocks)
+        return found
 
     def _kept(self, request: AdmissionRequest, blocks: int) -> tuple[int, int]:
-        """Return the seats and blocks that must stay free for other keys when the request starts."""
+        """Return the seats and blocks that must stay free for other keys when ``request`` starts."""
         if not self.shares.several:
             return 0, 0
-        return self.shares.kept(self.reservations.uses(), request, blocks)
+        return self.shares.kept(self._uses(), request, blocks)
 
     def _state(self, most: int = 0) -> State:
         """Return the state of the running requests, with array space for ``most`` further requests."""
@@ -156,7 +176,7 @@ class Admission(AdmissionAdapter):
     def leaving(self) -> Leaving:
         """Return an order in which the running requests can finish, with the blocks that each then returns.
 
-        The exact count reads all block tables.
+        The method reads all block tables, because the numbers of blocks are exact.
         """
         rows = np.flatnonzero(self._rows.request >= 0)
         held = self._rows.room[rows] // self.limits.layout.block_size

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tonnage.cache.admission.forecast import LengthForecast
-from tonnage.cache.admission.passing import Head
-from tonnage.cache.admission.policy import AdmissionMode, Policy, blocks_short, blocks_taken
+from tonnage.cache.admission.policy import Policy, blocks_short, blocks_taken
 from tonnage.cache.admission.safety import IntArray, Leaving, is_safe
 from tonnage.cache.admission.safety import grant as safe_grant
 from tonnage.cache.admission.snapshot import COLUMNS, PRIVATE, RunningSnapshot
-from tonnage.cache.admission.types import Limits
+from tonnage.cache.admission.types import AdmissionMode, Head, Limits
 from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.blocks.state import Int32Array, Int64Array
 
@@ -101,21 +100,16 @@ def empty_rows(snapshot: RunningSnapshot, most: int) -> Int32Array:
     return rows
 
 
-_GREEDY = Policy(AdmissionMode.GREEDY)
-
-
 @dataclass(slots=True)
 class Rules:
     """The inputs of admission decisions: the policy in effect, the limits of the pool, and learned lengths.
 
-    The policy sets the quantile at which ``forecast`` estimates lengths. If ``fresh`` is False, the policy
-    applies to preempted requests only, and requests without output start by vLLM's rule.
+    The policy sets the quantile at which ``forecast`` estimates lengths.
     """
 
     policy: Policy
     limits: Limits
     forecast: LengthForecast
-    fresh: bool = True
     margin: int = field(init=False)
     by_sum: bool = field(init=False)
 
@@ -126,9 +120,8 @@ class Rules:
         # reservations is the peak.
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
 
-    def follow(self, policy: Policy, fresh: bool = True) -> None:
-        """Set the policy for later decisions; ``fresh`` False applies it to preempted requests only."""
-        self.fresh = fresh
+    def follow(self, policy: Policy) -> None:
+        """Set the policy for later decisions."""
         if policy != self.policy:
             self.policy = policy
             self.__post_init__()
@@ -143,7 +136,7 @@ class Rules:
 def decide_by_sum(
     reserved: int, wanted: int, alone: bool, rules: Rules, *, head: bool = False, outsiders: bool = False
 ) -> int | None:
-    """Return the blocks that a new request lacks, if the sum of the reservations decides; 0 or less: none.
+    """Return the blocks that a new request lacks (0 or less: none), if the sum of reservations decides.
 
     Returns None if the sum does not decide; then `decide` evaluates the forecast.
 
@@ -181,7 +174,7 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     if short is not None:
         return short
     after = state.with_one(new)
-    policy = rules.policy if rules.fresh or new.produced else _GREEDY
+    policy = rules.policy
     if head is None and not policy.forecasts:
         return blocks_short(after, after.output_left, rules.limits, policy, kept=new.kept)
     tenants = None if state.tenants is None else [*state.tenants, new.tenant]

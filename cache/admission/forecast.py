@@ -123,10 +123,12 @@ class LengthForecast:
         return left
 
     def _survival(self, key: str, peers: Int64Array, done: Int64Array, most: Int64Array) -> FloatArray:
-        """Return the share of outputs longer than 0 and than the last length of each bin, float64 [bins + 1].
+        """Return the shares of outputs that are longer than the bins of lengths, float64 [bins + 1].
 
-        ``peers`` holds the output tokens of the running sequences with this key. ``done`` and ``most`` hold the
-        output tokens so far, and the most that remain, of the sequences to forecast.
+        Element 0 is the share of outputs longer than 0 tokens. Element i + 1 is the share of outputs longer
+        than the last length of bin i. ``peers`` holds the output tokens of the running sequences with this key.
+        ``done`` and ``most`` hold the output tokens so far, and the most that remain, of the sequences to
+        forecast.
         """
         ended = self._ended[key]
         # bin of each sequence's output length; a sequence without output is in no bin

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tonnage.cache.admission.reservation import split_reservation
-from tonnage.cache.admission.shares import Uses, add_use
 from tonnage.cache.admission.snapshot import (
     COLUMNS,
     HELD,
@@ -108,7 +107,7 @@ class Reservations:
         return np.fromiter(self.by_slot, dtype=np.int32, count=len(self.by_slot))
 
     def entries(self, rows: Int64Array) -> Int64Array:
-        """Return the position in the snapshot of the request of each block-table row, int64 [rows]."""
+        """Return, for each block-table row, the position of its request in the snapshot, int64 [rows]."""
         place = np.zeros(self.limits.max_num_seqs, np.int64)
         place[self.order()] = np.arange(len(self.by_slot))
         entries: Int64Array = place[self._rows.request[rows]]
@@ -121,13 +120,6 @@ class Reservations:
     def of_tenant(self, tenant: str) -> int:
         """Return the number of blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
-
-    def uses(self) -> Uses:
-        """Return what the running requests of each tenant hold."""
-        found: Uses = {}
-        for each in self.by_slot.values():
-            add_use(found, each.request, each.sequences, each.blocks)
-        return found
 
     @property
     def used(self) -> int:

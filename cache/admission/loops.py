@@ -109,7 +109,10 @@ def summarize(
 
 @compiled
 def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
-    """Return the blocks that uncomputed prompt tokens still take, over all ``groups`` full-attention groups."""
+    """Return how many blocks the uncomputed prompt tokens still take.
+
+    The number is the sum over all ``groups`` groups of full-attention layers.
+    """
     missing = 0
     for at in range(len(rows)):
         missing += max(0, (rows[at, PROMPT] + block_size - 1) // block_size * groups - rows[at, HELD])

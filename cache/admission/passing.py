@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.peak import Growth, growth_of, peak_of
 from tonnage.cache.admission.reservation import split_reservation
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.admission.types import AdmissionRequest, Limits
+from tonnage.cache.admission.types import AdmissionRequest, Head, Limits
 from tonnage.cache.blocks.groups import num_full
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The first request of the queue (the head), which waits for blocks.
-
-    ``start`` is its forecast start in steps from now.
-    """
-
-    request: AdmissionRequest
-    output_left: int
-    start: int
-
-
 def with_head(growth: Growth, head: Head, block_size: int) -> Growth:
-    """Return the block forecast of the running requests with the first waiting one added at its start."""
+    """Return the block forecast of the running requests, with the first waiting one added from its start on."""
     prompt = head.request.prompt_tokens
     return growth.with_one(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left

@@ -21,25 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
-from tonnage.cache.admission.passing import Head, with_head
+from tonnage.cache.admission.passing import with_head
 from tonnage.cache.admission.peak import growth_of, peak_of, prompts_missing
 from tonnage.cache.admission.safety import IntArray, committed_peak
 from tonnage.cache.admission.snapshot import RunningSnapshot
-from tonnage.cache.admission.types import Limits
+from tonnage.cache.admission.types import AdmissionMode, Head, Limits
 from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.errors import CacheConfigError
-
-
-class AdmissionMode(StrEnum):
-    """The admission mode: the rule by which waiting requests may start, as set by ``--admission-mode``."""
-
-    GUARANTEED = "guaranteed"
-    PREDICTIVE = "predictive"
-    GREEDY = "greedy"
-    NO_EVICT = "no_evict"
-    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +39,9 @@ class Rule:
         share: None is vLLM's rule: a request starts when its prompt fits. A number makes a request wait until
             the forecast peak of blocks fits the pool. Each running request is forecast to end when this share
             of the longer outputs still continues.
-        fresh: Whether ``share`` applies to new requests too. False: it applies to preempted requests only.
     """
 
     share: float | None = None
-    fresh: bool = True
 
 
 VLLM = Rule()
@@ -90,12 +77,12 @@ class Policy:
             raise CacheConfigError(f"{self.length_quantile} is not in (0, 1]", field="length_quantile")
         if self.length_quantile is not None and not self.forecasts:
             raise CacheConfigError(
-                f"means nothing to {self.mode}, which forecasts no lengths", field="length_quantile",
-                hint="guaranteed and predictive do",
+                f"has no effect in mode {self.mode}, which forecasts no lengths", field="length_quantile",
+                hint="use it with guaranteed or predictive",
             )  # fmt: skip
         if self.target_itl is not None and self.mode is not AdmissionMode.AUTO:
             raise CacheConfigError(
-                f"means nothing to {self.mode}", field="target_itl", hint="--admission-mode auto has it"
+                f"has no effect in mode {self.mode}", field="target_itl", hint="use --admission-mode auto"
             )
         if self.target_itl is not None and not 0 < self.target_itl < float("inf"):
             raise CacheConfigError(
@@ -103,7 +90,7 @@ class Policy:
             )
         if self.mode is AdmissionMode.AUTO and self.watermark is not None:
             raise CacheConfigError(
-                "means nothing to auto, which weighs idle blocks against preemptions", field="watermark",
+                "has no effect in mode auto, which weighs idle blocks against preemptions", field="watermark",
                 hint="leave it out, or --admission-mode predictive",
             )  # fmt: skip
         if self.tenant_blocks is not None and self.tenant_blocks < 1:
@@ -115,10 +102,10 @@ class Policy:
     def quantile(self) -> float:
         """Quantile of remaining output lengths from which the peak of blocks is forecast; 1 means max_tokens.
 
-        The default of predictive mode is 0.4, with a watermark of 0.004. In benchmarks/admission.py, quantiles
-        of 0.4 to 0.5 and watermarks of 0 to 0.005 differ by 0.4 % of the steps and by up to 4 preemptions in
-        2,000 requests. The default of guaranteed mode is 0.5. Below it more requests start than can grow, and
-        tokens/s fall (benchmarks/vllm_admission.py --matrix --modes guaranteed).
+        The default of predictive mode is 0.4, with a watermark of 0.004. benchmarks/admission.py was run with
+        quantiles of 0.4 to 0.5 and watermarks of 0 to 0.005. The runs differ by 0.4 % of the steps and by up to
+        4 preemptions in 2,000 requests. The default of guaranteed mode is 0.5. Below it more requests start
+        than can grow, and tokens/s fall (benchmarks/vllm_admission.py --matrix --modes guaranteed).
         """
         if self.length_quantile is not None:
             return self.length_quantile
@@ -126,7 +113,7 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether few requests are forecast by a higher quantile, which the default quantiles require."""
+        """Whether forecasts of few requests use a higher quantile, which is so with the default quantiles."""
         return self.length_quantile is None and self.forecasts
 
     @property
@@ -196,10 +183,10 @@ def blocks_taken(
 
 
 def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int, groups: int) -> int:
-    """Return the blocks that guaranteed mode keeps free beside the forecast peak, so that all can grow.
+    """Return the blocks that guaranteed mode keeps free in addition to the forecast peak.
 
-    Guaranteed mode holds back the blocks that one request, the one that needs fewest, may need beyond its
-    forecast. With fewer blocks available only one request grows at a time and all others skip steps.
+    A request may need more blocks than its forecast. The result is this number for the request where it is
+    smallest. With fewer free blocks, only one request would grow at a time and all others would skip steps.
 
     Args:
         state: The requests.

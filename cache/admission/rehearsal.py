@@ -11,8 +11,8 @@ It keeps these rules of vLLM's scheduler (v1/core/sched/scheduler.py, 0.32):
 - if a block is missing, the last sequence is preempted and put first in the queue, and no request is admitted
   in that step;
 - a request starts when its whole prompt fits;
-- freed blocks are reused oldest first, and the end of a sequence before its beginning, so that a preempted
-  request finds the beginning of its blocks in the prefix cache for a while.
+- freed blocks are reused oldest first, and the last blocks of a sequence before its first. For a while, a
+  preempted request therefore finds its first blocks in the prefix cache.
 
 It leaves out prefixes that requests share, groups other than full attention, and priorities.
 """
@@ -102,7 +102,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
         load.prompt, load.output, load.max_tokens, np.sort(load.output), load.clients,
         engine.blocks, engine.block_size, engine.max_num_batched_tokens, engine.max_num_seqs,
         np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
-        2.0 if rule.share is None else rule.share, rule.fresh, engine.prefix_caching, first, between,
+        2.0 if rule.share is None else rule.share, engine.prefix_caching, first, between,
     )  # fmt: skip
     # The first requests are left out, because they find an empty pool, which a busy server does not have.
     steady = first[min(load.clients, requests // 2) :]
@@ -158,8 +158,8 @@ def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
 @compiled_apart
 def _serve(
     prompt: Int64Array, output: Int64Array, max_tokens: Int64Array, lengths: Int64Array, clients: int,
-    blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, fresh: bool,
-    caching: bool, first: FloatArray, between: FloatArray,
+    blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, caching: bool,
+    first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
     """Simulate the scheduler's steps until all requests end; `rehearse` describes the arguments.
 
@@ -235,7 +235,7 @@ def _serve(
                 hit = min(freed[entry[at]], (length[at] - 1) // block_size)
             if (length[at] + block_size - 1) // block_size > free:
                 break
-            if share <= 1.0 and active > 0 and (fresh or length[at] > prompt[at]):
+            if share <= 1.0 and active > 0:
                 if step - asked < block_size and departed == departed_then:
                     break
                 for other in range(active):

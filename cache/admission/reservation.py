@@ -3,14 +3,14 @@
 For a request of ``n`` sequences with ``total = prompt_tokens + max_tokens``:
 
 - Full-attention group: ``ceil(total / block_size)`` blocks per sequence. The ``prompt_tokens // block_size``
-  full prompt blocks count once, because all n sequences share them: a fork is allowed only after they are
+  full prompt blocks count once, because all n sequences share them. A fork is allowed only after they are
   computed, and they are never written again. All later blocks count per sequence. This includes the partly
   filled last prompt block, since the first write of each fork copies it.
 - Sliding window of ``W``: a query at position p reads positions ``p - W + 1 .. p``. With the positions below
   ``c`` computed, a block is dead if its last position is below ``c - W + 1``. `KVCacheManager.extend` releases
   dead blocks *before* it takes new ones. A step computes at most ``B = max_num_batched_tokens`` positions. The
   sequence therefore holds the blocks that cover ``[c - W + 1, c + B)``, i.e. ``W - 1 + B`` positions. They
-  touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks, which is reached if they start at
+  touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks. They touch so many if they start at
   the last slot of a block. Forks may share no block of their windows: the bound counts n times, or as the
   full-attention bound if that is less.
 - Chunked attention of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
@@ -26,9 +26,9 @@ allocate holds less than its reservation. Hence ``used < usable`` at that moment
 cached and evictable.
 
 The argument needs no order: prefill chunks of any size, decodes and stalls may interleave. A prefix hit does
-not reduce the reservation, because the other owner of a shared block may end, and the block then belongs to
-this request alone. TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang and our ``no_evict`` admit this way, which
-leaves most of the pool unused.
+not reduce the reservation. The other owner of a shared block may end, and the block then belongs to this
+request alone. TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang and our ``no_evict`` admit this way, which leaves
+most of the pool unused.
 """
 
 from __future__ import annotations

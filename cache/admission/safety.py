@@ -31,7 +31,7 @@ computes at least one token of a finite number, so every request ends.
 
 The argument uses no clock, no chunk size and no order of prefill and decode. A rule that forecasts a peak from
 lockstep decoding depends on them. With 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000,
-1,600), which need 808 blocks in chunks of 64 tokens and 834 in chunks of 16.
+1,600). They need 808 blocks in chunks of 64 tokens, and 834 in chunks of 16.
 
 **Sharing.** Counting a union at each place of the order takes a walk over the tables. In nearly every step a
 lower bound of the blocks that each request returns is enough: the blocks that this request alone references
@@ -96,7 +96,7 @@ class Leaving:
     used: int | None = None
 
     def available(self, snapshot: RunningSnapshot) -> int:
-        """Return the blocks that full-attention groups may still take."""
+        """Return the number of blocks that full-attention groups can still allocate."""
         return snapshot.available if self.used is None else snapshot.capacity - self.used
 
 
@@ -134,8 +134,8 @@ def grant(
     """Return how many blocks each sequence may take in this step, int64 [sequences].
 
     The first sequences are served first. If every request can finish before the grants, every request can
-    finish after them. A partial grant is a multiple of ``multiple``: a prefill chunk is cut to it, and a decode
-    that is granted 0 blocks skips the step.
+    finish after them. A partial grant is a multiple of ``multiple``. A prefill chunk is cut to the grant; a
+    decode that is granted 0 blocks skips the step.
 
     Args:
         snapshot: The running requests.
@@ -184,8 +184,8 @@ def _most_by_new_order(
 ) -> int:
     """Return the most blocks in [known, want] that a request can be granted so that all requests can finish.
 
-    ``known`` blocks are known to be safe. The search may assume that a larger number is never safer: fewer
-    requests can finish before the granted request, while its need at its turn stays equal.
+    ``known`` blocks are known to be safe. The search may assume that a larger number is never safer. With a
+    larger number fewer requests can finish before the granted request, and its need at its turn stays equal.
     """
     low, high = known, min(want, available)
     while low < high:

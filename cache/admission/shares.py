@@ -5,10 +5,12 @@ proportion to the keys' weights. The shares have three effects, which the schedu
 apply with the functions of this module:
 
 - Waiting requests of keys within their share start before those of keys above it. Among keys of equal priority,
-  the one that holds least for its weight goes first (dominant resource fairness: Ghodsi et al., NSDI 2011).
+  the key that holds least relative to its weight goes first (dominant resource fairness: Ghodsi et al., NSDI
+  2011).
 - A key above its share leaves a small reserve of seats and blocks free. A short request of another key thus
   starts at once, although no running request is ever preempted for it.
-- The token budget of a step is divided among the keys whose prompts are computed in it (max-min fairness).
+- The token budget of a step is divided among the keys whose prompts are computed in it
+  (`tonnage.cache.scheduler.chunks.divided`).
 
 A key whose requests run alone may use everything except the reserve. With fewer than two keys nothing changes.
 """
@@ -29,7 +31,7 @@ _LAST = (sys.maxsize, 0.0)  # rank of requests of keys above their share
 
 @dataclass(slots=True)
 class KeyUse:
-    """What the running requests of one key hold.
+    """The sequences and blocks that the running requests of one API key hold.
 
     Attributes:
         sequences: Sequences that run or will be forked.
@@ -46,7 +48,7 @@ Uses = dict[str, KeyUse]  # what each key with running requests holds, by the ke
 
 
 def add_use(uses: Uses, request: AdmissionRequest, sequences: int, blocks: int) -> None:
-    """Add a running request to the use of its key."""
+    """Add a running request's sequences and blocks to the use of its API key."""
     use = uses.setdefault(request.tenant, KeyUse(weight=request.weight))
     use.sequences += sequences
     use.blocks += blocks
@@ -69,8 +71,8 @@ class Shares:
     def within(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> bool:
         """Return whether the key of ``request`` stays within its share if the request starts.
 
-        A key without a running request is within its share. One share more than there are running keys is
-        counted while a further key may come.
+        A key without a running request is within its share. While requests of a further key may arrive, the
+        engine is divided into one share more than there are running keys.
 
         Args:
             uses: What each key with running requests holds.
@@ -89,7 +91,7 @@ class Shares:
         )
 
     def rank(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, float]:
-        """Return the place of a waiting request; the lowest goes first, and equal ones keep the queue's order.
+        """Return the sort key of a waiting request: a lower key starts first, equal keys in the queue's order.
 
         Requests of keys above their share come last and keep the queue's order.
         """
@@ -100,26 +102,10 @@ class Shares:
         return request.priority, max(own.sequences / seats, own.blocks / blocks) / own.weight
 
     def kept(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, int]:
-        """Return the seats and blocks that must stay free for other keys when ``request`` starts.
+        """Return how many seats in the batch and blocks must stay free for other keys when ``request`` starts.
 
         Both are 0 for a key within its share, and for a request that runs alone.
         """
         if not any(use.sequences for use in uses.values()) or self.within(uses, request, blocks):
             return 0, 0
         return self._seats, self._blocks
-
-
-def divided(budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens of a step's budget that each key may use for prompts (max-min fairness).
-
-    No key gets more than it wants, and what it leaves is divided among the others.
-
-    Args:
-        budget: Tokens to divide.
-        wanted: Prompt tokens that each key could compute.
-    """
-    found: dict[str, int] = {}
-    for at, (key, tokens) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
-        found[key] = min(tokens, -(-budget // (len(wanted) - at)))
-        budget -= found[key]
-    return found

@@ -80,17 +80,17 @@ class RunningSnapshot:
 
     @property
     def capacity(self) -> int:
-        """Blocks that full-attention groups may use: the pool without blocks for windows and states."""
+        """Blocks that full-attention groups can use: the pool without blocks for windows and states."""
         return self.usable - self.windowed
 
     @property
     def available(self) -> int:
-        """Blocks that full-attention groups may still take: free blocks and unreferenced cached blocks."""
+        """Blocks that full-attention groups can still allocate: free blocks and unreferenced cached blocks."""
         return self.usable - self.windowed - self.used
 
     @property
     def need(self) -> Int32Array:
-        """Blocks that each request may still take: reserved minus held, int32 [running]."""
+        """Blocks that each request can still allocate: reserved minus held, int32 [running]."""
         return self.reserved - self.held
 
     def __len__(self) -> int:

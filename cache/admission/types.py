@@ -14,6 +14,16 @@ from tonnage.planner.model.layout import KVLayout
 AGEING_SECONDS = 10.0
 
 
+class AdmissionMode(StrEnum):
+    """The admission mode: the rule by which waiting requests may start, as set by ``--admission-mode``."""
+
+    GUARANTEED = "guaranteed"
+    PREDICTIVE = "predictive"
+    GREEDY = "greedy"
+    NO_EVICT = "no_evict"
+    AUTO = "auto"
+
+
 class WaitReason(StrEnum):
     """The reason why a request waits for admission: the resource that it lacks."""
 
@@ -112,6 +122,18 @@ class Limits:
                 )
         if self.layout.groups:
             check_groups(self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first request of the queue (the head), which waits for blocks.
+
+    ``start`` is its forecast start in steps from now.
+    """
+
+    request: AdmissionRequest
+    output_left: int
+    start: int
 
 
 @dataclass(frozen=True, slots=True)

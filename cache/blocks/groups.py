@@ -2,8 +2,8 @@
 
 A *paged* group has a block for every ``block_size`` tokens that a query can still read. A *state* group
 (recurrent layers: Mamba, gated delta, short convolution) has one block per sequence, which every step
-overwrites in place. If states are cached with prefixes, a step that ends in another block of tokens than the
-step before writes the state to a new block (`tonnage.cache.groups.states`).
+overwrites in place. If states are cached with prefixes, the state moves to a new block when a step ends in
+another block of tokens than the step before (`tonnage.cache.groups.states`).
 """
 
 from __future__ import annotations
@@ -90,6 +90,21 @@ def state_every(interval: int | None, block_size: int) -> int:
             hint="0 keeps states only where prompts end and diverge",
         )
     return interval // block_size
+
+
+def windows_only(layout: KVLayout) -> bool:
+    """Return whether every group has a sliding window (Mistral 7B v0.1, Phi-3, StarCoder2)."""
+    return all(kind_of(group) == SLIDING for group in layout.groups)
+
+
+def anchor_of(groups: npt.NDArray[np.void]) -> int:
+    """Return the index of the group whose blocks name the nodes of the prefix index, from `group_records`.
+
+    It is the first full-attention group. If all groups have sliding windows, it is the group with the largest:
+    a sequence that holds a node's block in any group then holds its block in this group.
+    """
+    full = np.flatnonzero(groups["kind"] == FULL)
+    return int(full[0]) if len(full) else int(groups["window"].argmax())
 
 
 def num_full(layout: KVLayout) -> int:

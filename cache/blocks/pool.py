@@ -140,10 +140,7 @@ def _own(core: Core, block: int, slot: int) -> None:
 
 
 class BlockPool:
-    """A read-only view of the pool's block counts.
-
-    `tonnage.cache.laws.readers` reads the lists of blocks.
-    """
+    """A read-only view of the pool's block counts."""
 
     def __init__(self, core: Core) -> None:
         self._counts = columns(core.pool)

@@ -22,7 +22,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.blocks.groups import ALIGNED, FULL, GROUP, group_records
+from tonnage.cache.blocks.groups import ALIGNED, GROUP, anchor_of, group_records, windows_only
 from tonnage.cache.blocks.memory import lazy, resident
 from tonnage.cache.eviction.model import CLASSES, ENTRY, MODEL, OrderArrays, history_buckets, new_model
 from tonnage.cache.results import EVICTION_CAUSES
@@ -58,7 +58,9 @@ POOL = np.dtype(
         ("aligned", i8),  # number of groups whose recurrent states are cached
         # blocks between two kept recurrent states; 0: states are kept only where prompts end or diverge
         ("state_every", i8),
-        ("anchor", i8),  # first full-attention group, whose blocks name the nodes of the prefix index
+        # the group whose blocks name the nodes of the prefix index (`groups.anchor_of`)
+        ("anchor", i8),
+        ("windows_only", i8),  # 1: every group has a sliding window, so nodes have no parents
         ("max_step", i8),  # upper bound of positions that one sequence computes in a step
         ("caching", i8),  # 1: the prefix cache is on, 0: off
         ("logged", i8),  # 1: KV events are recorded for a subscriber
@@ -104,7 +106,7 @@ REQUEST = np.dtype(
         ("private", i4),  # blocks of `held` that no other request references (a lower bound)
         ("reserved", i4),  # upper bound of blocks of full-attention groups
         ("prompt", i4),  # prompt tokens
-        ("live", i4),  # sequences with a row
+        ("live", i4),  # live sequences of the request, each with a row in the tables
         ("forks_left", i4),
     ]
 )
@@ -112,7 +114,7 @@ REQUEST = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """The dtype of an array of `Core`, the names of its axes, and how its memory is allocated."""
+    """The declaration of an array of `Core`: dtype, names of the axes, and how its memory is allocated."""
 
     dtype: Any
     shape: tuple[str | int, ...]
@@ -203,6 +205,7 @@ def new_core(
 ) -> Core:
     """Return the arrays of a block manager whose pool is empty.
 
+    ``seed`` is the hash before the first block of a prompt without salt.
     Rows and salts are sized for the worst case; their memory is allocated when it is first used.
     """
     groups = group_records(layout, aligned)
@@ -235,8 +238,7 @@ def new_core(
     pool = columns(core.pool)
     pool.num_blocks[0], pool.block_size[0], pool.num_groups[0] = num_blocks, size, len(groups)
     pool.max_step[0], pool.caching[0], pool.logged[0] = max_step, caching, logged
-    full = np.flatnonzero(groups["kind"] == FULL)
-    pool.anchor[0] = int(full[0]) if len(full) else 0
+    pool.anchor[0], pool.windows_only[0] = anchor_of(groups), windows_only(layout)
     pool.windowed[0] = int((groups["window"] > 0).sum())
     pool.aligned[0], pool.state_every[0] = int((groups["kind"] == ALIGNED).sum()), state_every
     pool.free[0], pool.free_head[0] = num_blocks - 1, 1
@@ -255,7 +257,7 @@ def _new(spec: _Array, sizes: dict[str, int]) -> npt.NDArray[Any]:
 
 
 def records(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array of records so that uncompiled code can read it too, or any other array unchanged."""
+    """Return an array of records in a form that uncompiled code can read; return other arrays unchanged."""
     # Uncompiled code reads record fields by attribute, which numpy allows only in a recarray; it costs 1 us per
     # call.
     return array.view(np.recarray) if numba.config.DISABLE_JIT and array.dtype.names else array

@@ -6,51 +6,39 @@ request ends (`tonnage.cache.eviction.reuse`). A class is an origin (prompts, po
 of `SCORES` levels of how often such requests are continued. A node whose last child is evicted enters its list,
 at the end that is closer to the node's age.
 
-**Choice.** Hit density as a function of age rises and falls once, so the least valuable block of a class is its
-oldest or its youngest. The candidate with the lowest density is evicted first; of equal candidates, the oldest.
-A request loses its last blocks first and keeps a prefix that can be hit. The cost is O(1) per block: a choice
-looks at two blocks of each class and holds for the next `RUN` evictions.
+**Choice.** As a function of age, hit density rises once and then falls. The least valuable block of a class is
+therefore its oldest or its youngest. The candidate with the lowest density is evicted first; of equal
+candidates, the oldest. A request loses its last blocks first and keeps a prefix that can be hit. The cost is
+O(1) per block: a choice looks at two blocks of each class and holds for the next `RUN` evictions.
 
-**LRU** evicts the oldest block of all lists. LRU is in effect until the number of evictions reaches half the
-pool's blocks, since too little has been observed before. Then the pool counts, on a sample, its own hits and
-the hits that LRU would have had. It returns to LRU while its own recent count is smaller by more than `SLACK`.
+**LRU** evicts the oldest block of all lists. `tonnage.cache.eviction.reuse.choose_rule` chooses between both.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
 
 import numpy as np
 
 from tonnage.cache.blocks.pool import enlist
-from tonnage.cache.blocks.state import BY_RESET, CLASS_MASK, CLOCK_MASK, Evictable
+from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Evictable
 from tonnage.cache.compiled import inlined, inner
-from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU
-from tonnage.cache.eviction.reuse import age_level
-
-Eviction = Literal["adaptive", "lru"]
+from tonnage.cache.eviction.model import AGES, CLASSES, LEARNED, PER_OCTAVE, YOUNG_PART
 
 RUN = 32
-SLACK = 1 / 64  # share of a full pool's sampled blocks: the noise of one or two requests
 OLDEST, YOUNGEST = 0, 1  # the two ends of an eviction list
 
 
-@inner
-def choose_rule(core: Evictable) -> None:
-    """Choose between learned eviction and LRU, at the start of a request."""
-    pool, model = core.pool[0], core.model[0]
-    if model.learning == 0:
-        return
-    blocks = pool.num_blocks
-    evicted = 0
-    for cause in range(BY_RESET):
-        evicted += pool.evicted[cause]
-    slack = SLACK * (blocks >> model.sample_shift)
-    ahead = model.scores[0] - model.scores[1]
-    if 2 * evicted < blocks or ahead < -slack:
-        model.rule = LRU
-    elif ahead >= -slack / 2:
-        model.rule = LEARNED
+@inlined
+def age_level(age: int, blocks: int) -> int:
+    """Return the level, 0 to AGES - 1, of a block's age on a logarithmic scale.
+
+    ``age`` is the number of blocks released since the block was; ``blocks`` is the size of the pool.
+    """
+    unit = blocks / YOUNG_PART
+    if age < unit:
+        return 0
+    return min(AGES - 1, 1 + int(PER_OCTAVE * math.log2(age / unit)))
 
 
 @inlined

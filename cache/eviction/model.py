@@ -15,6 +15,8 @@ CLASSES = ORIGINS * SCORES
 
 LRU, LEARNED = range(2)  # the eviction rules
 AGES, LEVELS = 48, 8
+# The scale of ages has PER_OCTAVE levels per doubling. Ages below 1 / YOUNG_PART of the pool share level 0.
+PER_OCTAVE, YOUNG_PART = 4, 64
 WEIGHT_STEPS = 8  # the weight of a history entry is a power of 2^(-1/8)
 
 # At most SAMPLED blocks of a full pool are sampled, and the history has REACH times as many entries. Pools
@@ -99,6 +101,6 @@ def new_model(num_blocks: int, learning: bool) -> tuple[npt.NDArray[np.void], in
     model["factors"], model["hazard"] = (
         1.0,
         1e-9,
-    )  # positive, and the same for every class at first
+    )  # the initial hazard is positive, and equal for every class
     model["weights"] = 2.0 ** (-np.arange(256) / WEIGHT_STEPS)
     return model, REACH * ((num_blocks >> shift) + 1) if learning else 1

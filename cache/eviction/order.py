@@ -38,9 +38,16 @@ from tonnage.cache.blocks.state import (
     records,
 )
 from tonnage.cache.compiled import compiled, inlined, inner
-from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, choose_list, choose_rule, enlist_by_age
+from tonnage.cache.eviction.choice import (
+    OLDEST,
+    YOUNGEST,
+    age_level,
+    age_of,
+    choose_list,
+    enlist_by_age,
+)
 from tonnage.cache.eviction.model import CLASSES, ENTRY, LEARNED, OrderArrays, history_buckets, new_model
-from tonnage.cache.eviction.reuse import observe_end, observe_start
+from tonnage.cache.eviction.reuse import choose_rule, observe_end, observe_start, worth_of_new
 
 SPARE = CLASSES  # additional eviction list for blocks whose content another block has too
 
@@ -107,6 +114,15 @@ class EvictionOrder:
             _publish(self.arrays, self._hashes, self._table, count, np.uint64(key))
         if self._ended:
             _follow(self.arrays, self._table, count, block_size, self._ended, self._classes)
+
+    def is_worth_storing(self, hashes: UInt64Array) -> bool:
+        """Return whether new blocks of a prompt are worth at least as much as the block that is evicted next.
+
+        It is for stores that may leave a block out. ``hashes`` are those of the prompt's full blocks. While LRU
+        is in effect, or nothing can be evicted, every block is worth it.
+        """
+        count = self._enter(hashes, ())
+        return bool(_is_worth_storing(self.arrays, self._hashes[:count]))
 
     # -- blocks --------------------------------------------------------------------------------------------
 
@@ -218,6 +234,17 @@ def _follow(
         if table[at] != NULL_BLOCK:
             place = min(((at + 1) * block_size - 1) // core.pool[0].block_size, ended - 1)
             core.kind[table[at]] = (core.kind[table[at]] & ~CLASS_MASK) | classes[place]
+
+
+@compiled
+def _is_worth_storing(core: OrderArrays, hashes: UInt64Array) -> bool:
+    if core.model[0].rule != LEARNED or core.pool[0].lists == 0:
+        return True
+    kind, end, _ = choose_list(core)
+    sentinel = core.pool[0].num_blocks + kind
+    victim = core.next[sentinel] if end == OLDEST else core.prev[sentinel]
+    level = age_level(age_of(core, victim), core.pool[0].num_blocks)
+    return bool(worth_of_new(core, hashes) >= core.model[0].density[kind, level])
 
 
 # -- nodes -------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ times at which its stay could end (hit density: Beckmann et al., NSDI 2018). It 
 need time to reply, so a block can be worth more half a minute after its release than at once.
 
 Hits of sampled blocks are counted twice: the pool's own hits, and the hits that LRU would have, whose content
-is the youngest part of the ring. `tonnage.cache.eviction.choice` returns to LRU when the second count is
-larger.
+is the youngest part of the ring. `choose_rule` returns to LRU while the first count is smaller by more than
+`SLACK`. LRU is also in effect until the number of evictions reaches half the pool's blocks, since too little
+has been observed before.
 """
 
 from __future__ import annotations
@@ -29,28 +30,33 @@ import math
 
 import numpy as np
 
-from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Evictable, Int32Array, UInt64Array
+from tonnage.cache.blocks.state import BY_RESET, CLASS_MASK, CLOCK_MASK, Evictable, Int32Array, UInt64Array
 from tonnage.cache.compiled import inlined, inner
+from tonnage.cache.eviction.choice import age_level
 from tonnage.cache.eviction.model import (
     AGES,
     ANSWERS,
+    LEARNED,
     LEVELS,
+    LRU,
     ORIGINS,
+    PER_OCTAVE,
     POPULAR,
     PROMPTS,
     SCORES,
     WEIGHT_STEPS,
+    YOUNG_PART,
 )
 
 EVERY = 32  # number of requests between two fits of the model
-PER_OCTAVE = 4
-YOUNGEST = 64  # ages below 1/64 of the pool's capacity share level 0
 LOWEST, HIGHEST = 0.25, 8.0  # reuse relative to the mean, for the first and the last class of an origin
 PRIOR_REQUESTS = 15.0  # number of imagined requests with mean reuse in the estimate of each factor
 PRIOR_EVENTS = 1.25  # number of imagined reuses in the estimate of the hazard at each age
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
 NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
 HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
+# LRU takes over above this difference of hits, a share of a full pool's sampled blocks (1 or 2 requests)
+SLACK = 1 / 64
 
 # Status of a history entry: unused, released and not requested again, requested again, replaced by a later
 # release.
@@ -58,20 +64,8 @@ NEVER, LIVING, REUSED, ENDED = range(4)
 
 
 @inlined
-def age_level(age: int, blocks: int) -> int:
-    """Return the level, 0 to AGES - 1, of a block's age on a logarithmic scale.
-
-    ``age`` is the number of blocks released since the block was; ``blocks`` is the size of the pool.
-    """
-    unit = blocks / YOUNGEST
-    if age < unit:
-        return 0
-    return min(AGES - 1, 1 + int(PER_OCTAVE * math.log2(age / unit)))
-
-
-@inlined
 def _age_start(level: int, blocks: int) -> float:
-    return 0.0 if level == 0 else blocks / YOUNGEST * math.pow(2.0, (level - 1) / PER_OCTAVE)
+    return 0.0 if level == 0 else blocks / YOUNG_PART * math.pow(2.0, (level - 1) / PER_OCTAVE)
 
 
 @inlined
@@ -181,7 +175,7 @@ def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, lengt
     blocks = (length - 1) // pool.block_size
     _shrink(core)
     looked, own, lru, turn = 0, 0, 0, 0
-    # ``known``: all blocks so far are in the history; ``kept``: LRU would have cached all of them
+    # ``known``: all blocks so far are in the history; ``kept``: LRU would still have all of them cached
     known, kept = True, True
     for at in range(blocks):
         if hashes[at] & sample != np.uint64(0):
@@ -210,6 +204,45 @@ def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, lengt
     if model.started % EVERY == 0:
         fit(core)
     return turn + 1
+
+
+@inner
+def choose_rule(core: Evictable) -> None:
+    """Choose between learned eviction and LRU, at the start of a request."""
+    pool, model = core.pool[0], core.model[0]
+    if model.learning == 0:
+        return
+    blocks = pool.num_blocks
+    evicted = 0
+    for cause in range(BY_RESET):
+        evicted += pool.evicted[cause]
+    slack = SLACK * (blocks >> model.sample_shift)
+    ahead = model.scores[0] - model.scores[1]
+    if 2 * evicted < blocks or ahead < -slack:
+        model.rule = LRU
+    elif ahead >= -slack / 2:
+        model.rule = LEARNED
+
+
+@inner
+def worth_of_new(core: Evictable, hashes: UInt64Array) -> float:
+    """Return the hit density that the new blocks of a running request will have when the request ends.
+
+    ``hashes`` are those of the full blocks of its prompt. The blocks of the known prefix show the conversation
+    turn, as in `observe_start`; the answer's length is not known yet.
+    """
+    model = core.model[0]
+    sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
+    turn = 0
+    for at in range(hashes.size):
+        if hashes[at] & sample != np.uint64(0):
+            continue
+        entry = _find(core, hashes[at])
+        if entry < 0:
+            break
+        turn = int(core.history[entry].first_turn)
+    score = _score_class(model.factors[0, min(turn + 1, LEVELS) - 1])
+    return float(model.density[PROMPTS * SCORES + score, 0])
 
 
 @inner
@@ -325,7 +358,7 @@ def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
     """Fit the hazard (reuses per block and released block) of one origin at each age.
 
     ``scale`` is the number of blocks per sampled block. The model's array ``lived`` [ages] holds the weight of
-    history entries that ended at each age, and is overwritten by the block-time spent at that age.
+    history entries that ended at each age. The function overwrites it by the block-time spent at that age.
     """
     model = core.model[0]
     events, lived, hazard = model.events[origin], model.lived[origin], model.hazard[origin]
@@ -350,8 +383,8 @@ def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
 
 @inlined
 def _lru_hazard(age: int) -> float:
-    """Return the prior shape of the hazard over age: constant up to two pool capacities, then 1 / age."""
-    middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNGEST
+    """Return the prior hazard of reuse at an age: constant up to two pool capacities, then 1 / age."""
+    middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNG_PART
     return 1.0 / max(LEVEL_UNTIL, middle)
 
 

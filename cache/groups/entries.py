@@ -2,7 +2,7 @@
 
 In a block table, a paged group has an entry for each ``block_size`` tokens. A recurrent state has a single
 entry, entry 0, whose block every step overwrites. A recurrent state that is cached with prefixes is at the
-entry of the token block it ends in; the entries between two such states stay empty.
+entry of the token block it ends in. The entries between two such states stay empty.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def entries(kind: int, tokens: int, size: int) -> int:
 def blocks_to_grow(kind: int, computed: int, room: int, end: int, size: int) -> int:
     """Return the blocks that a group takes to extend a sequence from ``room`` positions to ``end`` positions.
 
-    ``room`` is what the held blocks provide. A cached recurrent state takes one block for any distance, and
-    none if an earlier step, which was then not computed, has already taken it.
+    ``room`` is the number of positions that the held blocks provide. A cached recurrent state takes one block
+    for any distance. It takes none if an earlier step took the block but was then not computed.
     """
     if kind == ALIGNED:
         return 1 if room // size == (computed + size - 1) // size else 0

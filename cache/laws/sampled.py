@@ -1,7 +1,7 @@
 """The invariants of the block manager that its arrays alone show, compiled and cheap enough for production.
 
-One pass over blocks and tables finds a broken invariant and its place. `tonnage.cache.laws.invariants` lists
-all invariants. It runs this pass and checks the other invariants.
+One pass over blocks and tables finds a broken invariant and its place. tests/helpers/invariants.py lists and
+checks all invariants after every operation of a test; this is the part that a running server can afford.
 """
 
 from __future__ import annotations

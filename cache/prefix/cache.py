@@ -1,19 +1,20 @@
-"""The prefix cache as the block manager uses it: prefix hits, salts, KV events and resets."""
+"""The prefix cache as the block manager uses it: prefix hits, salts and resets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import numpy as np
 
-from tonnage.cache.blocks.state import BY_RESET, Core, Int32Array, columns
-from tonnage.cache.errors import CacheConfigError, InvalidRequest
+from tonnage.cache.blocks.state import BY_RESET, Core, Int32Array, Int64Array, columns
+from tonnage.cache.errors import InvalidRequest
 from tonnage.cache.prefix import hits
-from tonnage.cache.prefix.events import AllBlocksCleared, EventLog, Subscriber
-from tonnage.cache.prefix.hashing import HashBlock, hash_rows
 from tonnage.cache.prefix.index import evict
 from tonnage.cache.prefix.salts import Salts
 from tonnage.cache.results import Admitted
+
+# A function that sets the hashes of the full blocks of rows: the core and the rows [rows].
+HashRows = Callable[[Core, Int64Array], None]
 
 
 class PrefixCache:
@@ -27,14 +28,15 @@ class PrefixCache:
         query_tokens: Prompt tokens of admitted requests.
         hit_tokens: Tokens of ``query_tokens`` that were cached.
         shared_hit_tokens: Tokens of ``hit_tokens`` that requests with any salt may read.
+        lock_hit: Compiled function that locks the prefix hit of an admitted request (`hits.lock_hit`).
     """
 
-    def __init__(self, core: Core, key: int, hash_block: HashBlock | None) -> None:
+    def __init__(self, core: Core, key: int, hash_rows: HashRows | None) -> None:
         self._core, self._rows, self._counts = core, columns(core.rows), columns(core.pool)
         self.enabled = bool(self._counts.caching[0])
         self._block_size = int(self._counts.block_size[0])
-        self._hash_block = hash_block if self.enabled else None
-        self._events = EventLog(core) if self._counts.logged[0] else None
+        self.lock_hit = hits.lock_hit
+        self._hash_rows = hash_rows
         self.salts = Salts(core, key)
         self.query_tokens = self.hit_tokens = self.shared_hit_tokens = 0
 
@@ -50,12 +52,17 @@ class PrefixCache:
         if not self.enabled:
             return 0
         self.salts.enter(row, salt, tokens)
-        self.hash_with_own((row,))
+        self.hash(np.array([row]))
         return hits.find_hit(self._core, row)
+
+    def hash(self, rows: Int64Array) -> None:
+        """Hash the full blocks of the rows by ``hash_rows``; without it, compiled code hashes them later."""
+        if self._hash_rows is not None and self.enabled:
+            self._hash_rows(self._core, rows)
 
     def take(self, row: int, blocks: int) -> Admitted:
         """Lock the cached blocks recorded in the row of an admitted request, and count its cached tokens."""
-        hits.lock_hit(self._core, row, blocks)
+        self.lock_hit(self._core, row, blocks)
         length, salt, shared = (int(of[row]) for of in (self._rows.length, self._rows.salt, self._rows.shared))
         hit, shared_hit = blocks * self._block_size, min(blocks, shared if salt else blocks) * self._block_size
         self.query_tokens += length
@@ -69,11 +76,6 @@ class PrefixCache:
         if self.enabled:
             self.salts.leave(row)
         hits.drop_hit(self._core, row, blocks)
-
-    def hash_with_own(self, rows: Iterable[int]) -> None:
-        """Hash the rows' full blocks with a Python hash function, if a test has set one."""
-        if self._hash_block is not None:
-            hash_rows(self._core, rows, self._hash_block, self._block_size)
 
     def allow(self, tokens: Int32Array) -> None:
         """Let requests of every salt share the whole blocks of the prefix ``tokens``.
@@ -92,24 +94,3 @@ class PrefixCache:
         cached = int(self._counts.cached[0])
         if cached:
             evict(self._core, cached, BY_RESET)
-            self._counts.removed[0] = 0
-            model = columns(self._core.model)
-            model.span[0] = model.alive[0] = 0  # LRU's simulated cache is emptied as well
-        if self._events is not None:
-            self._events.tell([AllBlocksCleared()])
-
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with all later KV events (blocks stored or removed).
-
-        Raises CacheConfigError if the manager was created without ``kv_events``.
-        """
-        if self._events is None:
-            raise CacheConfigError(
-                "KV events are off", field="kv_events", hint="create the manager with kv_events=True"
-            )
-        self._events.subscribe(subscriber)
-
-    def tell(self) -> None:
-        """Send the KV events recorded since the last call to the subscribers."""
-        if self._events is not None:
-            self._events.flush()

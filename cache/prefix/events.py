@@ -75,9 +75,14 @@ class EventLog:
             run.append(node)
         if run:
             events.append(self._stored(run))
-        self.tell(events)
+        self._tell(events)
 
-    def tell(self, events: Sequence[KVEvent]) -> None:
+    def cleared(self) -> None:
+        """Send the event that the prefix cache has been emptied, instead of one event per evicted block."""
+        self._counts.removed[0] = 0
+        self._tell([AllBlocksCleared()])
+
+    def _tell(self, events: Sequence[KVEvent]) -> None:
         """Send ``events`` to every subscriber."""
         for subscriber in self._subscribers:
             subscriber(events)

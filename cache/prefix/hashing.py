@@ -1,37 +1,28 @@
 """The hash of a block of tokens after its prefix: XXH64 of the tokens, seeded with the parent's hash.
 
 XXH64 follows the xxHash specification (Y. Collet, doc/xxhash_spec.md, version 0.2.0). It is implemented here
-because the compiled loop over a prompt's blocks cannot call a library; the tests compare it with the `xxhash`
-package bit for bit. 64 bits are enough, because a hash only proposes a block: tokens, parent and salt are
+because the compiled loop over a prompt's blocks cannot call a library. The tests compare it with the `xxhash`
+package bit for bit. A hash of 64 bits is enough, because it only proposes a block. Tokens, parent and salt are
 compared before the block is used.
+
+Models with sliding windows only have no parents to compare and use a keyed hash (`tonnage.cache.prefix.keyed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 import numpy as np
 import xxhash
 
-from tonnage.cache.blocks.state import Core, Int32Array
+from tonnage.cache.blocks.state import Int32Array
 from tonnage.cache.compiled import compiled, inner
-
-# A hash function takes the bytes of one block's int32 tokens and the hash of the parent or of the salt. It
-# returns an unsigned 64-bit hash.
-HashBlock = Callable[[memoryview, int], int]
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3 = np.uint64(0x165667B19E3779F9)
 _P4 = np.uint64(0x85EBCA77C2B2AE63)
 _P5 = np.uint64(0x27D4EB2F165667C5)
-_U32 = np.uint64(0xFFFFFFFF)
+U32 = np.uint64(0xFFFFFFFF)
 _U64 = np.uint64(64)
-
-
-def xxh64_block(data: memoryview, parent_hash: int) -> int:
-    """Return XXH64 of a block by the `xxhash` package, to compare the compiled `hash_tokens` with it."""
-    return xxhash.xxh64_intdigest(data, parent_hash)
 
 
 def seed_of(salt: bytes, key: int) -> int:
@@ -43,20 +34,21 @@ def seed_of(salt: bytes, key: int) -> int:
 
 
 @inner
-def _rotate(value: np.uint64, bits: int) -> np.uint64:
+def rotate(value: np.uint64, bits: int) -> np.uint64:
+    """Return ``value`` rotated left by ``bits`` bits."""
     count = np.uint64(bits)
     return (value << count) | (value >> (_U64 - count))
 
 
 @inner
 def _round(lane: np.uint64, value: np.uint64) -> np.uint64:
-    return _rotate(lane + value * _P2, 31) * _P1
+    return rotate(lane + value * _P2, 31) * _P1
 
 
 @inner
-def _pair(tokens: Int32Array, at: int) -> np.uint64:
+def pair(tokens: Int32Array, at: int) -> np.uint64:
     """Return two int32 tokens as the 64-bit little-endian integer of their bytes."""
-    low, high = np.uint64(tokens[at]) & _U32, np.uint64(tokens[at + 1]) & _U32
+    low, high = np.uint64(tokens[at]) & U32, np.uint64(tokens[at + 1]) & U32
     return low | (high << np.uint64(32))
 
 
@@ -67,12 +59,12 @@ def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> 
     if count >= 8:
         lane1, lane2, lane3, lane4 = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
         while at + 8 <= end:
-            lane1 = _round(lane1, _pair(tokens, at))
-            lane2 = _round(lane2, _pair(tokens, at + 2))
-            lane3 = _round(lane3, _pair(tokens, at + 4))
-            lane4 = _round(lane4, _pair(tokens, at + 6))
+            lane1 = _round(lane1, pair(tokens, at))
+            lane2 = _round(lane2, pair(tokens, at + 2))
+            lane3 = _round(lane3, pair(tokens, at + 4))
+            lane4 = _round(lane4, pair(tokens, at + 6))
             at += 8
-        value = _rotate(lane1, 1) + _rotate(lane2, 7) + _rotate(lane3, 12) + _rotate(lane4, 18)
+        value = rotate(lane1, 1) + rotate(lane2, 7) + rotate(lane3, 12) + rotate(lane4, 18)
         value = (value ^ _round(np.uint64(0), lane1)) * _P1 + _P4
         value = (value ^ _round(np.uint64(0), lane2)) * _P1 + _P4
         value = (value ^ _round(np.uint64(0), lane3)) * _P1 + _P4
@@ -81,26 +73,10 @@ def hash_tokens(tokens: Int32Array, start: int, count: int, seed: np.uint64) -> 
         value = seed + _P5
     value = value + np.uint64(count) * np.uint64(4)
     while at + 2 <= end:
-        value = _rotate(value ^ _round(np.uint64(0), _pair(tokens, at)), 27) * _P1 + _P4
+        value = rotate(value ^ _round(np.uint64(0), pair(tokens, at)), 27) * _P1 + _P4
         at += 2
     if at < end:
-        value = _rotate(value ^ ((np.uint64(tokens[at]) & _U32) * _P1), 23) * _P2 + _P3
+        value = rotate(value ^ ((np.uint64(tokens[at]) & U32) * _P1), 23) * _P2 + _P3
     value = (value ^ (value >> np.uint64(33))) * _P2
     value = (value ^ (value >> np.uint64(29))) * _P3
     return value ^ (value >> np.uint64(32))
-
-
-def hash_rows(core: Core, batch: Iterable[int], hash_block: HashBlock, size: int) -> None:
-    """Hash the full blocks of the rows in ``batch`` with the Python function ``hash_block``, for tests.
-
-    `tonnage.cache.prefix.index.hash_row` is the compiled form.
-    """
-    for row in batch:
-        tokens, hashes, record = core.tokens[row], core.hashes[row], core.rows[row]
-        shared, own = int(record["shared"]), int(core.seeds[record["salt"]])
-        for at in range(int(record["hashed"]), int(record["length"]) // size):
-            parent = int(hashes[at - 1]) if at else (int(core.seeds[0]) if shared else own)
-            if at and at == shared:
-                parent ^= own
-            hashes[at] = hash_block(tokens[at * size : (at + 1) * size].data.cast("B"), parent)
-            record["hashed"] = at + 1

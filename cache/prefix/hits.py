@@ -5,8 +5,6 @@ from __future__ import annotations
 from tonnage.cache.blocks.groups import FULL
 from tonnage.cache.blocks.state import NULL_BLOCK, Core, Int32Array
 from tonnage.cache.compiled import compiled
-from tonnage.cache.eviction.choice import choose_rule
-from tonnage.cache.eviction.reuse import observe_start
 from tonnage.cache.prefix.index import hash_row, lock, match
 
 
@@ -53,10 +51,6 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 def lock_hit(core: Core, row: int, count: int) -> None:
     """Lock the first ``count`` cached blocks recorded in the row of an admitted request."""
     state = core.rows[row]
-    if core.pool[0].caching:
-        table = core.tables[core.pool[0].anchor, row]
-        state.turn = observe_start(core, core.hashes[row], table, state.length, count)
-        choose_rule(core)
     if count > 0:
         lock(core, row, count)
         state.computed = state.slots = state.room = count * core.pool[0].block_size

@@ -3,7 +3,7 @@
 A *node* is one full block of tokens after one given prefix. Its content is in one block of each group, and its
 block in the *anchor* group (the first full-attention group) names it. A node stores its tokens, its parent
 node, the id of its salt and its hash. A block's hash is seeded by its parent's hash, and the first block's by
-its salt's.
+its salt's. The last section describes layouts without a full-attention group.
 
 **A hash collision cannot return a wrong block.** The hash only proposes a node. The node is accepted if its
 parent is the node matched just before, its salt is the request's and its tokens are equal. By induction the
@@ -16,14 +16,19 @@ published by the operator. Its whole blocks belong to salt 0, and a tenant's sal
 the blocks that queries after the prefix can still read, i.e. its last window. A cached recurrent state is
 needed at the end of the prefix. The hit is the longest prefix for which all groups have these.
 
-**No cached child without its parent.** The manager keeps two invariants, and `laws.invariants` checks them. (1)
+**No cached child without its parent.** The manager keeps two invariants, which the tests check. (1)
 A sequence that holds a node's block of a full-attention group holds the blocks of all its ancestors, because
 duplicates are merged when they are published. A cached node therefore has no child in use. (2) Nodes count
 their children, and a node with children is in no eviction list. Evicting a node's own block frees its blocks in
 all groups; a sliding-window block can be evicted separately.
 
-A layout without a full-attention group has no anchor, because its tables drop the start of the chain. The
-prefix cache is then off.
+**Sliding windows only.** If every group has a window, tables drop the start of the chain, and its blocks may be
+evicted before later ones. Nodes then have no parent (`ROOT`), and the anchor is the group with the largest
+window. A hit needs consecutive blocks over the last window, wherever it ends in the prompt. Tokens and salt of
+these blocks are compared. The prefix before them is known by its hash only, which is therefore a keyed
+pseudorandom function (`tonnage.cache.prefix.keyed`); vLLM relies on its hash (SHA-256) in every layout.
+
+A layout of windows and recurrent states alone has no prefix cache.
 """
 
 from __future__ import annotations
@@ -42,18 +47,22 @@ from tonnage.cache.prefix.hashing import hash_tokens
 @compiled
 def hash_row(core: Core, row: int, blocks: int) -> None:
     """Compute the hashes of the row's first ``blocks`` full blocks, except blocks hashed before."""
-    state, hashes, tokens, size = core.rows[row], core.hashes[row], core.tokens[row], core.pool[0].block_size
-    at, own = state.hashed, core.seeds[state.salt]
-    while at < blocks:
-        if at == 0:
-            seed = core.seeds[0] if state.shared > 0 else own
-        elif at == state.shared:
-            seed = hashes[at - 1] ^ own
-        else:
-            seed = hashes[at - 1]
-        hashes[at] = hash_tokens(tokens, at * size, size, seed)
-        at += 1
-    state.hashed = max(state.hashed, at)
+    size, state = core.pool[0].block_size, core.rows[row]
+    for at in range(state.hashed, blocks):
+        core.hashes[row, at] = hash_tokens(core.tokens[row], at * size, size, seed_at(core, row, at))
+    state.hashed = max(state.hashed, blocks)
+
+
+@inlined
+def seed_at(core: Core, row: int, at: int) -> np.uint64:
+    """Return the hash that seeds the hash of the row's block ``at``: its parent's or its salt's, or both."""
+    state = core.rows[row]
+    own: np.uint64 = core.seeds[state.salt]
+    public: np.uint64 = core.seeds[0]
+    if at == 0:
+        return public if state.shared > 0 else own
+    parent: np.uint64 = core.hashes[row, at - 1]
+    return parent ^ own if at == state.shared else parent
 
 
 @inlined
@@ -82,9 +91,12 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
 def match(core: Core, row: int, blocks: int) -> int:
     """Return how many of the row's first ``blocks`` blocks are in the prefix index, from the first on.
 
-    The nodes found are written to the row of the first full-attention group's table, which must be empty there.
+    The nodes found are written to the row of the anchor group's table, which must be empty there. If every
+    group has a sliding window, the count is the end of the longest usable prefix.
     """
     table = core.tables[core.pool[0].anchor, row]
+    if core.pool[0].windows_only:
+        return _match_windows(core, row, blocks)
     found, parent = 0, ROOT
     while found < blocks:
         node = find(core, row, found, parent)
@@ -97,6 +109,21 @@ def match(core: Core, row: int, blocks: int) -> int:
     count = windows.usable_hit(core, table, found) if core.pool[0].windowed else found
     for at in range(count, found):
         table[at] = NULL_BLOCK
+    return count
+
+
+@inner
+def _match_windows(core: Core, row: int, blocks: int) -> int:
+    """Return the end in blocks of the longest prefix whose last windows are cached, and write its nodes."""
+    table = core.tables[core.pool[0].anchor, row]
+    for at in range(blocks):
+        table[at] = find(core, row, at, ROOT)
+    count = windows.usable_hit(core, table, blocks)
+    first = windows.first_needed(core, core.pool[0].anchor, count * core.pool[0].block_size)
+    for at in range(blocks):
+        if at < first or at >= count:
+            table[at] = NULL_BLOCK
+    core.rows[row].found = count
     return count
 
 
@@ -183,11 +210,11 @@ def publish(core: Core, row: int) -> None:
     hash_row(core, row, stop)
     known = True  # the parent node existed before this call, so it may have children
     for at in range(state.published, stop):
-        parent = table[at - 1] if at > 0 else ROOT
+        parent = table[at - 1] if at > 0 and not pool.windows_only else ROOT
         node = find(core, row, at, parent) if known else NULL_BLOCK
         if node == NULL_BLOCK:
             insert(core, row, at, parent)
-            known = False
+            known = pool.windows_only == 1
         elif node != table[at]:
             merge(core, row, at, node, sibling_holds(core, row, pool.anchor, at, node))
     state.published = stop

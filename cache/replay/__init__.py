@@ -8,5 +8,9 @@
 ``search``    the smallest number of engines that meets a target of waiting time
 ``result``    the figures of a replay, as values and JSON
 ``page``      the figures as one HTML file with plots
+``tiers``     KV tiers behind the pool: hits, loads and the bytes that move
+``chunk_store`` the chunks of a tier, evicted as vLLM's LRU and ARC do
+``tier_curve`` the hit rate of every size, in one pass
+``tier_verdict`` whether tiers pay, and what limits them
 ============= =======================================================================
 """

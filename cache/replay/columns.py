@@ -5,6 +5,8 @@ An example is ``--columns arrival=t,prompt_tokens=in,output_tokens=out``.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -56,7 +58,10 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
 
 
 def cell(text: str) -> Any:
-    """Convert a CSV cell: a whole number to int, anything else stays text."""
+    """Convert a CSV cell: a whole number to int, a JSON list to a list, anything else stays text."""
+    if text.startswith("["):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 
@@ -75,5 +80,5 @@ def seconds(text: str) -> float:
 
 def _milliseconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"the time is {value!r:.40}")
+        raise ValueError(f"the time is {value!r:.40}, not a number")
     return float(value) / 1000

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from html import escape
 
 from tonnage.cache.replay.result import Replay
+from tonnage.cache.replay.tier_curve import SizeCurve
 from tonnage.planner.markup import Facts, table
 from tonnage.planner.markup import page as document
+from tonnage.planner.units import gib
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 860, 180, 56, 22
 _STYLE = """
@@ -21,8 +24,9 @@ text{fill:var(--soft);font-size:13px}
 
 
 def page(
-    result: Replay, title: str, rows: list[tuple[str, str]], words: Sequence[str] = (), facts: Facts = ()
-) -> str:
+    result: Replay, title: str, rows: list[tuple[str, str]], words: Sequence[str] = (), facts: Facts = (),
+    curve: SizeCurve | None = None,
+) -> str:  # fmt: skip
     """Return the HTML document of a replay.
 
     Args:
@@ -31,6 +35,7 @@ def page(
         rows: The figures as (name, value) text, as the terminal's table shows them.
         words: Arguments of the command line that ran the replay.
         facts: Descriptions of the replayed model, trace and hardware.
+        curve: The hit rate of every size; None: no plot of it.
     """
     samples = result.samples
     cells = (f"<tr><td>{escape(name)}</td><td class=words>{escape(value)}</td></tr>" for name, value in rows)
@@ -41,8 +46,19 @@ def page(
         _distribution("Wait for admission, share of requests within so many seconds", result.waits),
         _distribution("Time to first token, share of requests within so many seconds", result.first_tokens),
     ]
+    if curve is not None:
+        plots.insert(0, _size_plot(curve))
     body = table(("", ""), cells) + "".join(plots)
     return document(title, body, words, facts, _STYLE)
+
+
+def _size_plot(curve: SizeCurve) -> str:
+    """Return the plot of hit rates by size on a logarithmic axis, with the knee as a vertical line."""
+    title = "Hit rate by size of pool and tiers, share of prompt tokens"
+    mark = (math.log2(curve.knee_bytes), f"knee: {gib(curve.knee_bytes)}") if curve.knee_bytes else None
+    sizes = [math.log2(size) for size, _ in curve.points]
+    rates = [rate for _, rate in curve.points]
+    return _plot(title, sizes, [("LRU", rates)], 1.0, lambda at: gib(round(2**at)), mark)
 
 
 def _distribution(title: str, values: list[float]) -> str:
@@ -52,7 +68,11 @@ def _distribution(title: str, values: list[float]) -> str:
     return _plot(title, [ordered[place] for place in places], [("share", shares)], 1.0)
 
 
-def _plot(title: str, x: list[float], series: list[tuple[str, list[float]]], top: float | None) -> str:
+def _plot(
+    title: str, x: list[float], series: list[tuple[str, list[float]]], top: float | None,
+    label: Callable[[float], str] = lambda at: f"{_number(at)} s", mark: tuple[float, str] | None = None,
+) -> str:  # fmt: skip
+    """Return a plot; ``label`` writes a value of the x axis, ``mark`` is a value with the name of its line."""
     if len(x) < 2 or x[-1] <= x[0]:
         return f"<h2>{escape(title)}</h2><p class=lines>nothing to plot</p>"
     highest = top if top is not None else max(max(values) for _, values in series) or 1.0
@@ -73,13 +93,17 @@ def _plot(title: str, x: list[float], series: list[tuple[str, list[float]]], top
         anchor = ("start", "middle", "end")[int(share * 2)]
         parts.append(
             f'<text x="{_LEFT + width * share:.1f}" y="{_HEIGHT - 4}" text-anchor="{anchor}">'
-            f"{_number(at)} s</text>"
+            f"{escape(label(at))}</text>"
         )
     keys = []
-    for name, (label, values) in zip("ab", series, strict=False):
+    if mark is not None:
+        across = point(mark[0], 0).split()[0]
+        parts.append(f'<line class=b x1="{across}" x2="{across}" y1="8" y2="{8 + height}"/>')
+        keys.append(f"<span class=kb>— {escape(mark[1])}</span>")
+    for name, (key, values) in zip("ab", series, strict=False):
         path = "M" + " L".join(point(at, value) for at, value in zip(x, values, strict=True))
         parts.append(f'<path class={name} d="{path}"/>')
-        keys.append(f"<span class=k{name}>— {escape(label)}</span>")
+        keys.append(f"<span class=k{name}>— {escape(key)}</span>")
     box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}"'
     picture = f"<div class=scroll><svg {box}>{''.join(parts)}</svg></div>"
     return f"<h2>{escape(title)}</h2>{picture}<p class=lines>{' '.join(keys)}</p>"

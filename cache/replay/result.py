@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tonnage.cache.blocks.pool import BlockPool
+from tonnage.cache.replay.tiers import TierCounts
 
 _KEPT = 512  # number of points of a plot
 
@@ -77,6 +78,7 @@ class Replay:
     first_tokens: list[float] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
     samples: Samples = field(default_factory=Samples)
+    tiers: TierCounts | None = None
 
     @property
     def hit_rate(self) -> float:

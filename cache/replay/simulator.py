@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.admission import AdmissionMode, Policy, committed_peak
+from tonnage.cache.admission import Policy
 from tonnage.cache.blocks.groups import can_cache_states
-from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.replay.result import Replay, Samples
 from tonnage.cache.replay.step_time import StepTime
-from tonnage.cache.replay.trace import Trace, TraceRequest
+from tonnage.cache.replay.tiers import Tiers, TierSetup, chunk_tokens_of
+from tonnage.cache.replay.trace import Trace
+from tonnage.cache.replay.trace_request import TraceRequest
 from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.planner.model.layout import KVLayout
 
@@ -56,7 +57,8 @@ class Setup:
         lookahead: Number of requests behind the first in the queue that may start before it; None: the
             policy's.
         leap: Whether consecutive decode steps are simulated at once.
-        check: Whether every invariant is checked at every step.
+        check: Function that is called with the block manager in every step, to check its invariants.
+        tiers: KV tiers behind the pool; None: no tier.
     """
 
     layout: KVLayout
@@ -72,7 +74,8 @@ class Setup:
     enable_prefix_caching: bool = True
     lookahead: int | None = None
     leap: bool = True
-    check: bool = False
+    check: Callable[[KVCacheManager], None] | None = None
+    tiers: TierSetup | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -84,6 +87,7 @@ class _Sequence(Sequence):
     prefixes: bool  # whether the prompt's tokens are made from the trace's hash ids
     admitted: float = -1.0
     first_token: float = -1.0
+    loaded: float = -1.0  # when its load from a tier has ended
 
     def token_ids(self) -> Int32Array:
         trace = self.trace
@@ -112,14 +116,17 @@ class Simulator:
             max_num_batched_tokens=setup.max_model_len if setup.whole_prompts else setup.budget,
             enable_prefix_caching=self.caching,
             policy=setup.policy,
+            hash_seed=0,  # Which cached blocks are evicted depends on their hashes; a replay gives the same twice.
         )
         self.scheduler: Scheduler[_Sequence] = Scheduler(
             self.manager,
             budget=setup.budget,
             lookahead=setup.lookahead,
             whole_prompts=setup.whole_prompts,
+            load=self._load if setup.tiers is not None else None,
         )
-        if (auto := self.scheduler.admission.auto) is not None:
+        self.tiers = None if setup.tiers is None else Tiers(setup.tiers, chunk_tokens_of(trace))
+        if (auto := self.manager.admission.auto) is not None:
             auto.background = False  # rehearse within the call, while the simulated clock stands still
         self.now = 0.0
         self._arrived = 0
@@ -137,6 +144,7 @@ class Simulator:
         """Replay the whole trace and return the figures."""
         while self._arrived < len(self.trace.requests) or not self.scheduler.idle:
             self._arrive()
+            self._resume()
             if not self.scheduler.idle:
                 self.step()
             elif self._arrived < len(self.trace.requests):
@@ -149,6 +157,7 @@ class Simulator:
         result.recomputed_tokens = self.scheduler.counters.preempted_tokens
         result.query_tokens, result.hit_tokens = stats.query_tokens, stats.hit_tokens
         result.evictions = stats.evictions
+        result.tiers = None if self.tiers is None else self.tiers.result()
         result.samples = self.samples
         return result
 
@@ -184,6 +193,9 @@ class Simulator:
         before, scheduler = self.now, self.scheduler
         step = scheduler.step(self._leap() if self.setup.leap else None)
         self._note(step)
+        if not step.picked and scheduler.loading:
+            self._wait_for_load()
+            return
         computed = sum([s.chunk for s in step.picked])
         self._computed += computed
         if step.drawing:
@@ -191,12 +203,17 @@ class Simulator:
             scheduler.append(step.drawing, np.repeat(own, step.turns).reshape(-1, step.turns))
         if step.picked:
             scheduler.computed(step.picked)
+        if self.tiers is not None:
+            for sequence in step.picked:
+                self.tiers.computed(sequence.id, min(sequence.computed, sequence.prompt))
+            self.tiers.step_ended()
         context = sum([s.computed for s in scheduler.running.values()])
         seconds = step.turns * self.setup.step_time.seconds(computed // step.turns, context)
         scheduler.took(computed // step.turns, len(step.picked), seconds, step.turns)
         self.now += seconds
         self._end(step)
-        self._check()
+        if self.setup.check is not None:
+            self.setup.check(self.manager)
         running, waiting = len(scheduler.running), len(scheduler.waiting)
         self.samples.add(before, self.now - before, running, self.manager.pool, waiting)
 
@@ -212,7 +229,30 @@ class Simulator:
             context = sum([s.computed for s in running])
             seconds = self.setup.step_time.seconds(len(running), context)
             steps = min(steps, int((self._arrival(self._arrived) - self.now) / seconds) + 1)
-        return max(1, steps)
+        return 1 if self.scheduler.loading else max(1, steps)
+
+    # -- loads from tiers ----------------------------------------------------------------------------------
+
+    def _load(self, sequence: _Sequence) -> int:
+        """Return how many tokens a starting sequence loads from a tier."""
+        assert self.tiers is not None
+        tokens, sequence.loaded = self.tiers.load(sequence.id, sequence.trace, sequence.computed, self.now)
+        return tokens
+
+    def _resume(self) -> None:
+        """Let the sequences run whose loads have ended."""
+        assert self.tiers is not None or not self.scheduler.loading
+        for sequence in [s for s in self.scheduler.loading.values() if s.loaded <= self.now]:
+            self.scheduler.resume(sequence)
+            if self.tiers is not None:
+                self.tiers.loaded(sequence.id)
+
+    def _wait_for_load(self) -> None:
+        """Advance the clock to the next end of a load or the next arrival."""
+        times = [s.loaded for s in self.scheduler.loading.values()]
+        if self._arrived < len(self.trace.requests):
+            times.append(self._arrival(self._arrived))
+        self.now = max(self.now, min(times))
 
     def _note(self, step: Step[_Sequence]) -> None:
         """Count the decisions of a step before it is computed."""
@@ -238,22 +278,11 @@ class Simulator:
             sequence.first_token = now
         for sequence in [s for s in step.drawing if s.length - s.prompt >= s.wanted]:
             self.scheduler.end(sequence, sequence.generated)
+            if self.tiers is not None:
+                self.tiers.ended(sequence.id)
             result.finished += 1
             result.waits.append(sequence.admitted - sequence.arrival)
             result.first_tokens.append(sequence.first_token - sequence.arrival)
             result.totals.append(now - sequence.arrival)
             if self.progress is not None and result.finished % 64 == 0:
                 self.progress(result.finished + result.rejected)
-
-    # -- invariants ----------------------------------------------------------------------------------------
-
-    def _check(self) -> None:
-        if not self.setup.check:
-            return
-        self.manager.check_invariants()
-        snapshot = self.manager.running()
-        if self.setup.policy.mode is AdmissionMode.GUARANTEED and committed_peak(snapshot) > snapshot.capacity:
-            raise InvariantViolation(
-                f"{committed_peak(snapshot)} blocks committed, capacity {snapshot.capacity}",
-                field="committed peak",
-            )

@@ -1,4 +1,4 @@
-"""Request traces in three formats, one request per line.
+"""Request traces, one request per line; `block_traces` has the readers of other records.
 
 - **Azure** (Azure Public Dataset, AzureLLMInferenceTrace 2023): CSV with the header
   ``TIMESTAMP,ContextTokens,GeneratedTokens``.
@@ -20,14 +20,25 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 from tonnage.cache.errors import CacheError
+from tonnage.cache.replay import msgpack
+from tonnage.cache.replay.block_traces import (
+    EventReader,
+    RagPulseReader,
+    SessionReader,
+    is_event_batch,
+    is_rag_pulse,
+    is_session,
+)
 from tonnage.cache.replay.columns import NAMES, NEEDED, cell, renamed
+from tonnage.cache.replay.trace_request import MOONCAKE_BLOCK, TraceRequest, as_count, as_number
 from tonnage.planner.errors import did_you_mean
 
-MOONCAKE_BLOCK = 512  # tokens per hash id in Mooncake's traces (FAST25-release/traces)
 _AZURE = {"arrival": "TIMESTAMP", "prompt_tokens": "ContextTokens", "output_tokens": "GeneratedTokens"}
 
 
@@ -35,23 +46,6 @@ class TraceError(CacheError):
     """The error that a trace file, or one of its lines, cannot be read."""
 
     code = "invalid_trace"
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request of a trace.
-
-    ``arrival`` is in seconds from the first request. ``max_tokens`` is None if the trace does not record it.
-    """
-
-    arrival: float
-    prompt_tokens: int
-    output_tokens: int
-    max_tokens: int | None = None
-    hash_ids: tuple[int, ...] | None = None
-    hash_block: int = MOONCAKE_BLOCK
-    tenant: str = ""
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ def read_trace(
     """Read the first ``limit`` requests of a trace file in any of the formats.
 
     Args:
-        path: The file.
+        path: The file, or a folder of agentic sessions.
         limit: Number of requests to read; None: all.
         skip_bad_lines: Count lines that cannot be parsed instead of raising.
         columns: Request-log field name -> column name of the trace (from ``columns.parse_columns``), for other
@@ -91,8 +85,14 @@ def read_trace(
         TraceError: The file is missing, its format is unknown, it has no request, or a line cannot be parsed.
     """
     try:
+        if path.is_dir():
+            return _read_sessions(sorted(path.glob("*.json")), path.name, limit)
+        with path.open("rb") as binary:
+            if msgpack.is_batch(binary.read(1)):
+                data = msgpack.values(path.read_bytes())
+                return _read_events(data, lambda batch: batch, "byte", path.name, limit)
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            return _read(file, path.name, limit, skip_bad_lines, columns)
+            return _read(file, path, limit, skip_bad_lines, columns)
     except OSError as error:
         raise TraceError(
             f"{path.name}: {error.strerror}", field="trace", hint="give a .csv or .jsonl file"
@@ -117,13 +117,78 @@ def log_line(request: TraceRequest) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
-def _read(
-    file: TextIO, name: str, limit: int | None, skip_bad_lines: bool, named: Mapping[str, str] | None
+def _read_sessions(paths: list[Path], name: str, limit: int | None) -> Trace:
+    """Read agentic sessions, one per file, which all start at second 0."""
+    reader, requests = SessionReader(), list[TraceRequest]()
+    for path in paths:
+        try:
+            session = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            if not is_session(session):
+                raise ValueError("not an agentic session: requests or hash_id_scope is missing")
+            requests += reader.read(session)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"{path.name}: {_reason(error)}", field="trace") from None
+    return _ordered(name, "weka", requests, limit)
+
+
+def _read_events(
+    pieces: Iterator[tuple[int, Any]], decode: Callable[[Any], Any], unit: str, name: str, limit: int | None
 ) -> Trace:
-    first = file.readline()
+    """Read batches of KV events.
+
+    Args:
+        pieces: Place of each batch in the file, and the batch.
+        decode: Function that returns the batch as lists and dicts.
+        unit: What a place counts: ``line`` or ``byte``.
+        name: Name of the file.
+        limit: Number of requests to read; None: all.
+    """
+    reader = EventReader()
+    try:
+        for place, piece in pieces:
+            try:
+                reader.read(decode(piece))
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                raise TraceError(f"{name} {unit} {place}: {_reason(error)}", field="trace") from None
+        requests = list(reader.requests())
+    except ValueError as error:
+        raise TraceError(f"{name}: {error}", field="trace") from None
+    return _ordered(name, "kv-events", requests, limit)
+
+
+def _ordered(
+    name: str, kind: str, requests: list[TraceRequest], limit: int | None = None, skipped: int = 0
+) -> Trace:
+    """Return a trace in order of arrival, which begins at second 0."""
+    if not requests:
+        raise TraceError(f"{name} has no request", field="trace", hint=f"{skipped} lines were skipped")
+    for request in requests:
+        if not math.isfinite(request.arrival):
+            raise TraceError(
+                f"{name}: an arrival time is {request.arrival}, not a finite number", field="trace"
+            )
+    requests.sort(key=lambda request: request.arrival)
+    zero = requests[0].arrival
+    return Trace(name, kind, tuple(_shifted(request, zero) for request in requests[:limit]), skipped)
+
+
+def _read(
+    file: TextIO, path: Path, limit: int | None, skip_bad_lines: bool, named: Mapping[str, str] | None
+) -> Trace:
+    first, name = file.readline(), path.name
+    try:
+        record = json.loads(first)
+    except ValueError:
+        record = None
+    if path.suffix == ".json" or is_session(record):
+        return _read_sessions([path], name, limit)
+    if is_event_batch(record):
+        numbered = chain([(1, first)], enumerate(file, start=2))
+        batches = (line for line in numbered if line[1].strip())
+        return _read_events(batches, json.loads, "line", name, limit)
     requests: list[TraceRequest] = []
     skipped = 0
-    kind, lines, parse = _format_of(first, file, name, named)
+    kind, lines, parse = _format_of(first, record, file, path, named)
     for number, line in lines:
         if not line.strip():
             continue
@@ -139,25 +204,20 @@ def _read(
             skipped += 1
         if limit is not None and len(requests) == limit:
             break
-    if not requests:
-        raise TraceError(f"{name} has no request", field="trace", hint=f"{skipped} lines were skipped")
-    requests.sort(key=lambda request: request.arrival)
-    zero = requests[0].arrival
-    return Trace(name, kind, tuple(_shifted(request, zero) for request in requests), skipped)
+    return _ordered(name, kind, requests, None, skipped)
 
 
 def _format_of(
-    first: str, file: TextIO, name: str, named: Mapping[str, str] | None
+    first: str, record: Any, file: TextIO, path: Path, named: Mapping[str, str] | None
 ) -> tuple[str, Iterator[tuple[int, str]], Callable[[str], TraceRequest]]:
-    def all_lines() -> Iterator[tuple[int, str]]:
-        yield 1, first
-        yield from enumerate(file, start=2)
-
-    try:
-        record = json.loads(first)
-    except ValueError:
-        record = None
-    columns: list[str] = []
+    name, columns = path.name, list[str]()
+    all_lines = partial(chain, [(1, first)], enumerate(file, start=2))
+    if is_rag_pulse(record) and named is None:
+        try:
+            reader = RagPulseReader(path.parent, name)
+        except (ValueError, KeyError) as error:
+            raise TraceError(f"{name} is a trace of RAGPulse: {_reason(error)}", field="trace") from None
+        return "ragpulse", all_lines(), lambda line: reader.read(_record(line))
     if isinstance(record, dict) and named is not None:
         return "columns", all_lines(), lambda line: _request(renamed(_record(line), named))
     if isinstance(record, dict) and "input_length" in record:
@@ -204,9 +264,11 @@ def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], Trac
 
 def _mooncake(line: str) -> TraceRequest:
     record = _record(line)
-    prompt = _count(record, "input_length")
+    prompt = as_count(record, "input_length")
     ids = _ids(record, prompt, MOONCAKE_BLOCK)
-    return _checked(_number(record, "timestamp") / 1000, prompt, _count(record, "output_length"), hash_ids=ids)
+    return _checked(
+        as_number(record, "timestamp") / 1000, prompt, as_count(record, "output_length"), hash_ids=ids
+    )
 
 
 def _log(line: str) -> TraceRequest:
@@ -214,30 +276,30 @@ def _log(line: str) -> TraceRequest:
 
 
 def _request(record: Mapping[str, Any]) -> TraceRequest:
-    prompt = _count(record, "prompt_tokens")
-    block = _count(record, "hash_block") if "hash_block" in record else MOONCAKE_BLOCK
+    prompt = as_count(record, "prompt_tokens")
+    block = as_count(record, "hash_block") if "hash_block" in record else MOONCAKE_BLOCK
     if block < 1:
-        raise ValueError(f"hash_block is {block}")
+        raise ValueError(f"hash_block is {block}, below 1")
     return _checked(
-        _number(record, "arrival"),
+        as_number(record, "arrival"),
         prompt,
-        _count(record, "output_tokens"),
-        max_tokens=_count(record, "max_tokens") if record.get("max_tokens") is not None else None,
+        as_count(record, "output_tokens"),
+        max_tokens=as_count(record, "max_tokens") if record.get("max_tokens") is not None else None,
         hash_ids=_ids(record, prompt, block) if record.get("hash_ids") is not None else None,
         hash_block=block,
         tenant=str(record.get("tenant", "")),
-        priority=_count(record, "priority", least=-(2**31)) if "priority" in record else 0,
+        priority=as_count(record, "priority", least=-(2**31)) if "priority" in record else 0,
     )
 
 
 def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequest:
     if not math.isfinite(arrival):
-        raise ValueError(f"the arrival time is {arrival}")
+        raise ValueError(f"the arrival time is {arrival}, not a finite number")
     if prompt < 1 or output < 1:
         raise ValueError(f"{prompt} prompt and {output} output tokens: both are at least 1")
     most = more.get("max_tokens")
     if most is not None and most < 1:
-        raise ValueError(f"max_tokens is {most}")
+        raise ValueError(f"max_tokens is {most}, below 1")
     return TraceRequest(arrival, prompt, output, **more)
 
 
@@ -246,20 +308,6 @@ def _record(line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     return record
-
-
-def _number(record: Mapping[str, Any], name: str) -> float:
-    value = record[name]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name} is {value!r:.40}, not a number")
-    return float(value)
-
-
-def _count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
-    value = record[name]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name} is {value!r:.40}, not a whole number from {least} to 2^31 - 1")
-    return value
 
 
 def _ids(record: Mapping[str, Any], prompt: int, block: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
-"""The lengths of prefill chunks for models with recurrent states that are cached with prefixes.
+"""The lengths of prefill chunks: shares of several API keys, and ends where recurrent states can be cached.
 
-A state can be cached only where a step ends. A chunk therefore ends at a block boundary. One chunk ends at the
-last boundary before the prompt's last token, where a later request with the same prompt can continue. One ends
-at the *junction*: the end of a prefix that is cached in full-attention groups, but without a state.
+A recurrent state can be cached only where a step ends. A chunk therefore ends at a block boundary. One chunk
+ends at the last boundary before the prompt's last token, where a later request with the same prompt can
+continue. One ends at the *junction*: the end of a prefix that is cached in full-attention groups, but without a
+state.
 
 These are the rules of vLLM's ``_mamba_block_aligned_split`` (v1/core/sched/scheduler.py, 0.32.0 and 0.33.0) for
 hashes of whole blocks. Versions 0.30 and 0.31 compute a prompt of whole blocks to its end, so only longer
@@ -10,6 +11,8 @@ prompts can reuse that state.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 def aligned_chunk(
@@ -45,3 +48,19 @@ def aligned_chunk(
         computed + (junction - computed) // block_size * block_size if computed < junction < end else 0,
     )
     return max(0, min((stop for stop in stops if computed < stop < end), default=end) - computed)
+
+
+def divided(budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
+    """Return the tokens of a step's budget that each key may use for prompts (max-min fairness).
+
+    No key gets more than it wants, and what it leaves is divided among the others.
+
+    Args:
+        budget: Tokens to divide.
+        wanted: Prompt tokens that each key could compute.
+    """
+    found: dict[str, int] = {}
+    for at, (key, tokens) in enumerate(sorted(wanted.items(), key=lambda item: item[1])):
+        found[key] = min(tokens, -(-budget // (len(wanted) - at)))
+        budget -= found[key]
+    return found

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
-from tonnage.cache.admission.types import AGEING_SECONDS
+from tonnage.cache.admission.types import AGEING_SECONDS, AdmissionRequest, Head, Wait, WaitReason
 from tonnage.cache.errors import CacheConfigError, InvalidRequest, UnknownSequence
 
 Answer = TypeVar("Answer")
@@ -67,18 +66,21 @@ class WaitingQueue:
                 hint="0 lets no request pass the head",
             )
         self.ageing, self.lookahead = ageing, lookahead
-        self._order: list[tuple[float, int]] = []  # (sort key, id) of each entry in order
+        # (sort key, id) of each entry in order, from the place `_first` on. Places before it are free, so that
+        # the head of a long queue is removed without moving the entries behind it.
+        self._order: list[tuple[float, int]] = []
+        self._first = 0
         self._entries: dict[int, Waiting] = {}
         self._keys: dict[int, tuple[float, int]] = {}
         self._tenants: Counter[str] = Counter()  # number of entries of each tenant
         self._due: dict[int, int] = {}  # step at which each present or former head was forecast to start
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) - self._first
 
     def __iter__(self) -> Iterator[Waiting]:
         """Iterate over the waiting entries in queue order; the queue must not change during the iteration."""
-        return (self._entries[id] for _, id in self._order)
+        return (self._entries[self._order[place][1]] for place in range(self._first, len(self._order)))
 
     def __contains__(self, id: int) -> bool:
         return id in self._entries
@@ -96,7 +98,7 @@ class WaitingQueue:
         if entry.id in self._entries:
             raise InvalidRequest(f"request {entry.id} is already queued", field="id")
         key = (entry.arrival + entry.request.priority * self.ageing, entry.id)
-        insort(self._order, key)
+        insort(self._order, key, self._first)
         self._entries[entry.id], self._keys[entry.id] = entry, key
         self._tenants[entry.request.tenant] += 1
 
@@ -109,33 +111,51 @@ class WaitingQueue:
         if key is None:
             raise UnknownSequence(f"request {id} is not queued", field="id")
         self._due.pop(id, None)
-        del self._order[bisect_left(self._order, key)]
+        self._close(bisect_left(self._order, key, self._first))
         entry = self._entries.pop(id)
-        self._tenants -= Counter((entry.request.tenant,))  # a count of 0 leaves the counter
+        tenant = entry.request.tenant
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
         return entry
+
+    def _close(self, place: int) -> None:
+        """Remove one place of the order by moving the shorter side."""
+        order, first = self._order, self._first
+        if place - first > len(order) - place:
+            del order[place]
+            return
+        order[first + 1 : place + 1] = order[first:place]
+        self._first += 1
+        if 2 * self._first > len(order):  # half of the list is free
+            del order[: self._first]
+            self._first = 0
 
     def take(
         self,
         ask: Callable[[Waiting, Head | None], Answer | Wait],
-        start_of: Callable[[Waiting], Head],
+        start_of: Callable[[AdmissionRequest], Head],
         step: int,
-        rank: Callable[[Waiting], Any] | None = None,
+        rank: Callable[[AdmissionRequest], Any] | None = None,
     ) -> tuple[Waiting, Answer] | None:
         """Remove and return the next entry that can start or is rejected, or None if all must wait.
 
         Args:
             ask: Function that decides on an entry and admits it if possible; its second argument is the head
                 that the entry would overtake.
-            start_of: Function that forecasts the start of the first entry (the head).
+            start_of: Function that forecasts the start of the first request (the head).
             step: Number of the current engine step.
-            rank: Function that returns the place of an entry among several tenants, the lowest first. Equal
+            rank: Function that returns the place of a request among several tenants, the lowest first. Equal
                 places and None keep the queue's order.
         """
         head: Head | None = None
         asked = 0
         # number of entries per tenant that its quota delays, with the same bound as for entries behind a head
         over: Counter[str] = Counter()
-        for entry in self if rank is None or len(self._tenants) < 2 else sorted(self, key=rank):
+        entries: Iterable[Waiting] = self
+        if rank is not None and len(self._tenants) > 1:
+            entries = sorted(self, key=lambda entry: rank(entry.request))
+        for entry in entries:
             if asked > self.lookahead:
                 return None
             if over and over[entry.request.tenant] > self.lookahead:
@@ -158,8 +178,8 @@ class WaitingQueue:
                     return None
         return None
 
-    def _head(self, entry: Waiting, start_of: Callable[[Waiting], Head], step: int) -> Head | None:
-        head = start_of(entry)
+    def _head(self, entry: Waiting, start_of: Callable[[AdmissionRequest], Head], step: int) -> Head | None:
+        head = start_of(entry.request)
         due = self._due.setdefault(entry.id, step + head.start)
         if step >= due:
             return None

@@ -26,12 +26,12 @@ from typing import Generic
 
 import numpy as np
 
-from tonnage.cache.admission import AdmissionMode, Head, Never, Wait, WaitReason
-from tonnage.cache.admission.shares import divided
+from tonnage.cache.admission.types import AdmissionMode, Head, Never, Wait, WaitReason
+from tonnage.cache.block_manager import BlockManager
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.errors import InvariantViolation
-from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.scheduler.chunks import aligned_chunk
+from tonnage.cache.results import Admitted
+from tonnage.cache.scheduler.chunks import aligned_chunk, divided
 from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.sequence import Counters, S, Step
 from tonnage.cache.sequences.tables import TokenIds
@@ -57,29 +57,31 @@ class Scheduler(Generic[S]):
     Args:
         manager: The block manager.
         budget: Token budget of a step (max_num_batched_tokens).
-        most_logits: Rows of logits that a step has memory for; None: max_num_seqs.
         lookahead: Number of requests behind the first in the queue that may start before it; None: the
             policy's.
         whole_prompts: Decodes cost no budget, and a prompt is computed whole in the step that admits it. A
             prompt longer than the budget is computed alone. Most published simulations use this loop.
+        load: Function that returns how many tokens behind the prefix hit of a starting sequence are loaded from
+            a KV tier. Such a sequence is in `loading` until `resume` is called.
     """
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        manager: BlockManager,
         *,
         budget: int,
-        most_logits: int | None = None,
         lookahead: int | None = None,
         whole_prompts: bool = False,
+        load: Callable[[S], int] | None = None,
     ) -> None:
+        self.load = load
+        self.loading: dict[int, S] = {}
         self.manager, self.admission = manager, manager.admission
         self.budget = budget
-        self.most_logits = manager.limits.max_num_seqs if most_logits is None else most_logits
         self.whole_prompts = whole_prompts
         # Prompt chunks are cut to a multiple of this block size; 0 means that they are not cut.
         self._aligned = manager.block_size if manager.cached_states else 0
-        self.queue = WaitingQueue(lookahead=self.admission.policy.lookahead if lookahead is None else lookahead)
+        self.queue = WaitingQueue(lookahead=self.admission.lookahead if lookahead is None else lookahead)
         self.waiting: dict[int, S] = {}
         # running sequences in order of admission; forks follow their parent's request
         self.running: dict[int, S] = {}
@@ -96,7 +98,7 @@ class Scheduler(Generic[S]):
     @property
     def idle(self) -> bool:
         """Whether no request runs or waits."""
-        return not self.running and not self.waiting
+        return not self.running and not self.waiting and not self.loading
 
     # -- arrival and departure -----------------------------------------------------------------------------
 
@@ -200,6 +202,8 @@ class Scheduler(Generic[S]):
                 todo = [s for s in todo if s.id not in asked]
             if step.picked or not self.running:
                 return budget + spared
+            if self.loading:  # their blocks come free once they have run
+                return budget + spared
             if self.mode is not AdmissionMode.PREDICTIVE:
                 raise InvariantViolation(f"all running sequences stall in {self.mode} mode", field="progress")
             self._preempt(step, self._victims())
@@ -230,8 +234,6 @@ class Scheduler(Generic[S]):
             budget -= len(order)
         ends, decodes = [s.length for s in order], len(order)
         if decodes < len(sequences):
-            # A step has memory for `most_logits` rows of logits, and each sequence needs at least one row.
-            spare = self.most_logits - step.rows - len(sequences)
             parts = self._parts(sequences, budget)
             for sequence in sequences:
                 left = sequence.length - sequence.computed
@@ -242,14 +244,10 @@ class Scheduler(Generic[S]):
                 chunk = min(budget, left) if parts is None else min(budget, left, parts[sequence.tenant])
                 if chunk == 0:  # the sequence's key has used its part of the budget
                     continue
-                if sequence.scores:
-                    chunk = min(chunk, 1 + max(0, spare))
                 if self._aligned:
                     chunk = self._cut(sequence, chunk, bool(order or step.picked))
                     if chunk == 0:
                         continue
-                if sequence.scores:
-                    spare -= chunk - 1
                 budget -= chunk
                 if parts is not None:
                     parts[sequence.tenant] -= chunk
@@ -260,9 +258,10 @@ class Scheduler(Generic[S]):
     def _parts(self, sequences: list[S], budget: int) -> dict[str, int] | None:
         """Return the part of the token budget that each key has for prompts, or None if it is not divided.
 
-        Chunks that end at block boundaries share the budget undivided: a part below a block computes nothing.
+        The budget is not divided where chunks must end at block boundaries: a part below one block would
+        compute nothing.
         """
-        if not self.admission.shares.several or self._aligned:
+        if not self.admission.several_keys or self._aligned:
             return None
         wanted: dict[str, int] = {}
         for sequence in sequences:
@@ -273,26 +272,27 @@ class Scheduler(Generic[S]):
     def _spared(self) -> int:
         """Return the part of the token budget that running prompts leave to a waiting request of another key.
 
-        The part is 0 unless a seat is free for such a request, and admission may decide differently than in the
-        last step. Where chunks end at block boundaries the part is 0, as in `_parts`.
+        The part is 0 if no sequence slot is free for such a request, or if admission would decide as in the
+        last step. It is also 0 where chunks end at block boundaries, as in `_parts`.
         """
-        held = self.manager.reservations
-        several = self.admission.shares.several and not self._aligned
+        several = self.admission.several_keys and not self._aligned
         if not several or not self.waiting or not self._changed:
             return 0
         computing = {s.tenant for s in self.running.values() if s.length - s.computed > 1}
         if not computing:
             return 0
-        seats = self.manager.limits.max_num_seqs - held.sequences
+        seats = self.manager.limits.max_num_seqs - self.manager.reservations.sequences
         others = [e for e in self.queue if e.request.tenant not in computing and e.request.n <= seats]
         if not others:
             return 0
-        uses = held.uses()
-        first = min(others, key=lambda entry: self.admission.rank(entry.request, uses))
-        return min(first.request.prompt_tokens, self.budget // (1 + len(computing)))
+        first = min((entry.request for entry in others), key=self.admission.ranking())
+        return min(first.prompt_tokens, self.budget // (1 + len(computing)))
 
     def _cut(self, sequence: S, chunk: int, may_wait: bool) -> int:
-        """Return the chunk, cut so that it ends where a recurrent state is kept; 0 defers the chunk."""
+        """Return the tokens of a prompt chunk, reduced so that it ends where a recurrent state is kept.
+
+        The result 0 defers the chunk to a later step, which ``may_wait`` allows.
+        """
         cut = aligned_chunk(
             chunk,
             computed=sequence.computed,
@@ -318,11 +318,9 @@ class Scheduler(Generic[S]):
             order = [s for s in order if s.chunk > 0]
             ids, granted = [s.id for s in order], np.array([s.computed + s.chunk for s in order], np.int64)
         cost = 0 if self.whole_prompts else decodes
-        step.rows += decodes
         step.drawing += order[:decodes]
         for sequence in order[decodes:]:
             cost += sequence.chunk
-            step.rows += sequence.chunk if sequence.scores else sequence.samples
             if sequence.samples:
                 step.drawing.append(sequence)
         if order:
@@ -352,7 +350,7 @@ class Scheduler(Generic[S]):
     # -- admission -----------------------------------------------------------------------------------------
 
     def _admit(self, step: Step[S], budget: int) -> None:
-        """Admit requests from the queue while token budget and memory for logits are left."""
+        """Admit requests from the queue while token budget is left."""
         self._changed = False
         too_long = False
 
@@ -364,9 +362,10 @@ class Scheduler(Generic[S]):
                 return Wait(WaitReason.SEQUENCES)
             return self._ask(entry, head)
 
-        while budget > 0 and self.waiting and step.rows < self.most_logits:
+        while budget > 0 and self.waiting:
+            ranking = self.admission.ranking() if self.admission.several_keys else None
             taken: tuple[Waiting, Admitted | Never] | None = self.queue.take(
-                ask, self._start_of, self.steps, self._rank()
+                ask, self.admission.start_of, self.steps, ranking
             )
             if taken is None:
                 self._changed = too_long
@@ -379,19 +378,15 @@ class Scheduler(Generic[S]):
                 continue
             self._start(sequence, answer)
             step.admitted.append(sequence)
+            if self.load is not None and (tokens := self.load(sequence)):
+                self._load(step, sequence, tokens)
+                continue
             room = max(budget, sequence.length) if self.whole_prompts else budget
             wishes = self._order(step, [sequence], room)
             if not wishes.order:  # the next step has the budget for a whole block of this prompt
                 break
             budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
-
-    def _rank(self) -> Callable[[Waiting], tuple[int, float]] | None:
-        """Return a function that gives the place of an entry among several keys, or None for one key."""
-        if not self.admission.shares.several:
-            return None
-        uses = self.manager.reservations.uses()
-        return lambda entry: self.admission.rank(entry.request, uses)
 
     def _ask(self, entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
         sequence, wish = self.waiting[entry.id], entry.request
@@ -411,9 +406,6 @@ class Scheduler(Generic[S]):
             self.counters.count("wait", answer.reason, answer.blocks_short)
         return answer
 
-    def _start_of(self, entry: Waiting) -> Head:
-        return self.manager.start_of(entry.request)
-
     def _start(self, sequence: S, answer: Admitted) -> None:
         sequence.computed, sequence.junction = answer.cached_tokens, answer.junction
         if not sequence.generated:
@@ -426,6 +418,23 @@ class Scheduler(Generic[S]):
             self.counters.shared_hit_tokens += answer.shared_tokens
         self.counters.count("admit", "resumed" if sequence.preempted else "fits")
         self.running[sequence.id] = sequence
+
+    def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
+        """Allocate the blocks of ``tokens`` loaded tokens, and set the sequence aside until they are loaded."""
+        end = sequence.computed + tokens
+        while sequence.computed < end:  # a call of the manager extends by one step's budget at most
+            reached = min(end, sequence.computed + self.budget)
+            granted = int(self.manager.grant([sequence.id], [reached])[0])
+            if granted <= sequence.computed:
+                break
+            step.copies += self.manager.extend([sequence.id], [granted])
+            self.manager.commit([sequence.id], [granted])
+            sequence.computed = granted
+        self.loading[sequence.id] = self.running.pop(sequence.id)
+
+    def resume(self, sequence: S) -> None:
+        """Let a sequence run whose load has ended."""
+        self.running[sequence.id] = self.loading.pop(sequence.id)
 
     # -- reports of the engine -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tonnage.cache.admission import AdmissionRequest, Never
+from tonnage.cache.admission.types import AdmissionRequest, Never
 from tonnage.cache.results import BlockCopy
 from tonnage.cache.sequences.tables import TokenIds
 
@@ -36,8 +36,8 @@ class Sequence(ABC):
     chunk: int = 0  # tokens computed in the current step
     cached: int = 0  # prompt tokens served from the prefix cache
     junction: int = 0  # length of a prefix cached without a recurrent state at its end; 0: none
-    preempted: bool = False  # whether it was preempted at least once
-    waited: bool = False  # whether admission has deferred it since it was queued
+    preempted: bool = False  # whether the sequence was preempted at least once
+    waited: bool = False  # whether admission has deferred the request since it was queued
 
     def __post_init__(self) -> None:
         self.length = self.length or self.prompt
@@ -115,7 +115,6 @@ class Step(Generic[S]):
         preempted: Sequences that lost their blocks and wait again.
         refused: Requests that can never fit, with the reason.
         stalled: Sequences that requested blocks and were granted none.
-        rows: Number of rows of logits that the step needs.
         turns: Number of decode steps taken at once.
     """
 
@@ -126,7 +125,6 @@ class Step(Generic[S]):
     preempted: list[S] = field(default_factory=list)
     refused: list[tuple[S, Never]] = field(default_factory=list)
     stalled: list[S] = field(default_factory=list)
-    rows: int = 0
     turns: int = 1
 
     def decisions(self) -> Decisions:

@@ -21,7 +21,6 @@ from tonnage.cache.blocks.state import (
     Int64Array,
 )
 from tonnage.cache.compiled import compiled, inlined, inner
-from tonnage.cache.eviction.reuse import observe_end
 from tonnage.cache.groups import states, windows
 from tonnage.cache.groups.entries import blocks_to_grow, entries, entry_of
 from tonnage.cache.prefix.index import evict, publish, sibling_holds
@@ -42,9 +41,9 @@ def step(
 
     Args:
         core: The block manager's arrays.
-        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: K/V below each end is written, full blocks become nodes
-            of the prefix index, and with cached states the end must be in the last extended block. APPEND: add
-            tokens. EXTEND: make positions [computed, end) writable.
+        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: K/V below each end is written, and full blocks become
+            nodes of the prefix index. With cached states the end must be in the last extended block. APPEND:
+            add tokens. EXTEND: make positions [computed, end) writable.
         batch: int64 [rows of the call]: row indices.
         ends: int64 [rows of the call], for COMMIT or EXTEND; in a DECODE both ends follow from the known
             tokens.
@@ -265,27 +264,27 @@ def share(core: Core, parent: int, child: int) -> None:
 @compiled
 def leave(core: Core, batch: Int64Array) -> None:
     """Release the blocks of each row, last block first, and clear the row."""
-    pool = core.pool[0]
-    size = pool.block_size
     for i in range(batch.size):
-        at_row = batch[i]
-        row, slot = core.rows[at_row], core.rows[at_row].request
-        if pool.caching:
-            table, prompt = core.tables[pool.anchor, at_row], core.requests[slot].prompt
-            observe_end(core, core.hashes[at_row], table, row.published, prompt, row.length, row.turn)
-        for at in range(row.room // size - 1, -1, -1):
-            for group in range(pool.num_groups):
-                block = core.tables[group, at_row, at]
-                if block == NULL_BLOCK:
-                    continue
-                full = core.groups[group].kind == FULL
-                if full and not (core.refs[block] > 1 and sibling_holds(core, at_row, group, at, block)):
-                    core.requests[slot].held -= 1
-                release(core, block, full, slot)
-                core.tables[group, at_row, at] = NULL_BLOCK
+        leave_row(core, batch[i])
+
+
+@inlined
+def leave_row(core: Core, at_row: int) -> None:
+    """Release the blocks of one row, last block first, and clear the row."""
+    pool, row, slot = core.pool[0], core.rows[at_row], core.rows[at_row].request
+    for at in range(row.room // pool.block_size - 1, -1, -1):
         for group in range(pool.num_groups):
-            core.first[group, at_row] = 0
-        row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
-        row.shared_tail = row.shared = row.salt = row.turn = row.found = 0
-        row.request = -1
-        core.requests[slot].live -= 1
+            block = core.tables[group, at_row, at]
+            if block == NULL_BLOCK:
+                continue
+            full = core.groups[group].kind == FULL
+            if full and not (core.refs[block] > 1 and sibling_holds(core, at_row, group, at, block)):
+                core.requests[slot].held -= 1
+            release(core, block, full, slot)
+            core.tables[group, at_row, at] = NULL_BLOCK
+    for group in range(pool.num_groups):
+        core.first[group, at_row] = 0
+    row.length = row.computed = row.slots = row.room = row.limit = row.published = row.hashed = 0
+    row.shared_tail = row.shared = row.salt = row.turn = row.found = 0
+    row.request = -1
+    core.requests[slot].live -= 1

@@ -4,6 +4,10 @@ In the file, `reported_gib` is the memory that CUDA or ROCm reports, to which --
 If drivers of different age report different totals, `reported_range_gib` has the smallest and the largest.
 `variants` are totals that a setting changes: ECC, or the Windows driver. If no source publishes a total, the
 nominal memory less `NOMINAL_RESERVE` is assumed, and `Gpu.basis` is `nominal`.
+
+`memory_gb_per_s`, `dense_16bit_tflops` and `dense_fp8_tflops` are peak figures of the vendor (`speed_source`),
+without sparsity and, for NVIDIA, with accumulation in FP32. `link_gb_per_s` is the link between GPUs, in both
+directions together, as data sheets give it.
 """
 
 from __future__ import annotations
@@ -51,6 +55,9 @@ class Gpu:
         capability: CUDA compute capability (developer.nvidia.com/cuda-gpus), None for other vendors.
         bandwidth: peak memory bandwidth in bytes per second of the SXM (or only) variant, None if not known.
         flops: peak dense 16-bit tensor FLOPs per second of the SXM (or only) variant, None if not known.
+        fp8_flops: the same in FP8, None for GPUs without it.
+        link: bytes per second that one GPU sends to the others of its machine, None if not known.
+        mesh: number of GPUs to which a GPU has links of its own, which share `link`; None for a switch.
         memory_bounds: (low, high) of `memory_bytes` over drivers, or of the assumption if `basis` is `nominal`.
         variants: totals that a setting of the machine changes, as (bytes, setting).
     """
@@ -65,8 +72,17 @@ class Gpu:
     capability: tuple[int, int] | None = None
     bandwidth: float | None = None
     flops: float | None = None
+    fp8_flops: float | None = None
+    link: float | None = None
+    mesh: int | None = None
     memory_bounds: tuple[int, int] | None = None
     variants: tuple[tuple[int, str], ...] = ()
+
+    def link_among(self, ranks: int) -> float | None:
+        """Return the bytes per second that one of `ranks` GPUs sends to the others, or None if not known."""
+        if self.link is None or self.mesh is None:
+            return self.link
+        return self.link * min(1.0, (ranks - 1) / self.mesh)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -114,6 +130,10 @@ def _gpu(entry: dict[str, Any]) -> Gpu:
         capability=_version(entry.get("compute_capability")),
         bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
         flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
+        fp8_flops=_scaled(entry.get("dense_fp8_tflops"), 1e12),
+        # Data sheets give the sum of both directions.
+        link=_scaled(entry.get("link_gb_per_s"), 1e9 / 2),
+        mesh=entry.get("link_mesh"),
         memory_bounds=(int(low * GiB), int(high * GiB)),
         variants=tuple((int(each["gib"] * GiB), each["when"]) for each in entry.get("variants", ())),
     )
@@ -129,7 +149,7 @@ def _scaled(figure: object, unit: float) -> float | None:
 
 
 def find_gpu(name: str, field: str = "--gpu") -> Gpu:
-    """Return the GPU with a name or alias, ignoring case, spaces and dashes.
+    """Return the GPU with a name or alias, ignoring case, spaces, dashes, "NVIDIA" and the B of "80GB".
 
     `cpu` is the local machine's CPU and `auto` its first NVIDIA GPU.
 
@@ -147,13 +167,16 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
         return local_gpu()
     if wanted in _by_name():
         return _by_name()[wanted]
+    if wanted in ("list", "help", "all"):
+        every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
+        raise DeploymentError(f"{name!r} is no GPU", field=field, hint=f"one of {every}")
     count, cross, one = wanted.partition("x")
     if cross and count.isdigit() and one in _by_name():
         raise DeploymentError(
-            f"{name[:60]!r} is valid in a table of plans only; here --gpu names one GPU", field=field,
+            f"{name[:60]!r} names {count} GPUs; here --gpu names one", field=field,
             hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
         )  # fmt: skip
-    from difflib import get_close_matches  # only an error message needs it
+    from difflib import get_close_matches  # imported here, because only an error message needs it
 
     known = {one.lower(): gpu.name for gpu in catalogue() for one in (gpu.name, *gpu.aliases)}
     found = get_close_matches(name.lower(), known, 6, 0.5)
@@ -199,7 +222,10 @@ def _by_name() -> dict[str, Gpu]:
 
 @cache  # The result is cached because a sweep looks up each GPU a hundred times.
 def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+    """Return a name without case and separators, NVIDIA's own name, and the B of GB at its end."""
+    plain = "".join(c for c in name.lower() if c.isalnum())
+    plain = plain.removeprefix("nvidia").removeprefix("geforce")
+    return plain[:-1] if plain[-3:-2].isdigit() and plain.endswith("gb") else plain
 
 
 # Files that exist if an NVIDIA driver is installed, on Linux and on the Windows Subsystem for Linux

@@ -25,6 +25,7 @@ from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
 from tonnage.planner.model.tensor import HeaderTensor, TensorSpec
+from tonnage.planner.model.tier import KVTier
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.quantization.scheme import Quantization
@@ -48,34 +49,35 @@ class Engine(ABC):
     kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes of one value
 
     # Features that the engine supports.
-    divides = True  # splits a model over several devices
-    drafts = False  # supports speculative decoding with --speculative-model
+    divides = True  # whether the engine splits a model over several devices
+    drafts = False  # whether the engine supports --speculative-model
     fp8_kv_cache = False  # whether advice suggests an fp8 KV cache if the cache is too large
-    float32_kv_cache = False  # supports a float32 KV cache for a 16-bit model
-    graphs = False  # captures CUDA graphs unless --enforce-eager is set
+    float32_kv_cache = False  # whether the engine supports a float32 KV cache for a 16-bit model
+    graphs = False  # whether the engine captures CUDA graphs unless --enforce-eager is set
     lora_ranks: tuple[int, ...] = ()  # valid values of --max-lora-rank; empty if any is valid
     # device -> quantization formats that advice suggests if the weights are too large
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     # Formats to which the engine can quantize 16-bit weights while it loads them.
     quantizes_to: tuple[str, ...] = ()
-    names_formats = False  # makes the formats of quantization.names.WHILE_LOADING, by those names
+    # whether the engine makes the formats of quantization.names.WHILE_LOADING, by those names
+    names_formats = False
 
     # Engine that is planned instead for models that this engine cannot serve, if --engine is not set.
     fallback: EngineName | None = None
 
     # Memory layout of a loaded model.
-    as_transformers = False  # caches keys and values in the shapes of transformers' modules
-    pads_vocabulary = False  # pads each rank's rows of embedding and head to a multiple of 64
-    towers_everywhere = False  # loads vision and audio towers on every pipeline stage
-    keeps_gguf = False  # keeps tensors of a GGUF file in their stored types
-    tiles_linear = False  # may repack linear weights into padded tiles
-    null_block = False  # block 0 of the pool is reserved and holds no tokens
-    sized_by_context = False  # sizes the pool by the requested context, not by free memory
+    as_transformers = False  # whether keys and values are cached in the shapes of transformers' modules
+    pads_vocabulary = False  # whether each rank's rows of embedding and head are padded to a multiple of 64
+    towers_everywhere = False  # whether every pipeline stage loads the vision and audio towers
+    keeps_gguf = False  # whether tensors of a GGUF file keep their stored types
+    tiles_linear = False  # whether linear weights may be repacked into padded tiles
+    null_block = False  # whether block 0 of the pool is reserved and holds no tokens
+    sized_by_context = False  # whether the requested context sets the pool's size, not free memory
     # Device -> quantization format -> name of the kernel that repacks the weights. It is a key of Kind.loaded
     # and Kind.warmed in quantization/linear.py.
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    shows_version = True  # a plan shows the engine's version beside its name
-    logs = False  # the start-up log reports memory figures
+    shows_version = True  # whether a plan shows the engine's version beside its name
+    logs = False  # whether the start-up log reports memory figures
     # Name of a figure that a complete start-up log contains -> the setting that makes the engine log it. A bar
     # in the name separates alternatives.
     log_figures: ClassVar[Mapping[str, str]] = {}
@@ -300,7 +302,16 @@ class Engine(ABC):
         if architecture.kind == "encoder":
             self.check_encoder(architecture)
             return encoder.build_pool(architecture, chosen.flags, chosen.block_size)
+        if architecture.is_classifier:
+            self.check_classifier(architecture)
         return self.decoder_pool(architecture, chosen)
+
+    def check_classifier(self, architecture: Architecture) -> None:
+        """Raise UnsupportedArchitecture for a decoder with a classifier that the planner does not support."""
+        raise UnsupportedArchitecture(
+            f"{self.name} is not planned with {architecture.class_name}", field="architectures",
+            hint="--engine vllm",
+        )  # fmt: skip
 
     def check_encoder(self, architecture: Architecture) -> None:
         """Raise UnsupportedArchitecture for an encoder model that the engine or planner does not support."""
@@ -315,7 +326,7 @@ class Engine(ABC):
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """Return ``pool`` with the parts that depend on the bytes of weights (``weights``) on the same rank."""
+        """Return ``pool`` with its parts that depend on ``weights``, the bytes of weights on the same rank."""
         return pool
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
@@ -371,7 +382,7 @@ class Engine(ABC):
             UnsupportedArchitecture: the rule is not known for this model.
         """
         if not pool.demands:
-            raise UnsupportedArchitecture("an encoder keeps nothing between steps", field="model_type")
+            raise UnsupportedArchitecture("an encoder keeps no KV cache between steps", field="model_type")
         groups = tuple(GroupLaw("all", demand.block_size) for demand in pool.demands)
         hits = pool.layout.block_size if chosen.flags.enable_prefix_caching else None
         return RequestLaw(
@@ -383,6 +394,22 @@ class Engine(ABC):
         return flags
 
     # -- Host memory.
+
+    def tier_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
+        """Return the bytes of a rank's KV tier that lie in the device's own memory, as on a CPU.
+
+        Raises:
+            DeploymentError: the tier does not combine with the model or with another flag.
+        """
+        return 0
+
+    def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
+        """Return the KV tiers beside the pool of one replica.
+
+        Raises:
+            DeploymentError: a tier's flag is not understood.
+        """
+        return ()
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
@@ -432,6 +459,10 @@ class Engine(ABC):
         """Return the shell commands that serve ``plan``."""
         return ()
 
+    def machines_note(self, machines: int) -> str:
+        """Return how the engine's command starts one replica over several machines, or an empty text."""
+        return ""
+
     def own_flags(self, flags: Deployment) -> list[str]:
         """Return the engine's non-default command options, except devices, sizes and dtypes."""
         return []
@@ -461,11 +492,11 @@ class Engine(ABC):
         return False
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
-        """Return the bytes that the engine's log reports as the pool of ``rank``."""
+        """Return the bytes that the engine's log reports as the KV pool of ``rank``."""
         return rank.kv_pool_bytes
 
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Return why the planned weights differ from the weights in the engine's log, or None if they may not.
+        """Return why the planned weights must differ from the weights in the log, or None if they can be equal.
 
         ``kind`` is the kind of the planned model's source, such as gguf. ``quantization`` is the format in the
         log.

@@ -15,15 +15,16 @@ from tonnage.planner.engines.pool import Demand, PoolSpec
 from tonnage.planner.engines.runtime import hf
 from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.runtime.host import HostInputs
-from tonnage.planner.engines.serve_line import tonnage_serve
+from tonnage.planner.engines.serve_line import changed, tonnage_serve
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
+from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk, disk_tier
 from tonnage.planner.plans import Plan, Resolved
-from tonnage.planner.units import ceil_div
+from tonnage.planner.units import GiB, ceil_div
 
 
 class HF(Engine):
@@ -89,6 +90,63 @@ class HF(Engine):
             blocks = min(blocks, chosen.max_num_seqs * pool.sequence_blocks(chosen.max_model_len) + 1)
         return blocks
 
+    def tier_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
+        """Return the bytes of the host tier: the whole blocks that --kv-offloading-size holds.
+
+        Raises:
+            DeploymentError: the tier does not combine with the device, the model's layers or another flag.
+        """
+        flags, layout = chosen.flags, pool.layout
+        size, field = flags.kv_offloading_bytes, "--kv-offloading-size"
+        if not size:
+            return 0
+        if flags.device != "cpu":
+            raise DeploymentError(
+                "the hf engine keeps a KV tier on a CPU only", field=field, hint="--engine vllm on a GPU"
+            )
+        if not flags.enable_prefix_caching:
+            raise DeploymentError(
+                "a KV tier keeps cached prefixes, and prefix caching is off", field=field,
+                hint="leave out --no-enable-prefix-caching",
+            )  # fmt: skip
+        if len(layout.groups) != 1 or layout.slides:
+            raise DeploymentError(
+                "the hf engine's KV tier needs layers that all attend to the whole context; this model has "
+                + ("sliding windows" if layout.slides else f"{len(layout.groups)} groups of layers"),
+                field=field,
+            )
+        block = layout.bytes_per_block
+        if size < block:
+            raise DeploymentError(f"{size:,} bytes hold no block of {block:,} bytes", field=field)
+        return size // block * block
+
+    def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
+        """Return the host tier, and the disk tier behind it."""
+        flags, layout = hosted.chosen.flags, hosted.layout
+        if not flags.kv_offloading_bytes:
+            return ()
+        block, tokens = layout.bytes_per_block, layout.block_size
+        groups = (TierGroup("full", tokens, hosted.chosen.max_model_len // tokens),)
+        blocks = flags.kv_offloading_bytes // block
+        host = KVTier(
+            "host", "host", flags.kv_offloading_bytes, blocks * block, blocks * block, blocks * block, None, 1,
+            False, False, block, blocks, blocks * tokens, groups, f"{blocks:,} blocks of {block:,} bytes",
+            "server/engines/hf/kv_tier.py", note="part of the plan's memory",
+        )  # fmt: skip
+        if flags.kv_offloading_disk is None:
+            return (host,)
+        _, size = disk_tier(flags.kv_offloading_disk, "--kv-offloading-disk")
+        files = blocks_on_disk(size, block)
+        if not files:
+            raise DeploymentError(
+                f"{size:,} bytes hold no block of {block:,} bytes", field="--kv-offloading-disk"
+            )
+        return host, KVTier(
+            "disk", "disk", size, size, files * block, size, None, 1, False, False, block, files,
+            files * tokens, groups, f"{files:,} files of {block:,} bytes with header, pages and directories",
+            "cache/disk/folder.py",
+        )  # fmt: skip
+
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
         """Return the rule for the blocks that a request reserves at admission: all of its prompt and answer.
 
@@ -114,7 +172,10 @@ class HF(Engine):
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` command of ``plan``."""
         asked = plan.deployment.quantization
-        return (tonnage_serve(plan, ("--quantization", asked) if asked in self.quantizes_to else ()),)
+        more = ["--quantization", asked] if asked in self.quantizes_to else []
+        if plan.deployment.kv_offloading_bytes:
+            more += ["--kv-offloading-size", f"{plan.deployment.kv_offloading_bytes / GiB:.12g}"]
+        return (tonnage_serve(plan, [*more, *changed(plan.deployment, ("kv_offloading_disk",))]),)
 
 
 def build_pool(
@@ -150,7 +211,7 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
         )
         value = {layer.value_head_size for layer in layers}
         if len(value) != 1 or None in value:
-            raise UnsupportedArchitecture("layers differ in it", field="v_head_dim")
+            raise UnsupportedArchitecture("layers with different values are not supported", field="v_head_dim")
         width = architecture.head_size + sum(v for v in value if v is not None)
         page_bytes = block_size * architecture.heads * (width * element + 2 * scale)
     shapes = {(_stored_heads(layer), layer.head_size) for layer in layers}
@@ -186,7 +247,9 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
     The pool stores full and sliding-window layers, and MLA layers with latents expanded to K and V.
     """
     if not layers:
-        raise UnsupportedArchitecture("an encoder generates nothing: there is no cache", field="architectures")
+        raise UnsupportedArchitecture(
+            "an encoder generates no tokens and has no KV cache", field="architectures"
+        )
     for layer in layers:
         narrow = layer.kind != "mla" and layer.value_head_size not in (None, layer.head_size)
         if layer.kind not in ("full", "sliding", "mla") or layer.compression > 1 or narrow:

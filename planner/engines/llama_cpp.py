@@ -345,13 +345,13 @@ def first_block(layers: int, flags: Deployment) -> int:
     """Return the first block on the GPU, 0 if all are there.
 
     --n-gpu-layers N places the output layer and the last N - 1 blocks on the GPU (i_gpu_start in
-    src/llama-model.cpp, read 2026-11; older releases place the last N blocks, and the output layer after them).
+    src/llama-model.cpp, read 2026-11). Older releases place the last N blocks, and then the output layer.
     """
     return 0 if flags.n_gpu_layers is None else max(0, layers + 1 - flags.n_gpu_layers)
 
 
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
-    """Return the architecture with the caches of the blocks on the GPU, and with those of the other blocks."""
+    """Return two architectures: one with the caches of the blocks on the GPU, one with all other caches."""
     first = first_block(architecture.layers, flags)
     if not first:
         return architecture, replace(architecture, cache_layers=())
@@ -496,7 +496,10 @@ def _context(chosen: Resolved) -> int:
 
 
 def _masked(architecture: Architecture, chosen: Resolved) -> tuple[int, int]:
-    """Return (sum, maximum) of the cells covered by the attention masks: the full one, and one per window."""
+    """Return (sum, maximum) of the cache cells that the attention masks cover.
+
+    There is one mask for full attention, and one for each sliding window.
+    """
     cells = _padded(chosen.max_model_len)
     windows = {layer.window or 0 for layer in architecture.cache_layers if layer.kind == "sliding"}
     whole = any(layer.kind not in ("sliding", "state") for layer in architecture.cache_layers)
@@ -524,7 +527,7 @@ def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[
             return layer.head_size, sizes.latent
         return architecture.heads * sizes.key, architecture.heads * sizes.value
     raise UnsupportedArchitecture(
-        f"{layer.kind} layers have no llama.cpp cache known here", field="layer_types"
+        f"llama.cpp's cache for {layer.kind} layers is not known", field="layer_types"
     )
 
 

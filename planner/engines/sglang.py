@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of
-from tonnage.planner.engines import sglang_serve
+from tonnage.planner.engines import sglang_serve, sglang_tier
 from tonnage.planner.engines import sglang_states as states
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import (
@@ -28,6 +28,7 @@ from tonnage.planner.engines.log import (
 )
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec, heads_per_rank, token_pool
 from tonnage.planner.engines.runtime.gpu import has_towers
+from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.engines.tensors import merged_tensors
 from tonnage.planner.engines.version import Version
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -35,6 +36,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tier import KVTier
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.units import GiB, MiB, ceil_div
@@ -106,7 +108,7 @@ _WITH_PICTURES = 0.95
 
 
 def _stored_cache_since(stored: StoredCache) -> Version:
-    """Return the first release that takes the cache dtype that the checkpoint requests."""
+    """Return the first release that supports the KV cache dtype that the checkpoint requests."""
     nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
     return _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
 
@@ -291,7 +293,7 @@ class SGLang(Engine):
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the pages of the pool; slots for recurrent states reduce --kv-cache-memory-bytes."""
+        """Return the pages of the pool; slots for recurrent states take part of --kv-cache-memory-bytes."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -303,8 +305,8 @@ class SGLang(Engine):
     ) -> tuple[int, int]:  # fmt: skip
         """Return the lower and upper bound of the number of pages in the pool.
 
-        mem_fraction_static is a share of the memory that was free before the model was loaded. Framework memory
-        that was already allocated therefore lowers the minimum.
+        mem_fraction_static is a share of the memory that was free before the model was loaded. If framework
+        memory was allocated before, this share is smaller, which gives the lower bound.
         """
         low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
         given = chosen.flags.kv_cache_memory_bytes is not None
@@ -324,7 +326,7 @@ class SGLang(Engine):
         text = squeezed(line)
         read_figures(self.name, _LOG_LINES, text, out)
         if "Memorypoolend" in text:
-            out.state.add("pools are complete")  # pools that follow are a draft model's
+            out.state.add("pools are complete")  # the next pools in the log are a draft model's
         if match := compiled(_LOG_POOL).search(text):
             out.engine = self.name
             if "pools are complete" not in out.state:
@@ -382,7 +384,8 @@ class SGLang(Engine):
         """
         if any(layer.kind == "sliding" for layer in architecture.cache_layers):
             raise UnsupportedArchitecture(
-                "what a request takes of SGLang's pool of sliding layers is not known", field="sliding_window"
+                "the slots of a request in SGLang's pool of sliding layers are not known",
+                field="sliding_window",
             )
         law = super().request_law(architecture, chosen, pool)
         if pool.running is None:
@@ -399,6 +402,20 @@ class SGLang(Engine):
         """Return notes on the settings that SGLang's serve command cannot express."""
         slots = any(layer.kind == "state" for layer in architecture.cache_layers)
         return sglang_serve.notes(chosen.flags, slots)
+
+    def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
+        """Return HiCache's tiers in host memory and on disk."""
+        return sglang_tier.tiers(hosted, *self._hicache_sizes(hosted))
+
+    def _hicache_sizes(self, hosted: HostInputs) -> tuple[int, int, int]:
+        """Return bytes per token on one rank in (full, sliding-window) layers, and bytes of a state slot."""
+        architecture, flags = hosted.architecture, hosted.chosen.flags
+        if not flags.enable_hierarchical_cache:
+            return 0, 0, 0
+        attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
+        slot = states.slot_bytes(architecture, flags.tensor_parallel_size)
+        kept = replace(architecture, cache_layers=attention)
+        return *token_bytes(kept, flags.kv_cache_dtype, flags.tensor_parallel_size), slot
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``sglang.launch_server`` command of ``plan``."""
@@ -444,7 +461,7 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
             continue
         if layer.kind not in ("full", "mla", "sliding") or layer.compression > 1:
             raise UnsupportedArchitecture(
-                f"{layer.kind} layers in SGLang's pools are not known here", field="layer_types"
+                f"SGLang's pool for {layer.kind} layers is not known", field="layer_types"
             )
         size = _layer_bytes(layer, kv_dtype, ranks, index)
         if layer.kind == "sliding":

@@ -17,6 +17,10 @@ from tonnage.planner.units import GiB, ceil_div
 # First known release with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
 _PER_PHASE = (0, 5, 23)
 _KV_NAMES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bfloat16"}
+_HICACHE = (
+    "enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_mem_layout",
+    "hicache_storage_backend",
+)  # fmt: skip
 _UTILIZATION = 0.9  # default of --gpu-memory-utilization (base.Engine.default_utilization)
 
 
@@ -80,7 +84,7 @@ def _cache(plan: Plan) -> list[str]:
         line.append("--disable-radix-cache")
     if flags.kv_cache_memory_bytes is not None:
         line += ["--max-total-tokens", str(plan.kv_cache.tokens)]
-    return line
+    return line + changed(flags, _HICACHE)
 
 
 def notes(flags: Deployment, states: bool) -> tuple[str, ...]:

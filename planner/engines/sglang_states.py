@@ -63,7 +63,7 @@ def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
             total += prod(state.shape) // ranks * DTYPE_BYTES[dtype]
         else:
             raise UnsupportedArchitecture(
-                f"states like {state.name} in SGLang's pools are not known here", field="layer_types"
+                f"SGLang's pool for recurrent states like {state.name} is not known", field="layer_types"
             )
     return total
 
@@ -84,17 +84,24 @@ def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
 def check(architecture: Architecture, chosen: Resolved) -> None:
     """Raise UnsupportedArchitecture for a model with recurrent states whose pools are not known."""
     kinds = {layer.kind for layer in architecture.cache_layers}
+    if any(layer.compression > 1 for layer in architecture.cache_layers):
+        raise UnsupportedArchitecture(
+            "SGLang's pools are not known for layers that compress tokens", field="compress_ratios",
+            hint="--engine vllm",
+        )  # fmt: skip
     if chosen.version < _OLDEST:
         raise UnsupportedArchitecture(
-            "SGLang's pools of states are known from 0.5.4 on",
+            "SGLang's pools of recurrent states are known from 0.5.4 on only",
             field="layer_types",
             hint="--engine-version 0.5.23",
         )
     if kinds <= {"state"}:
-        raise UnsupportedArchitecture("a model of states alone has no pool of tokens", field="layer_types")
+        raise UnsupportedArchitecture(
+            "a model whose layers all have recurrent states has no token pool", field="layer_types"
+        )
     if "sliding" in kinds or chosen.flags.pipeline_parallel_size > 1:
         raise UnsupportedArchitecture(
-            "states beside windows or in pipeline stages are not known of SGLang's pools", field="layer_types"
+            "SGLang's pools are not known for states beside windows or in pipeline stages", field="layer_types"
         )
 
 
@@ -121,7 +128,10 @@ def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def verified_tokens(chosen: Resolved) -> int:
-    """Return the draft tokens of a request that one step verifies: speculative_num_steps + 1, for one chain."""
+    """Return the tokens of a request that one step verifies, if the draft proposes one chain of tokens.
+
+    The number is speculative_num_steps + 1.
+    """
     return chosen.flags.num_speculative_tokens + 1 if chosen.flags.speculative_model else 0
 
 

@@ -1,10 +1,12 @@
 """The deployments that an engine supports on each GPU: the rows of support.json, with one source per fact.
 
 - A row applies to the releases under ``read``, and may be limited by ``since`` and ``before``. Older releases
-  are not judged. Newer releases are treated like the newest known release.
+  are not checked. Newer releases are treated like the newest known release.
 - Rows for weights give the minimum compute capability and the dtypes that the engine's config class states.
+  ``x86`` is the instruction set that an x86 CPU needs: vLLM's kernel for 4-bit weights on CPUs
+  (cpu_gemm_wna16) is only in its builds for AVX-512.
 - Rows for the KV cache give the attention backends that support a format.
-- A combination without a row is not judged.
+- A combination without a row is not checked.
 
 tests/planner/test_support.py compares the rows with the engines' own checks.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tonnage.planner.devices.catalogue import Gpu, gpu_named
+from tonnage.planner.devices.host import cpu_features_of
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.errors import NotSupported
@@ -121,6 +124,7 @@ def of_weights(
         return NOTHING
     gpu = gpu_named(chosen.flags.gpu)
     has = gpu.capability if gpu else None
+    here = cpu_features_of(chosen.flags.device)
     refused, notes = [], []
     for scheme in quantization.scheme.split("+"):
         row = _weights_row(engine, version, quantization.method, scheme)
@@ -133,6 +137,11 @@ def of_weights(
             refused.append(
                 f"{title} computes with {scheme} weights in {' or '.join(row['dtypes'])}, not in "
                 f"{chosen.flags.dtype} ({where})"
+            )
+        elif "x86" in row and here and row["x86"] not in here:
+            refused.append(
+                f"{title} runs {scheme} weights on x86 CPUs with {row['x86']}, which this CPU lacks: weights "
+                f"in another format would load ({where})"
             )
         elif gpu is not None and has is not None and has < _capability(row.get("least", "0.0")):
             refused.append(

@@ -14,7 +14,7 @@ Version = tuple[int, int, int]
 _PATTERN = r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?([.\-+]?[0-9A-Za-z][0-9A-Za-z.+\-]*)?"
 
 
-def parse_version(text: str, field: str = "--engine-version") -> Version:
+def parse_version(text: str) -> Version:
     """Return the release number of a version, without suffixes such as rc1, .post1 or .dev364+g.
 
     Raises:
@@ -22,7 +22,9 @@ def parse_version(text: str, field: str = "--engine-version") -> Version:
     """
     match = re.fullmatch(_PATTERN, text.strip(), re.ASCII)
     if match is None:
-        raise DeploymentError(f"{text[:40]!r} is not a version", field=field, hint="for example 0.11.0")
+        raise DeploymentError(
+            f"{text[:40]!r} is not a version", field="--engine-version", hint="for example 0.11.0"
+        )
     return int(match[1]), int(match[2]), int(match[3] or 0)
 
 

@@ -104,9 +104,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
 def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has full (latent) attention.
 
-    ``layer_types`` lists the kinds; without this field the last layer of every group is full. A number of
-    layers that the group size does not divide is then refused. In that case the layers after the last whole
-    group have delta attention in transformers, and latent attention in vLLM.
+    ``layer_types`` lists the kinds; without this field the last layer of every group has full attention. A
+    number of layers that the group size does not divide is then refused. In that case the layers after the last
+    whole group have delta attention in transformers, and latent attention in vLLM.
     """
     listed = fields.listed("layer_types", layers, {"linear_attention": False, "full_attention": True})
     group = fields.integer("layer_group_size", 6, limit="layers")

@@ -16,8 +16,8 @@ from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.families.tensors import Tensors
-from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
+from tonnage.planner.model.fields import Fields, label_count, shown
 from tonnage.planner.model.recipe import Heads
 
 # These config fields of published files concern training, the tokenizer or other heads. None changes a shape.
@@ -107,7 +107,7 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
     if class_name.endswith("ForMaskedLM"):
         _masked_head(t, fields, variant, vocab, hidden)
     elif headed:
-        _classifier(t, fields, variant, hidden)
+        _classifier(t, fields, variant, hidden, tagger=class_name.endswith("ForTokenClassification"))
     longest = text_length(fields, positions - _unused(fields, variant))
     more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
     return common.decoder(
@@ -128,21 +128,8 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
             raise UnsupportedArchitecture(
                 f"true is not supported: {name} is planned as an encoder only", field=field
             )
-    known: dict[str, Kind] = {
-        f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", "ForSequenceClassification")
-    }
+    known: dict[str, Kind] = {f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", *CLASSIFIERS)}
     return wanted(fields, known, f"{name}Model")
-
-
-def label_count(fields: Fields) -> int:
-    """Return the number of outputs of a classifier.
-
-    It is the length of ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, transformers 5.19).
-    """
-    listed = fields.raw("id2label")
-    if isinstance(listed, dict) and listed:
-        return len(listed)
-    return fields.integer("num_labels", 2, limit="vocab")
 
 
 def text_length(fields: Fields, positions: int) -> int:
@@ -168,7 +155,10 @@ def _unused(fields: Fields, variant: EncoderVariant) -> int:
 def _embeddings(
     t: Tensors, at: str, fields: Fields, variant: EncoderVariant, sizes: tuple[int, int, int]
 ) -> None:
-    """Add word, position and token-type embeddings and their norm; ``sizes``: vocabulary, positions, width."""
+    """Add the tensors of the word, position and token-type embeddings and of their norm.
+
+    ``sizes`` is (vocabulary, positions, width).
+    """
     vocab, positions, hidden = sizes
     t.vocabulary(f"{at}embeddings.word_embeddings", vocab, hidden)
     t.embedding(f"{at}embeddings.position_embeddings", positions, hidden)
@@ -181,7 +171,7 @@ def _embeddings(
 
 
 def _masked_head(t: Tensors, fields: Fields, variant: EncoderVariant, vocab: int, hidden: int) -> None:
-    """Add the pretraining head: a dense layer, its norm and the matrix to the vocabulary.
+    """Add the tensors of the pretraining head: a dense layer, its norm and the matrix to the vocabulary.
 
     The matrix is the word embedding's when they are tied.
     """
@@ -197,9 +187,9 @@ def _masked_head(t: Tensors, fields: Fields, variant: EncoderVariant, vocab: int
     t.add(f"{decoder}.bias", (vocab,), "head", "Linear", shard=0, tied_to=bias if tied else None)
 
 
-def _classifier(t: Tensors, fields: Fields, variant: EncoderVariant, hidden: int) -> None:
-    """Add the linear layers of a BERT-like encoder's classifier."""
-    *inner, last = variant.classifier
+def _classifier(t: Tensors, fields: Fields, variant: EncoderVariant, hidden: int, *, tagger: bool) -> None:
+    """Add the linear layers of a classifier of texts, or the one layer of a ``tagger`` of tokens."""
+    *inner, last = ("classifier",) if tagger else variant.classifier
     for name in inner:
         t.linear(name, hidden, hidden, "head", bias=True)
     t.linear(last, label_count(fields), hidden, "head", bias=True)
@@ -218,11 +208,11 @@ FAMILIES = {
                 "cls.predictions.decoder",
             ),
         ).build,
-        hf="encoder", vllm=VLLMTraits(embeddings="BertModel"),
+        hf="encoder", vllm=VLLMTraits(embeddings="BertModel", masked="BertForMaskedLM"),
     ),
     "roberta": _family(
         EncoderVariant("Roberta", "roberta", unused=None).build, hf="encoder",
-        vllm=VLLMTraits(embeddings="RobertaModel"),
+        vllm=VLLMTraits(embeddings="RobertaModel", masked="RobertaForMaskedLM"),
     ),
     "xlm-roberta": _family(
         EncoderVariant("XLMRoberta", "roberta", unused=None).build, hf="encoder",

@@ -64,6 +64,7 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
     if not isinstance(parameters, dict):
         raise ConfigError(f"{shown(parameters)} is not an object", field=field)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # the name in Phi-3's first files
     if kind not in _ROPE_KINDS:
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not one of {', '.join(_ROPE_KINDS)}", field=f"{field}.rope_type"
@@ -88,9 +89,9 @@ def read_rope(fields: Fields) -> tuple[str, float]:
     return rope_kind(old, "rope_scaling")
 
 
-def window_of(fields: Fields, name: str = "sliding_window") -> int | None:
-    """Return the sliding window in tokens that the config field ``name`` states, or None."""
-    return fields.optional_integer(name, limit="positions")
+def window_of(fields: Fields) -> int | None:
+    """Return the sliding window in tokens that the config field ``sliding_window`` states, or None."""
+    return fields.optional_integer("sliding_window", limit="positions")
 
 
 def cache_layers(
@@ -99,7 +100,7 @@ def cache_layers(
     """Return one CacheLayer per entry of ``kinds``, which are full_attention or sliding_attention.
 
     Raises:
-        ConfigError: a layer slides but ``window`` is None.
+        ConfigError: a layer has sliding attention but ``window`` is None.
     """
     out = []
     for index, kind in enumerate(kinds):
@@ -144,7 +145,7 @@ def decoder(
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder",
     recipe: Recipe | None = None,
 ) -> Architecture:
-    """Return the Architecture made of the collected tensors and the sizes given.
+    """Return the Architecture of a decoder, made of its collected tensors and the sizes given.
 
     ``max_model_len`` None means max_position_embeddings, scaled as the rope parameters say.
     """
@@ -250,10 +251,11 @@ def every_layer_routes(fields: Fields) -> None:
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Return (kind of each layer, sliding window in tokens or None) by a named rule.
 
-    - ``none``: every layer is full.
-    - ``optional``: every layer slides when ``sliding_window`` is set.
+    - ``none``: every layer has full attention.
+    - ``optional``: every layer has a sliding window when ``sliding_window`` is set.
     - ``layer_types``: as that field lists.
-    - ``qwen``: layers from max_window_layers on slide when use_sliding_window is set (configuration_qwen2.py).
+    - ``qwen``: layers from max_window_layers on have a sliding window when use_sliding_window is set
+      (configuration_qwen2.py).
     """
     full = ("full_attention",) * layers
     if rule == "none":

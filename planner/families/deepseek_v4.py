@@ -163,7 +163,7 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
 def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap: int, name: str) -> None:
     """Add the projections that compress ``ratio`` tokens into an entry of ``size`` values.
 
-    ``overlap`` 2: each entry gathers two windows, so K and gate have twice the rows.
+    With ``overlap`` 2 each entry gathers two windows, so the matrices of K and gate have twice the rows.
     """
     t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
     t.linear(f"{at}.kv_proj", overlap * size, hidden)
@@ -182,7 +182,7 @@ def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]
 
 
 def _rotary(t: Tensors, at: str, half: int) -> None:
-    """Add the rotary frequencies of the uncompressed and the compressed positions below module ``at``."""
+    """Add the rotary frequencies of uncompressed and compressed positions below module ``at``."""
     for kind in ("main", "compress"):
         t.rotary(2 * half, f"{at}.rotary_emb.{kind}_")
 

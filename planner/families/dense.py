@@ -28,8 +28,9 @@ from tonnage.planner.model.recipe import (
     Table,
     layer_of,
 )  # fmt: skip
+from tonnage.planner.model.tensor import TensorSpec
 
-# A bias always or never exists (a bool), or a config field with this default says so.
+# Whether a module has a bias: always (True), never (False), or as (config field, its default) says.
 Bias = bool | tuple[str, bool]
 _TABLE = "model.rotary_emb."
 
@@ -99,9 +100,10 @@ class DenseVariant:
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
         table_by_kind: whether full and sliding layers have rotary tables of their own.
-        window: rule that says which layers slide. ``none``; ``unused``: none, but layer_types is checked;
-            ``always``: every layer if there is a window; ``pattern``: layer_types, else sliding_window_pattern;
-            ``rotated``: layer_types, else the layers without rotary positions; ``qwen``: see common.kinds_of.
+        window: rule that says which layers have a sliding window. ``none``; ``unused``: none, but layer_types
+            is checked; ``always``: every layer if there is a window; ``pattern``: layer_types, else
+            sliding_window_pattern; ``rotated``: layer_types, else the layers without rotary positions;
+            ``qwen``: see common.kinds_of.
         default_window: sliding window in tokens when the file has no such field.
         attention_dropout: dropout of attention weights when the file does not say.
         dropout: field and default of the dropout behind attention and MLP.
@@ -294,22 +296,22 @@ def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[st
         return (full if window is None else ("sliding_attention",) * layers), window
     kinds = fields.layer_types(layers)
     if kinds is None:
-        kinds = (_pattern if variant.window == "pattern" else _without_rope)(fields, layers, window)
+        kinds = (pattern_kinds if variant.window == "pattern" else _without_rope)(fields, layers, window)
     return kinds, window
 
 
 def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
     """Return the layer kinds of SmolLM3 when the file lists no layer_types.
 
-    Layers without rotary positions slide, if use_sliding_window is set.
+    Layers without rotary positions have a sliding window, if use_sliding_window is set.
     """
     if window is None or not fields.boolean("use_sliding_window", False):
         return ("full_attention",) * layers
     return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
 
 
-def _pattern(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
-    """Return the layer kinds that sliding_window_pattern states; by default every fourth layer is full."""
+def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
+    """Return the layer kinds that sliding_window_pattern states; by default every fourth has full attention."""
     stated = fields.config.get("sliding_window_pattern", 4)
     # EXAONE 4 states the pattern as letters, LLLG: L is a local, G a global layer
     if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
@@ -334,3 +336,27 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
         fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
     listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
+
+
+def with_sinks(found: Architecture) -> Architecture:
+    """Return the architecture with a learned sink score for each attention head."""
+    sinks = [
+        TensorSpec(
+            f"model.layers.{layer}.self_attn.sinks",
+            (found.heads,),
+            "attention",
+            "Attention",
+            layer,
+            shard_dim=0,
+        )
+        for layer in range(found.layers)
+    ]
+    return replace(found, tensors=(*found.tensors, *sinks), recipe=None)
+
+
+def thetas(fields: Fields) -> int:
+    """Return the number of rotary tables: one per base in layer_rope_theta; layers with base 0 have none."""
+    listed = fields.raw("layer_rope_theta")
+    if not isinstance(listed, list) or not all(isinstance(theta, int | float) for theta in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of numbers", field="layer_rope_theta")
+    return max(1, len(set(listed) - {0}))

@@ -110,7 +110,7 @@ def _refined(fields: Fields, model_type: str) -> Architecture:
 
 
 def _refined_7b(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Falcon 7B's first files."""
+    """Return the architecture of Falcon 7B's first files, which have multi-query attention."""
     return build(fields, "falcon")
 
 

@@ -35,7 +35,8 @@ class VLLMTraits:
         float16: whether vLLM accepts float16 (False: _FLOAT16_NOT_SUPPORTED_MODELS, config/model.py).
         float32_states: whether the recurrent state is float32 by default (NemotronHForCausalLMConfig in
             model_executor/models/config.py; Qwen3.5 by mamba_ssm_dtype of its config; KDA in mamba_utils.py).
-        alternating: whether a layer slides by its index, not by the config (model_executor/models/gpt_oss.py).
+        alternating: whether a layer's index, not the config, decides if it has a sliding window
+            (model_executor/models/gpt_oss.py).
         expanded_mla: whether latent attention runs and is cached as full attention, with V padded to K's head
             size (model_executor/models/minicpm3.py).
         one_mrope_length: whether rotary tables have a single length although positions are three-dimensional
@@ -44,6 +45,7 @@ class VLLMTraits:
             model_executor/models).
         embeddings: encoder class whose embeddings vLLM serves (_EMBEDDING_MODELS,
             model_executor/models/registry.py).
+        masked: encoder class with a head for masked tokens that the same dict names.
         lora_vocabulary: how many of embedding and head the class names as LoRA modules (``embedding_modules``
             in model_executor/models). Each has LoRA slots over the whole vocabulary on every rank, even when
             both are one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's class
@@ -57,6 +59,7 @@ class VLLMTraits:
     one_mrope_length: bool = False
     wide_router: bool = False
     embeddings: str | None = None
+    masked: str | None = None
     lora_vocabulary: int = 0
 
 
@@ -89,8 +92,9 @@ class FileTraits:
         renamed: whether most tensors have other names, which transformers changes while loading (5.19,
             conversion_mapping.py).
         tied_head: whether the file stores the head although it is tied to the embedding.
-        masks_before: transformers version; a file written by an older one stores in every layer a boolean mask
-            over all positions (an index counts one bit each), the masked value and the rotary frequencies.
+        masks_before: transformers version. A file written by an older version stores three buffers in every
+            layer. They are a boolean mask over all positions (an index counts one bit each), the masked value
+            and the rotary frequencies.
         exponent_scales: FP8 scales called ue8m0 are stored as the exponent alone. In other families that name
             only describes the values: DeepSeek-V3.1 stores fp32.
         sentence_length: sentence-transformers states the longest text in a file beside config.json, which vLLM

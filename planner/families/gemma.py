@@ -41,7 +41,7 @@ class GemmaVariant:
         defaults: sizes of the config class when the file does not say.
         norms: norms of a layer in the order they run.
         qk_norm: whether q and k have a norm per head.
-        pattern: every n-th layer is full when the file lists no kinds; 0: every layer is full.
+        pattern: every n-th layer has full attention when the file lists no kinds; 0: every layer has.
         pattern_field: whether the config field sliding_window_pattern replaces ``pattern``.
         by_kind: whether full and sliding layers have rotary tables of their own; the config then states the
             scaled length.
@@ -197,7 +197,7 @@ FAMILIES = {
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 8192,
             },
-            # The first layer slides, then full and sliding layers alternate (configuration_gemma2.py).
+            # Sliding and full layers alternate, the first is sliding (configuration_gemma2.py).
             _FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
         # the 9B and 27B files state the window in two fields
@@ -214,7 +214,7 @@ FAMILIES = {
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 131_072,
             },
-            # every sixth layer is full unless the file says otherwise (configuration_gemma3.py)
+            # every sixth layer has full attention unless the file says otherwise (configuration_gemma3.py)
             _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
         ).build,
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=VLLMTraits(float16=False),

@@ -42,7 +42,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "rope_parameters", "rope_local_base_freq", "rope_theta", "rope_scaling",
     )  # fmt: skip
     kinds = fields.layer_types(layers)
-    if kinds is None:  # every fifth layer is full (configuration_gemma3n.py)
+    if kinds is None:  # every fifth layer has full attention (configuration_gemma3n.py)
         kinds = tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
     window = fields.integer("sliding_window", 512, limit="positions")
     sources = shared_layers(fields, kinds, default=15)
@@ -122,13 +122,16 @@ def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> d
 
 
 def cache_layer(i: int, window: int | None, dims: Heads, source: int | None) -> CacheLayer:
-    """Return the cache of one layer; ``source``: the earlier layer whose keys and values it reads, if any."""
+    """Return the cache of one layer.
+
+    ``source`` is the earlier layer whose keys and values it reads, None when it keeps its own.
+    """
     kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
     return CacheLayer(i, kind, window, dims.kv_heads, dims.head_size, shares=source)
 
 
 def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, width: int) -> None:
-    """Add the embedding table of all layers, side by side, and its projection.
+    """Add one table that holds the embeddings of all layers side by side, and its projection.
 
     Args:
         t: receives the tensors.
@@ -147,7 +150,7 @@ def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, w
 
 
 def per_layer_input(t: Tensors, at: str, hidden: int, width: int) -> None:
-    """Add the gate, projection and norm through which a layer takes its own embedding in."""
+    """Add the gate, projection and norm that mix a layer's own token embedding into its output."""
     t.linear(f"{at}.per_layer_input_gate", width, hidden, "mlp")
     t.linear(f"{at}.per_layer_projection", hidden, width, "mlp")
     t.norm(f"{at}.post_per_layer_input_norm", hidden)
@@ -161,7 +164,7 @@ def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shar
         at: module of the attention.
         dims: head geometry.
         bias: the projections have biases.
-        value: False when K is also used as V, so there is no v_proj (both are cached all the same).
+        value: False when K is also used as V, so there is no v_proj. K and V are still both cached.
         shared: keys and values of an earlier layer are read, so there is neither k_proj nor v_proj.
     """
     kv = dims.kv_heads * dims.head_size

@@ -60,15 +60,16 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
 
 
 def _conv(t: Tensors, at: str, name: str, norm: str, shape: tuple[int, ...]) -> None:
-    """Add a convolution without bias and its norm."""
+    """Add the tensors of a convolution without bias and of the norm behind it."""
     conv(t, f"{at}.{name}", shape, False)
     t.norm(f"{at}.{norm}", shape[0])
 
 
 def _residual(t: Tensors, at: str, into: int, out: int, start: int, middle: int, expansion: int) -> None:
-    """Add a universal inverted residual: depthwise, widening, depthwise and narrowing convolutions.
+    """Add the tensors of a universal inverted residual block.
 
-    A kernel of 0 leaves out that convolution.
+    It has a depthwise, a widening, a second depthwise and a narrowing convolution. ``start`` and ``middle`` are
+    the kernels of the depthwise convolutions; a kernel of 0 leaves out its convolution.
     """
     wide = expansion * into
     if start:
@@ -81,9 +82,9 @@ def _residual(t: Tensors, at: str, into: int, out: int, start: int, middle: int,
 
 
 def _attention(t: Tensors, at: str, width: int, heads: int, size: int, kernel: int) -> None:
-    """Add multi-query attention.
+    """Add the tensors of multi-query attention below module ``at``.
 
-    A ``kernel`` above 0 first shrinks keys and values by a depthwise convolution.
+    With a ``kernel`` above 0, a depthwise convolution first shrinks keys and values.
     """
     t.norm(f"{at}.norm", width)
     conv(t, f"{at}.attn.query.proj", (heads * size, width, 1, 1), False)
@@ -96,7 +97,7 @@ def _attention(t: Tensors, at: str, width: int, heads: int, size: int, kernel: i
 
 
 def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add the Conformer (Gemma3nAudioEncoder) and return its width."""
+    """Add the tensors of the Conformer (Gemma3nAudioEncoder) and return its width."""
     f = Fields(config)
     hidden = f.integer("hidden_size", 1536, limit="width")
     heads = f.integer("conf_num_attention_heads", 8, limit="heads")
@@ -143,7 +144,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def _feed_forward(t: Tensors, at: str, hidden: int) -> None:
-    """Add one of the two feed-forward modules of a Conformer layer."""
+    """Add the tensors of one of the two feed-forward modules of a Conformer layer."""
     t.norm(f"{at}.pre_layer_norm", hidden)
     t.linear(f"{at}.ffw_layer_1", 4 * hidden, hidden)
     t.linear(f"{at}.ffw_layer_2", hidden, 4 * hidden)
@@ -170,9 +171,9 @@ def _audio_buffers(t: Tensors, f: Fields, at: str, hidden: int) -> None:
 
 
 def embedder(t: Tensors, at: str, config: Mapping[str, Any], width: int, hidden: int) -> None:
-    """Add Gemma3nMultimodalEmbedder, which takes one modality into the text model.
+    """Add the tensors of Gemma3nMultimodalEmbedder, which projects one modality into the text model.
 
-    It has an embedding of special tokens, two norms and a projection [hidden, width].
+    They are an embedding of special tokens, two norms and a projection [hidden, width].
     """
     t.embedding(f"{at}.embedding", Fields(config).integer("vocab_size", 128, limit="vocab"), width)
     t.norm(f"{at}.hard_embedding_norm", width)

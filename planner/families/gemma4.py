@@ -93,9 +93,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer: by default five sliding layers, then a full one.
+    """Return the kind of each layer: by default five sliding layers, then one with full attention.
 
-    The last layer is full whatever the file says (configuration_gemma4.py).
+    The last layer has full attention whatever the file says (configuration_gemma4.py).
     """
     kinds = fields.layer_types(layers) or tuple(
         "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)

@@ -14,7 +14,7 @@ _CHANNELS = [128, 32]  # output channels of the two convolutions in every publis
 
 
 def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add the Conformer and return the width of its output."""
+    """Add the tensors of the Conformer and return the width of its output."""
     f = Fields(config)
     hidden = f.integer("hidden_size", 1024, limit="width")
     heads = f.integer("num_attention_heads", 8, limit="heads")
@@ -60,7 +60,10 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def linear(t: Tensors, module: str, out: int, into: int, clipped: bool, bias: bool = False) -> None:
-    """Add a Gemma4ClippableLinear: a matrix, and four limits of its input and output when ``clipped``."""
+    """Add the tensors of a Gemma4ClippableLinear: a matrix and, with ``clipped``, four limits.
+
+    The limits bound the input and the output.
+    """
     t.linear(f"{module}.linear", out, into, bias=bias)
     if clipped:
         for name in ("input_min", "input_max", "output_min", "output_max"):

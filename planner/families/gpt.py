@@ -49,7 +49,7 @@ def finish(
 ) -> Architecture:
     """Return the Architecture of a model without a gated MLP and with full attention.
 
-    ``more`` holds further arguments of ``common.decoder``, or overrides these two (``gated``, ``cache``).
+    ``more`` holds further arguments of ``common.decoder``. It may override ``gated`` and ``cache``.
     """
     more.setdefault("gated", False)
     more.setdefault("cache", common.full_layers(layers, dims))
@@ -173,7 +173,10 @@ def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 def gptj(
     fields: Fields, model_type: str, class_name: str = "GPTJForCausalLM", fused: bool = False
 ) -> Architecture:
-    """Return the architecture of a GPT-J model; ``fused``: of CodeGen, which fuses q, k and v."""
+    """Return the architecture of a GPT-J model or, with ``fused``, of a CodeGen model.
+
+    CodeGen fuses the projections of q, k and v.
+    """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
@@ -204,7 +207,7 @@ def gptj(
 def opt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an OPT model: learned positions with an offset of two.
 
-    The 350M model projects its embedding to the hidden size and norms the sums.
+    The 350M model projects its embedding to the hidden size and has its norms after the residual sums.
     """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
@@ -278,7 +281,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    # Engines read this field; transformers does not.
+    # engines read expansion_ratio, transformers does not
     if fields.integer("expansion_ratio", 4, limit="width") != 4:
         raise UnsupportedArchitecture(
             "must be 4, the only value that transformers supports", field="expansion_ratio"

@@ -51,7 +51,7 @@ def qwen(
 ) -> Vision:
     """Return the image limits of Qwen2-VL to Qwen3.5; ``width`` is the language model's hidden size.
 
-    ``deepstack``: a qwen3 tower also gives the language model the outputs of some of its layers.
+    With ``deepstack``, a qwen3 tower also gives the language model the outputs of some of its layers.
     """
     f = Fields(vision)
     old, new = tower == "qwen2", tower == "qwen3"
@@ -160,10 +160,10 @@ def _checked(listed: list[Any], least: int) -> list[list[int]]:
 
 
 def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """Return the limits of LLaVA-NeXT's image with most embeddings, None if the tiles do not fill a grid.
+    """Return the image limits of LLaVA-NeXT for the image with most embeddings; None if the tiles fill no grid.
 
-    The image is cut into a grid of tiles of ``size`` pixels a side and also scaled to one tile. Each patch and
-    each end of line is an embedding (get_num_image_tokens, models/llava_next.py).
+    The image is cut into a grid of tiles of ``size`` pixels a side. It is also scaled down to one more tile.
+    Each patch and each end of a line of patches is an embedding (get_num_image_tokens, models/llava_next.py).
     """
     listed = fields.raw("image_grid_pinpoints") or _PINPOINTS
     if vision is None or not isinstance(listed, list):
@@ -247,7 +247,10 @@ def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
-    """Return the limits of a MoonViT tower: ``limit`` patches, ``side`` pixels a side when profiled."""
+    """Return the limits of a MoonViT tower, which takes at most ``limit`` patches.
+
+    ``side`` is the side in pixels of the square image that vLLM profiles.
+    """
     hidden = f.integer("hidden_size", 1152, limit="width")
     inner = f.integer("intermediate_size", 4304, limit="width")
     heads = f.integer("num_attention_heads", 16, limit="heads")
@@ -291,8 +294,8 @@ def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Return MiniMax-M3's image and video limits.
 
-    It works like Qwen2-VL with two differences: a video has up to 500 frames with a size limit of their own,
-    and each patch is projected before four are merged (models/minimax_m3/common/mm_preprocess.py,
+    It works like Qwen2-VL with two differences. A video has up to 500 frames with a size limit of their own.
+    Each patch is projected before four patches are merged (models/minimax_m3/common/mm_preprocess.py,
     vision_tower.py; defaults of processors/minimax_m3.py).
     """
     f = Fields(vision)
@@ -323,9 +326,9 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
 def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
     """Return Gemma 4's image, video and, with ``sound``, audio limits.
 
-    An image has ``max_soft_tokens`` embeddings and is padded to their patches. A video has 32 frames of 70
-    embeddings, each with eight more for its time (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio
-    clip has up to 30 s.
+    An image has ``max_soft_tokens`` embeddings and is padded to the number of patches that gives so many. A
+    video has 32 frames of 70 embeddings, each with eight more for its time (get_mm_max_tokens_per_item,
+    models/gemma4_mm.py). An audio clip has up to 30 s.
     """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.GEMMA4.items()}

@@ -66,7 +66,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     """Return the kind of each layer: ``layer_types``, else the pattern of the config class.
 
-    In that pattern every fourth layer is full, every fourth slides and the others are convolutions.
+    In that pattern every fourth layer has full attention, every fourth a sliding window, and the others are
+    convolutions.
     """
     listed = fields.raw("layer_types")
     if listed is None:

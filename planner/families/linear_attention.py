@@ -3,9 +3,9 @@
 Their linear layers are gated delta nets (Qwen), Kimi delta attention (KDA), lightning attention (MiniMax) and
 short convolutions (LFM2). Shapes after transformers 5.19 / 5.23, models/<family>/.
 
-A linear layer keeps a state per sequence whose size does not depend on the length: the last inputs of a
-convolution and one matrix per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states the same
-shapes).
+A linear layer keeps a state per sequence whose size does not depend on the length. It consists of the last
+inputs of a convolution and one matrix per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states
+the same shapes).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Delta:
 
     @property
     def keys(self) -> int:
-        """Return the width of all keys together."""
+        """Return the width of the keys of all heads together."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Return the width of all values together."""
+        """Return the width of the values of all heads together."""
         return self.value_heads * self.value_size
 
 
@@ -129,8 +129,8 @@ def _state_dtype(fields: Fields) -> str | None:
 def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
     """Add the tensors of one gated delta net below module ``at``.
 
-    ``fused``: q, k, v and gate are one input projection and the two scalars per head another, as in Qwen3-Next.
-    Otherwise there are four input projections, as in Qwen3.5.
+    With ``fused``, one input projection makes q, k, v and gate, and another makes two scalars per head
+    (Qwen3-Next). Otherwise there are four input projections (Qwen3.5).
     """
     for name in ("dt_bias", "A_log"):
         t.add(f"{at}.{name}", (d.value_heads,), "mixer", "GatedDeltaNet", shard=0)
@@ -149,7 +149,10 @@ def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
 
 
 def delta_cache(layer: int, d: Delta, dtype: str | None) -> CacheLayer:
-    """Return the state that one gated delta net keeps per sequence; ``dtype`` is the recurrent state's."""
+    """Return the cache entry of one gated delta net: the state that it keeps per sequence.
+
+    ``dtype`` is the recurrent state's dtype, None for the model's.
+    """
     states = (
         StateTensor("conv", (d.kernel - 1, 2 * d.keys + d.values), shard_dim=1),
         StateTensor("recurrent", (d.value_heads, d.value_size, d.key_size), dtype),
@@ -173,7 +176,7 @@ class _QwenExperts:
         step = fields.integer("decoder_sparse_step", 1, limit="layers")
         dense = fields.raw("mlp_only_layers") or []
         if not isinstance(dense, list):
-            raise ConfigError(f"{shown(dense)} is not a list of layers", field="mlp_only_layers")
+            raise ConfigError(f"{shown(dense)} is not a list of layer indices", field="mlp_only_layers")
         plain = common.numbers_in(dense)
         return cls(
             fields.integer("num_experts", limit="width"),
@@ -189,7 +192,7 @@ class _QwenExperts:
         return self.chosen * self.inner + self.shared
 
     def add(self, t: Tensors, at: str, hidden: int) -> None:
-        """Add router, experts, shared expert and its gate below module ``at``."""
+        """Add the tensors of router, experts, shared expert and its gate below module ``at``."""
         t.router(f"{at}.gate", self.count, hidden)
         t.experts(f"{at}.experts", self.count, hidden, self.inner)
         t.gated_mlp(f"{at}.shared_expert", hidden, self.shared)
@@ -286,7 +289,7 @@ def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -
 
 
 def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool, ...]]:
-    """Return (heads, head size, convolution kernel, which layers are full) of the delta attention.
+    """Return (heads, head size, convolution kernel, whether each layer has full attention) of delta attention.
 
     The hub's files state them in ``linear_attn_config``, whose layers count from 1; transformers has flat
     fields.

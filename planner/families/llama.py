@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tonnage.planner.errors import UnsupportedArchitecture
-from tonnage.planner.families.dense import DenseVariant, SwitchedNorms
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families.dense import DenseVariant, SwitchedNorms, thetas, with_sinks
 from tonnage.planner.families.family import (
     LORA_ON_VOCABULARY,
     QV,
@@ -33,6 +33,26 @@ _FUSED = ("gate_up_proj", "down_proj")
 def _granite(name: str) -> DenseVariant:
     """Return Llama's variant with the biases that ``attention_bias`` and ``mlp_bias`` switch on."""
     return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
+
+
+def _hyperclovax(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a HyperCLOVA X model: Granite, with norms of each branch's output."""
+    variant = _granite("HyperCLOVAXForCausalLM")
+    if fields.boolean("use_post_norm", True):
+        norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+        variant = replace(variant, flow="sandwich", norms=norms)
+    return variant.build(fields, model_type)
+
+
+def _granite_swa(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a dense Granite model with sliding windows and sinks."""
+    if fields.raw("layer_types") is None:
+        raise ConfigError("missing", field="layer_types")
+    tables = thetas(fields)
+    variant = replace(_granite("GraniteSWAForCausalLM"), window="pattern", default_window=128, tied=True)
+    found = with_sinks(variant.build(fields, model_type))
+    rotary = found.rotary
+    return found if rotary is None else replace(found, rotary=replace(rotary, tables=tables))
 
 
 def _internlm3(fields: Fields, model_type: str) -> Architecture:
@@ -114,13 +134,24 @@ HUNYUAN_LEFTOVERS: dict[str, Values] = {
 }  # fmt: skip
 FAMILIES = {
     "llama": Family(
-        _granite("LlamaForCausalLM").build,
+        _granite("LlamaForCausalLM").build, first_class="LLaMAForCausalLM",
         lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served", vllm=LORA_ON_VOCABULARY,
         gguf=GGUFTraits("llama", "LlamaForCausalLM", _GGUF_NORMS, rotary_head=True, bias=True),
     ),
     "mistral": Family(
         DenseVariant("MistralForCausalLM", window="always", default_window=4096).build,
         absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
+    ),
+    # Ministral 3 and Devstral 2: Mistral with scaled queries, which have no tensor
+    "ministral3": Family(
+        DenseVariant("Ministral3ForCausalLM", window="always").build, absent={"num_key_value_heads": 8},
+        hf="served",
+    ),
+    "cwm": Family(
+        DenseVariant(
+            "CwmForCausalLM", mlp_bias=("mlp_bias", False), window="pattern", default_window=8192
+        ).build,
+        absent={"num_key_value_heads": 8}, leftovers={"pretraining_tp": (1,)}, hf="served",
     ),
     # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads; the fields of
     # Qwen2Config lack head_dim, but the model reads it from a file that states it
@@ -135,6 +166,11 @@ FAMILIES = {
         vllm=LORA_ON_VOCABULARY, gguf=GGUFTraits("qwen3", "Qwen3ForCausalLM", _GGUF_NORMS, bias=True),
     ),
     "granite": Family(_granite("GraniteForCausalLM").build, hf="served", vllm=LORA_ON_VOCABULARY),
+    "granite_swa": Family(
+        _granite_swa, absent={"num_key_value_heads": 4}, ignored=("layer_rope_theta",), hf="sinks",
+        vllm=LORA_ON_VOCABULARY,
+    ),
+    "hyperclovax": Family(_hyperclovax, hf="served", vllm=LORA_ON_VOCABULARY),
     "helium": Family(
         DenseVariant(
             "HeliumForCausalLM", _ATTENTION_BIAS, mlp_bias=("mlp_bias", False), norm="rms-cast", rope="helium",

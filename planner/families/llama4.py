@@ -32,7 +32,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if listed is None:
         listed = list(range(step - 1, layers, step))
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
-        raise ConfigError(f"{shown(listed)} is not a list of layers", field="moe_layers")
+        raise ConfigError(f"{shown(listed)} is not a list of layer indices", field="moe_layers")
     routes = common.numbers_in(listed)
     kinds, chunk = _chunked(fields, layers)
     # The norm of q and k has no weights, so use_qk_norm changes no shape.
@@ -66,7 +66,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Return (kind of each layer, chunk in tokens or None).
 
-    Layers without rotary positions (every fourth) are full; the others attend within their chunk.
+    Layers without rotary positions (every fourth) have full attention; the others attend within their chunk.
     """
     chunk = fields.optional_integer("attention_chunk_size", 8192, limit="positions")
     interval = fields.integer("no_rope_layer_interval", 4, limit="layers")
@@ -74,7 +74,7 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     if not rope:
         rope = [int((i + 1) % interval != 0) for i in range(layers)]
     if not isinstance(rope, list) or len(rope) != layers:
-        raise ConfigError(f"{shown(rope)} is not a list of {layers} switches", field="no_rope_layers")
+        raise ConfigError(f"{shown(rope)} is not a list of {layers} values", field="no_rope_layers")
     listed = fields.raw("layer_types")
     if listed is None:
         listed = ["chunked_attention" if flag else "full_attention" for flag in rope]

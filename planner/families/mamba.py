@@ -31,7 +31,10 @@ TIME_STEP = (
 
 
 def auto(fields: Fields, name: str, default: int) -> int:
-    """Return a width; ``default`` when the file says "auto" or nothing, as the config class computes it."""
+    """Return the width in config field ``name``, or ``default`` when the field is "auto" or missing.
+
+    ``default`` is the width that the config class computes.
+    """
     return default if fields.raw(name) in (None, "auto") else fields.integer(name, limit="width")
 
 

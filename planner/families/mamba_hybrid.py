@@ -93,12 +93,15 @@ def bamba(fields: Fields, model_type: str, *, granite: bool = False) -> Architec
 
 
 def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it is attention: layer_types, layers_block_type or attn_layer_indices."""
+    """Return for each layer whether it is an attention layer.
+
+    ``layer_types``, ``layers_block_type`` or ``attn_layer_indices`` says so.
+    """
     words = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
     listed = fields.listed("layer_types", layers, words) or fields.listed("layers_block_type", layers, words)
     indices = fields.raw("attn_layer_indices")
     if listed is None and indices is not None and not isinstance(indices, list):
-        raise ConfigError(f"{shown(indices)} is not a list of layers", field="attn_layer_indices")
+        raise ConfigError(f"{shown(indices)} is not a list of layer indices", field="attn_layer_indices")
     attending = common.numbers_in(indices)
     return listed or tuple(i in attending for i in range(layers))
 
@@ -186,7 +189,10 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
-    """Return for each layer whether it is one of every ``{name}_layer_period`` from ``{name}_layer_offset``."""
+    """Return for each layer whether it is of the periodic kind ``name``.
+
+    Starting with layer ``{name}_layer_offset``, every ``{name}_layer_period``-th layer is of this kind.
+    """
     period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
     offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)
     return tuple(i % period == offset for i in range(layers))

@@ -40,6 +40,7 @@ def text(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     sparse = common.sparse_layers(fields, layers, 1)
     index_heads, index_size, indexed = mla.indexer(fields, layers)
+    fields.ignore("index_topk")
     rotated, sources = _rotated(fields, layers), _sources(fields, layers)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
@@ -174,7 +175,10 @@ _TOWER = {
 
 
 def _pixtral(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add a Pixtral tower, a Llama over patches without biases, and return its hidden size."""
+    """Add the tensors of a Pixtral tower and return its hidden size.
+
+    The tower is a Llama-like transformer over image patches, without biases.
+    """
     v = Fields(config or _TOWER)
     hidden, heads = v.integer("hidden_size", limit="width"), v.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")

@@ -62,7 +62,10 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
-    """Return the latent cache of ``layers``; ``index_sizes``: layer -> key size of its sparse indexer."""
+    """Return the latent cache of ``layers``.
+
+    ``index_sizes`` gives the key size of the sparse indexer of each layer that has one.
+    """
     index = index_sizes or {}
     return tuple(
         CacheLayer(i, "mla", None, 1, d.entry, value_head_size=d.value, index_size=index.get(i, 0))
@@ -154,17 +157,19 @@ def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     # A layer without an indexer reuses the indices of the last layer that has an indexer, and caches no index
     # keys.
     index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
-    return common.decoder(
+    read = fields.integer("index_topk", 2048, limit="positions") if index_sizes else 0
+    architecture = common.decoder(
         fields, model_type, v.class_name, tensors_of(recipe),
         plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
         common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
         inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
         rotary=Rotary(table.dim, 1), experts=count, experts_per_token=chosen, recipe=recipe,
     )  # fmt: skip
+    return replace(architecture, index_topk=read)
 
 
 def _correction(count: int) -> tuple[TensorSpec, ...]:
-    """Return e_score_correction_bias as a buffer that stays in fp32."""
+    """Return the router's e_score_correction_bias, a buffer that stays in fp32."""
     name = "mlp.gate.e_score_correction_bias"
     return (TensorSpec(name, (count,), "buffer", "Router", dtype="float32", stored="float32"),)
 
@@ -184,7 +189,7 @@ def _groups(fields: Fields) -> tuple[int, int]:
 
 
 def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """Return the sparse indexer's projections and norm."""
+    """Return the projections and the norm of a sparse-attention indexer."""
     if d.q_rank is None:
         raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
     at = "self_attn.indexer"
@@ -206,9 +211,7 @@ def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     """
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")
-    fields.ignore(
-        "layer_types", "num_experts", "index_topk", "index_share_for_mtp_iteration", "indexer_rope_interleave"
-    )
+    fields.ignore("layer_types", "num_experts", "index_share_for_mtp_iteration", "indexer_rope_interleave")
     own = fields.listed("indexer_types", layers, {"full": True, "shared": False})
     step = fields.optional_integer("index_topk_freq", limit="layers") or 1
     offset = fields.optional_integer("index_skip_topk_offset", limit="layers", minimum=0)
@@ -260,7 +263,8 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     Each layer has two attention modules, two dense MLPs and one routed MLP; some of its experts are empty.
     """
     d = read_latent(fields, defaults=True)
-    stated = fields.optional_integer("qk_head_dim", limit="width")  # only this family reads qk_head_dim
+    # only the config class of this family reads qk_head_dim
+    stated = fields.optional_integer("qk_head_dim", limit="width")
     if stated not in (None, d.head_size):
         raise ConfigError(
             f"{stated} is not qk_nope_head_dim + qk_rope_head_dim = {d.head_size}", field="qk_head_dim"
@@ -302,6 +306,23 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
+def _axk1(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an A.X-K1 model: DeepSeek-V3 with a norm behind the experts."""
+    found = LatentVariant("AXK1ForCausalLM", 1, taped=False).build(fields, model_type)
+    layers = sorted({spec.layer for spec in found.tensors if spec.role == "expert" and spec.layer is not None})
+    norms = [
+        TensorSpec(
+            f"model.layers.{layer}.mlp.post_mlp_layernorm.weight",
+            (found.hidden_size,),
+            "norm",
+            "RMSNorm",
+            layer,
+        )
+        for layer in layers
+    ]
+    return replace(found, tensors=(*found.tensors, *norms), recipe=None)
+
+
 FAMILIES = {
     "deepseek_v2": Family(
         LatentVariant(
@@ -329,6 +350,9 @@ FAMILIES = {
             "n_shared_experts": 1,
         },
         hf="latent",
+    ),
+    "axk1": Family(
+        _axk1, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent", ignored=("pretraining_tp",),
     ),
     "glm4_moe_lite": Family(
         LatentVariant("Glm4MoeLiteForCausalLM", 1).build,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from tonnage.planner.families import common
-from tonnage.planner.families.bert import label_count, text_length, wanted_class
+from tonnage.planner.families.bert import text_length, wanted_class
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
-from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.fields import Fields, label_count
 from tonnage.planner.model.recipe import Heads
 
 # These config fields concern training and heads, and change no shape.
@@ -92,7 +92,7 @@ def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
 
 
 def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hidden: int) -> None:
-    """Add the head: a dense layer and its norm, then the matrix to the vocabulary or to the labels."""
+    """Add the tensors of the head: a dense layer and its norm, then the matrix to the vocabulary or labels."""
     t.linear("head.dense", hidden, hidden, "head", bias=fields.boolean("classifier_bias", False))
     t.norm("head.norm", hidden, norm)
     if class_name.endswith("ForMaskedLM"):

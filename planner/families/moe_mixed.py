@@ -44,7 +44,7 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("experts_per_token", "initial_context_length")
     kinds = fields.layer_types(layers)
-    if kinds is None:  # the first layer slides (configuration_gpt_oss.py)
+    if kinds is None:  # the first layer has a sliding window (configuration_gpt_oss.py)
         kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     window = fields.integer("sliding_window", 128, limit="positions")
     table = Table("model.rotary_emb.", dims.head_size, half=True)
@@ -425,7 +425,7 @@ def _vocab(fields: Fields) -> int:
 
 
 def _four(dims: Heads) -> tuple[int, int, int, int]:
-    """Return (hidden size, heads, KV heads, head size)."""
+    """Return (hidden size, heads, KV heads, head size) of ``dims``."""
     return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts with sliding windows in most layers: Kolibri 1, Flint and Beam.
+"""Mixtures of experts with sliding windows in most layers: AFMoE, Kolibri 1, Flint and Beam.
 
 Each head of Q and K has a norm. Shapes after transformers 5.23, models/<family>/.
 """
@@ -11,8 +11,8 @@ from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.moe import stepped_layers
+from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
+from tonnage.planner.families.moe_layers import stepped_layers
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -70,7 +70,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
     bias = v.biased and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds = fields.layer_types(layers) or v.kinds(layers)
-    # Without the field the window is the config class's default. A null window is refused if a layer slides.
+    # Without the field the window is the config class's default. With a sliding layer, null is refused.
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
     gate = "float32" if v.wide_router else None
@@ -103,6 +103,49 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
         experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+def afmoe(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an AFMoE model (Trinity), whose attention is gated."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    first = fields.integer("num_dense_layers", 1, limit="layers", minimum=0)
+    shared = inner * fields.integer("num_shared_experts", 2, limit="width", minimum=0)
+    bias = fields.boolean("attention_bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    every = fields.integer("global_attn_every_n_layers", 4, limit="layers")
+    kinds = fields.layer_types(layers) or tuple(
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
+    )
+    window = common.window_of(fields) if "sliding_window" in fields.config else 1024
+    t = Tensors()
+    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+    for i, at in t.layers(layers, "model.layers"):
+        t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")
+        t.linear(f"{at}.self_attn.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
+        for name in (*_TWO, "pre_mlp_layernorm", "post_mlp_layernorm"):
+            t.norm(f"{at}.{name}", dims.hidden)
+        if i < first:
+            t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
+            continue
+        t.router(f"{at}.mlp.router.gate", count, dims.hidden, linear=True)
+        t.add(f"{at}.mlp.expert_bias", (count,), "router", "AfmoeMoE")
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        if shared:
+            t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
+    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
+    t.rotary(dims.head_size, "model.rotary_emb.")
+    return common.decoder(
+        fields, model_type, "AfmoeForCausalLM", t, dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        inner=max(chosen * inner + shared, dense if first else 0), vocab=vocab,
+        rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
 
 
@@ -140,18 +183,21 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
 
 
 def _kolibri(layers: int) -> tuple[str, ...]:
-    """Return Kolibri's default layer kinds: every fifth layer is full."""
+    """Return Kolibri's default layer kinds: every fifth layer has full attention."""
     return tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
 
 
 def _flint(layers: int) -> tuple[str, ...]:
-    """Return Flint's default layer kinds: the first two, the last and every fourth layer are full."""
+    """Return Flint's default layer kinds.
+
+    The first two layers, the last layer and every fourth layer have full attention.
+    """
     full = {0, 1, layers - 1}
     return tuple("full_attention" if i in full or i % 4 == 1 else "sliding_attention" for i in range(layers))
 
 
 def _beam(layers: int) -> tuple[str, ...]:
-    """Return Beam's default layer kinds: every sixth layer and the last are full."""
+    """Return Beam's default layer kinds: every sixth layer and the last have full attention."""
     return tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < layers else "full_attention" for i in range(layers)
     )
@@ -159,6 +205,14 @@ def _beam(layers: int) -> tuple[str, ...]:
 
 _TWO = ("input_layernorm", "post_attention_layernorm")
 FAMILIES = {
+    "afmoe": Family(
+        afmoe, absent={"num_key_value_heads": 16, "head_dim": 128},
+        ignored=(
+            "mup_enabled", "route_norm", "score_func", "n_group", "topk_group", "num_expert_groups",
+            "num_limited_groups", "use_grouped_mm",
+        ),
+        vllm=VLLMTraits(wide_router=True), files=RENAMED,
+    ),
     "kolibri1": Family(
         SlidingMoeVariant(
             "Kolibri1ForCausalLM", 513, _kolibri, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),

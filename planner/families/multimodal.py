@@ -86,7 +86,10 @@ def joined(
     text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model.",
     *, vision: Vision | None = None,
 ) -> Architecture:  # fmt: skip
-    """Return a wrapper's architecture: the tower's tensors, then the text model's below prefix ``new``."""
+    """Return the architecture of a wrapper of a language model.
+
+    Its tensors are the tower's, then the text model's below prefix ``new``.
+    """
     tensors = (*t.specs, *moved(text.tensors, "model.", new))
     return replace(
         text, model_type=model_type, class_name=class_name, tensors=tensors, recipe=None, vision=vision
@@ -184,7 +187,7 @@ class LlavaVariant:
 def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
     """Return the language model of a LLaVA file.
 
-    The first published files are flat: they state Llama's fields, and the tower by name alone.
+    The first published configs have Llama's fields at the top level, and name the tower without its fields.
     """
     config = fields.mapping("text_config")
     if config is None:
@@ -253,6 +256,11 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
         size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
         seen = variant.tiles(fields, seen, size)
     return joined(text, model_type, variant.class_name, t, vision=seen)
+
+
+def _tiles_and_frames(fields: Fields, vision: Vision | None, size: int) -> None:
+    """Return None: vLLM profiles as many video frames as fit in a prompt (models/llava_next_video.py)."""
+    fields.ignore("spatial_pool_mode", "spatial_pool_stride", "video_seq_length")
 
 
 # Defaults of Ministral3Config (transformers 5.19)
@@ -328,7 +336,7 @@ def qwen(
 ) -> Architecture:  # fmt: skip
     """Return the architecture of a Qwen2-VL to Qwen3.5 model.
 
-    The published files of Qwen2-VL and Qwen2.5-VL are flat.
+    The published configs of Qwen2-VL and Qwen2.5-VL have the language model's fields at the top level.
 
     Args:
         fields: the config.
@@ -382,7 +390,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
     if crossed is None:
         crossed = [3, 8, 13, 18, 23, 28, 33, 38]
     if not isinstance(crossed, list) or not all(type(i) is int and 0 <= i < layers for i in crossed):
-        raise ConfigError(f"{shown(crossed)} is not a list of layers", field="cross_attention_layers")
+        raise ConfigError(f"{shown(crossed)} is not a list of layer indices", field="cross_attention_layers")
     crossing = common.numbers_in(crossed)
     fields.ignore("dropout")
     t = Tensors()
@@ -553,6 +561,13 @@ FAMILIES = {
         LlavaVariant(
             "LlavaNextForConditionalGeneration", ("llama", "mistral", "qwen2", "granite"),
             ("clip_vision_model", "siglip_vision_model"), either=False, tiles=image_limits.tiles,
+        ).build,
+        files=RENAMED,
+    ),
+    "llava_next_video": _family(
+        LlavaVariant(
+            "LlavaNextVideoForConditionalGeneration", ("llama", "mistral", "qwen2"), ("clip_vision_model",),
+            tiles=_tiles_and_frames,
         ).build,
         files=RENAMED,
     ),

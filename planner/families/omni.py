@@ -24,6 +24,7 @@ from tonnage.planner.model.vision import Tower
 
 _IGNORED = (
     "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
+    "enable_audio_output_",  # the name in Qwen2.5-Omni-7B-AWQ
     "assistant_token_id", "im_end_token_id", "im_start_token_id", "system_token_id", "tts_bos_token_id",
     "tts_eos_token_id", "tts_pad_token_id", "user_token_id", "preprocessor_config", "video_preprocessor_config",
 )  # fmt: skip
@@ -70,8 +71,11 @@ def _sizes(f: Fields) -> tuple[int, int, int, int]:
     )  # fmt: skip
 
 
-def _layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
-    """Add an audio encoder's layers, positions and last norm; ``key_bias``: the k projection has a bias."""
+def encoder_layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
+    """Add the tensors of an audio encoder's layers, positions and last norm.
+
+    ``key_bias`` says whether the k projection has a bias.
+    """
     for i in range(f.integer("encoder_layers", 32, limit="layers")):
         here = f"{at}.layers.{i}"
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -87,6 +91,17 @@ def _layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: b
     t.norm(f"{at}.ln_post", hidden, "layer")
 
 
+def downsampling(t: Tensors, at: str, f: Fields) -> tuple[int, int]:
+    """Add the three convolutions of stride two and their output matrix; return (width, output width)."""
+    hidden, _, mels, out = _sizes(f)
+    wide = f.integer("downsample_hidden_size", 480, limit="width")
+    for number, into in ((1, 1), (2, wide), (3, wide)):
+        _conv(t, f"{at}.conv2d{number}", (wide, into, 3, 3), "Conv2d")
+        mels = (mels + 1) // 2
+    t.linear(f"{at}.conv_out", hidden, wide * mels)
+    return hidden, out
+
+
 def _conv(t: Tensors, module: str, shape: tuple[int, ...], kind: str) -> None:
     """Add the weight and bias of a convolution; ``kind`` is its class."""
     t.add(f"{module}.weight", shape, "audio", kind)
@@ -94,26 +109,24 @@ def _conv(t: Tensors, module: str, shape: tuple[int, ...], kind: str) -> None:
 
 
 def _whisper(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
-    """Add Whisper's encoder (Qwen2_5OmniAudioEncoder)."""
+    """Add the tensors of Whisper's encoder (Qwen2_5OmniAudioEncoder)."""
     f = Fields(config)
     hidden, inner, mels, out = _sizes(f)
     _conv(t, f"{at}.conv1", (hidden, mels, 3), "Conv1d")
     _conv(t, f"{at}.conv2", (hidden, hidden, 3), "Conv1d")
     t.embedding(f"{at}.audio_bos_eos_token", 2, out)
-    _layers(t, at, f, hidden, inner, key_bias=False)
+    encoder_layers(t, at, f, hidden, inner, key_bias=False)
     t.linear(f"{at}.proj", out, hidden, bias=True)
 
 
 def _downsampled(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
-    """Add Whisper's layers behind three convolutions of stride two (Qwen3OmniMoeAudioEncoder)."""
+    """Add the tensors of an audio encoder with Whisper's layers (Qwen3OmniMoeAudioEncoder).
+
+    Three convolutions of stride two precede the layers.
+    """
     f = Fields(config)
-    hidden, inner, mels, out = _sizes(f)
-    wide = f.integer("downsample_hidden_size", 480, limit="width")
-    for number, into in ((1, 1), (2, wide), (3, wide)):
-        _conv(t, f"{at}.conv2d{number}", (wide, into, 3, 3), "Conv2d")
-        mels = (mels + 1) // 2
-    t.linear(f"{at}.conv_out", hidden, wide * mels)
-    _layers(t, at, f, hidden, inner, key_bias=True)
+    hidden, out = downsampling(t, at, f)
+    encoder_layers(t, at, f, hidden, _sizes(f)[1], key_bias=True)
     t.linear(f"{at}.proj1", hidden, hidden, bias=True)
     t.linear(f"{at}.proj2", out, hidden, bias=True)
 

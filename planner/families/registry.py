@@ -14,16 +14,17 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.family import NO_FAMILY, Family
 from tonnage.planner.families.meta import meta_architecture
 from tonnage.planner.folder import modules_in
-from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
+from tonnage.planner.model.fields import Fields, label_count, shown
+from tonnage.planner.model.tensor import TensorSpec
 
-# Modules with the most common families, searched first: importing all modules takes 5 ms of CPU time, importing
-# llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).
+# Modules with the most common families, searched first: importing all modules takes 28 ms of CPU time,
+# importing llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).
 _FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
-    """Yield the modules of this folder, first the one that ``model_type`` may name."""
+    """Yield the modules of this folder, first the module that ``model_type`` may name."""
     return modules_in(__package__, _FIRST, model_type)
 
 
@@ -191,13 +192,21 @@ def _checked(fields: Fields, model_type: str, family: Family, architecture: Arch
     return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
 
+def _classifier(labels: int, hidden: int, suffix: str) -> tuple[TensorSpec, ...]:
+    """Return the head of a classifier on a decoder (GenericForSequenceClassification in modeling_layers.py)."""
+    weight = TensorSpec("score.weight", (labels, hidden), "head", "Linear")
+    bias = TensorSpec("score.bias", (labels,), "head", "Linear")
+    return (weight, bias) if suffix == "ForTokenClassification" else (weight,)
+
+
 def _check_class(
     config: Mapping[str, Any], model_type: str, family: Family, architecture: Architecture
 ) -> Architecture:
     """Return the architecture for the class named in ``architectures``.
 
-    It must be the causal language model or its body (``MistralModel``), which has no head; other classes have
-    other tensors.
+    It must be the causal language model, its body (``MistralModel``), which has no head, or a classifier of its
+    body (``MistralForSequenceClassification``), whose head has one row per label. Other classes have other
+    tensors.
     """
     names = config.get("architectures")
     if names is None or family.reads_class:
@@ -210,9 +219,16 @@ def _check_class(
     body = body.removesuffix("Model") + "Model"
     if not names or {architecture.class_name, family.first_class} & set(names):
         return architecture
-    if body in names:
-        tensors = tuple(t for t in architecture.tensors if t.role != "head")
+    tensors = tuple(t for t in architecture.tensors if t.role != "head")
+    if {body, f"{body.removesuffix('Model')}TextModel"} & set(names):
         return replace(architecture, class_name=body, tensors=tensors)
+    for suffix in CLASSIFIERS:
+        if (name := body.removesuffix("Model") + suffix) in names and architecture.kind == "decoder":
+            labels, recipe = label_count(Fields(config)), architecture.recipe
+            if recipe is not None:
+                recipe = replace(recipe, head=replace(recipe.head, tied=False, softcap=False, labels=labels))
+            head = _classifier(labels, architecture.hidden_size, suffix)
+            return replace(architecture, class_name=name, tensors=(*tensors, *head), recipe=recipe)
     raise UnsupportedArchitecture(
         f"{shown(names)} is not {architecture.class_name}: only the causal language model of "
         f"{model_type} is supported",

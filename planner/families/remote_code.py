@@ -294,7 +294,7 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
 _family = partial(Family, ignored=GPT_FIELDS)
 FAMILIES = {
     "qwen": _family(qwen),
-    "chatglm": _family(chatglm),
+    "chatglm": _family(chatglm, first_class="ChatGLMForConditionalGeneration"),
     "exaone": _family(exaone, aliases={"num_hidden_layers": "num_layers"}, vllm=LORA_ON_VOCABULARY),
     "mimo": _family(mimo),
     "mixformer-sequential": _family(mixformer, aliases=GPT2_NAMES),

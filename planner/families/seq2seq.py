@@ -55,7 +55,10 @@ def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, K
 
 
 def _self_attention(t: Tensors, at: str, dims: Heads, k_bias: bool) -> None:
-    """Add q, k, v and output projections with biases; ``k_bias`` False: k has none, as in Whisper."""
+    """Add the tensors of the q, k, v and output projections, which have biases.
+
+    With ``k_bias`` False the k projection has no bias, as in Whisper.
+    """
     width = dims.heads * dims.head_size
     for name, bias in (("k_proj", k_bias), ("v_proj", True), ("q_proj", True)):
         t.linear(f"{at}.{name}", width, dims.hidden, bias=bias, shard="column")
@@ -163,7 +166,10 @@ def bart(
 
 
 def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
-    """Return a layer's cache of the encoder's keys and values; ``tokens``: their number, None if it varies."""
+    """Return the cache of a decoder layer for the encoder's keys and values.
+
+    ``tokens`` is the number of the encoder's output tokens, None if it varies.
+    """
     return CacheLayer(layer, "cross", None, heads, size, source_tokens=tokens)
 
 
@@ -202,7 +208,10 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
     t.vocabulary("shared", vocab, hidden)
 
     def stack(side: str, count: int, cross: bool) -> None:
-        """Add the layers of one side below ``side``; ``cross``: they attend to the encoder's output."""
+        """Add the tensors of the layers of one side (encoder or decoder) below module ``side``.
+
+        With ``cross`` the layers also attend to the encoder's output.
+        """
         t.vocabulary(f"{side}.embed_tokens", vocab, hidden, "shared.weight")
         for i in range(count):
             t.layer = i if cross else None
@@ -307,7 +316,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
 
 
 def _wide_cross(t: Tensors, at: str, dims: Heads, width: int, bias: bool) -> None:
-    """Add cross attention whose keys and values are made of vectors of ``width``."""
+    """Add the tensors of a cross attention that makes keys and values of vectors of ``width`` values."""
     kv = dims.kv_heads * dims.head_size
     t.linear(f"{at}.q_proj", dims.heads * dims.head_size, dims.hidden, bias=bias, shard="column")
     for name in ("k_proj", "v_proj"):
@@ -396,7 +405,10 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
 
 
 def moshi(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Moshi's language model alone (MoshiForCausalLM); every layer slides."""
+    """Return the architecture of Moshi's language model alone (MoshiForCausalLM).
+
+    Every layer has a sliding window.
+    """
     known: dict[str, Kind] = {"MoshiForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MoshiForCausalLM")
     dims = common.heads_of(fields)

@@ -6,6 +6,7 @@ Shapes after transformers 5.23, models/<family>/. The KV cache is the text model
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -92,7 +93,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     taken = [24, 18] if taken is None else taken
     if not isinstance(taken, list) or not taken:
         raise ConfigError(
-            f"{shown(taken)} is not a list of layers", field="adapter_config.vision_feature_layer"
+            f"{shown(taken)} is not a list of layer indices", field="adapter_config.vision_feature_layer"
         )
     if width != hidden:
         raise ConfigError(
@@ -112,7 +113,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
 
 
 def _molmo_attention(t: Tensors, at: str, f: Fields, hidden: int, into: int) -> None:
-    """Add an attention that reads vectors of ``into`` values and returns vectors of ``hidden``."""
+    """Add the tensors of an attention that reads vectors of ``into`` values and returns ``hidden`` values."""
     heads = f.integer("num_attention_heads", 16, limit="heads")
     kv_heads = f.integer("num_key_value_heads", 16, limit="heads")
     size, bias = f.integer("head_dim", 72, limit="width"), f.boolean("attention_bias", True)
@@ -135,7 +136,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     norm = fields.raw("qk_norm_type")
     if norm not in (None, "qwen3", "olmo"):
         raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
-    if fields.boolean("use_qk_norm", True) is False:  # a switch of the remote code
+    if fields.boolean("use_qk_norm", True) is False:  # only the model's remote code reads use_qk_norm
         raise UnsupportedArchitecture("false is not supported", field="use_qk_norm")
     common.never_tied(fields)
     fields.ignore("rope_scaling_layers", "norm_after")
@@ -204,15 +205,18 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
 
 
 def _siglip(t: Tensors, at: str, vision: Mapping[str, Any], side: int) -> int:
-    """Add SigLIP without its pooling head; ``side``: image_size when the file has none."""
+    """Add the tensors of a SigLIP tower without its pooling head, and return its hidden size.
+
+    ``side`` is the image size in pixels when the file has none.
+    """
     return towers.siglip(t, at, {**vision, "vision_use_head": False}, {**towers.SIGLIP, "image_size": side})
 
 
 def granite_docling(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Granite Docling model from its checked config.
 
-    SigLIP is followed by a connector with one or two paths, which also adds early layers of the tower to the
-    text's.
+    SigLIP is followed by a connector with one or two paths. The connector also passes outputs of early tower
+    layers to early layers of the text model.
     """
     text = _text(fields, "granite", True, alias="granite_docling_text", kv_heads=4)
     vision = _of(fields, "vision_config")
@@ -229,7 +233,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     taken = v.raw("deepstack_visual_indexes")
     taken = [3, 7, 10] if taken is None else taken
     if not isinstance(taken, list) or len(taken) > 1000:
-        raise ConfigError(f"{shown(taken)} is not a list of layers", field="deepstack_visual_indexes")
+        raise ConfigError(f"{shown(taken)} is not a list of layer indices", field="deepstack_visual_indexes")
     paths = {"coarse": factor} | ({"fine": factor // 2} if v.boolean("use_fine_route", True) else {})
     for name, by in paths.items():
         if by < 1 or side < by:
@@ -258,15 +262,18 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, "GraniteDoclingForConditionalGeneration", t, "model.text_model.")
 
 
-def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a MiniCPM-OCR model from its checked config.
+def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> Architecture:
+    """Return the architecture of a MiniCPM-OCR or MiniCPM-V 4.6 or 4.7 model from its checked config.
 
-    A merger of windows stands between SigLIP's layers, and more mergers follow the tower.
+    A merger of windows stands between SigLIP's layers, and more mergers follow the tower. ``class_name`` is
+    the whole model's class in transformers, and ``tied`` its config class's tie_word_embeddings.
     """
-    text = _text(fields, "qwen3_5_text", True)
+    text = _text(fields, "qwen3_5_text", tied)
+    if fields.boolean("drop_vision_last_layer", False):
+        raise UnsupportedArchitecture("true is not supported", field="drop_vision_last_layer")
     vision = _of(fields, "vision_config")
     v = Fields(vision)
-    fields.ignore("insert_layer_id", "downsample_mode", "patch_size")
+    fields.ignore("insert_layer_id", "downsample_mode", "patch_size", "image_size")
     t = Tensors()
     t.role = "vision"
     at = "model.vision_tower"
@@ -297,7 +304,45 @@ def minicpm_ocr(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"{here}.pre_norm", merged, "layer")
         t.linear(f"{here}.linear_1", merged, merged, bias=True)
         t.linear(f"{here}.linear_2", text.hidden_size if i == rounds - 1 else hidden, merged, bias=True)
-    return joined(text, model_type, "MiniCPMOcrForConditionalGeneration", t, "model.language_model.")
+    return joined(text, model_type, class_name, t, "model.language_model.")
+
+
+def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a PaddleOCR-VL model: SigLIP with rotary positions, and ERNIE 4.5.
+
+    The published files are flat; transformers writes a text_config.
+    """
+    config = fields.mapping("text_config")
+    if config is None:
+        outside = ("vision_config", "architectures", *(name for name in _TOP if name != "vocab_size"))
+        config = {name: value for name, value in fields.config.items() if name not in outside}
+        fields.ignore(*fields.config)
+    text = text_of(fields, "ernie4_5", config, tied=True, either=True)
+    vision = _of(fields, "vision_config")
+    v = Fields(vision)
+    t = Tensors()
+    t.role = "vision"
+    defaults = {
+        "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+        "num_channels": 3, "image_size": 384, "patch_size": 14,
+    }  # fmt: skip
+    hidden = towers.siglip(t, "model.visual.vision_model", {**vision, "vision_use_head": False}, defaults)
+    heads = v.integer("num_attention_heads", 16, limit="heads")
+    t.rotary(hidden // heads // 2, "model.visual.vision_model.encoder.rotary_pos_emb.")
+    t.role, at = "projector", "model.projector"
+    merged = hidden * v.integer("spatial_merge_size", 2, limit="width") ** 2
+    t.norm(f"{at}.pre_norm", hidden, "layer")
+    t.linear(f"{at}.linear_1", merged, merged, bias=True)
+    t.linear(f"{at}.linear_2", text.hidden_size, merged, bias=True)
+    return joined(text, model_type, "PaddleOCRVLForConditionalGeneration", t)
+
+
+def _minicpm(class_name: str, tied: bool) -> Family:
+    """Return the family of a MiniCPM vision model with Qwen3.5's language model."""
+    return Family(
+        partial(minicpm, class_name=class_name, tied=tied), ignored=_TOP, hf="recurrent",
+        vllm=VLLMTraits(float32_states=True), files=RENAMED,
+    )  # fmt: skip
 
 
 FAMILIES = {
@@ -311,7 +356,8 @@ FAMILIES = {
         granite_docling, ignored=(*_TOP, "density_router_threshold", "density_router_loss_weight"),
         files=RENAMED,
     ),
-    "minicpm_ocr": Family(
-        minicpm_ocr, ignored=_TOP, hf="recurrent", vllm=VLLMTraits(float32_states=True), files=RENAMED,
-    ),
+    "paddleocr_vl": Family(paddleocr_vl, ignored=_TOP, files=RENAMED),
+    "minicpm_ocr": _minicpm("MiniCPMOcrForConditionalGeneration", True),
+    "minicpmv4_6": _minicpm("MiniCPMV4_6ForConditionalGeneration", False),
+    "minicpmv4_7": _minicpm("MiniCPMV4_7ForConditionalGeneration", False),
 }  # fmt: skip

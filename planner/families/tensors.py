@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Rotary
@@ -57,7 +57,11 @@ class Tensors:
         transposed: bool = False,
         stored: str | None = None,
     ) -> None:
-        """Add one tensor; ``kv``: (rows of the KV heads, number of KV heads) along the sharded dimension."""
+        """Add one tensor, named ``name``.
+
+        Tensor parallelism divides its dimension ``shard``. ``kv`` is (number of rows of the KV heads in that
+        dimension, number of KV heads).
+        """
         if len(self.specs) >= MAX_TENSORS:
             raise UnsupportedArchitecture(f"the config gives more than {MAX_TENSORS:,} tensors", field=name)
         if self.role is not None and role != "buffer":
@@ -93,7 +97,7 @@ class Tensors:
         dtype: str | None = None,
         stored: str | None = None,
     ) -> None:
-        """Add a weight [out, in] and, with ``bias``, a bias [out].
+        """Add the weight [out, into] of a linear layer and, with ``bias``, its bias [out].
 
         ``shard`` says what tensor parallelism divides: ``column`` the outputs, ``row`` the inputs.
         """
@@ -124,7 +128,10 @@ class Tensors:
     def embedding(
         self, module: str, rows: int, width: int, tied_to: str | None = None, shard: int | None = None
     ) -> None:
-        """Add a table; ``shard`` is 0 for a vocabulary, which is divided by rows, and None for positions."""
+        """Add an embedding table [rows, width].
+
+        ``shard`` is 0 for a vocabulary, whose rows tensor parallelism divides, and None for positions.
+        """
         self.add(f"{module}.weight", (rows, width), "embedding", "Embedding", tied_to=tied_to, shard=shard)
 
     def vocabulary(self, module: str, rows: int, width: int, tied_to: str | None = None) -> None:
@@ -147,7 +154,7 @@ class Tensors:
         self.layer = None
 
     def layer_norms(self, at: str, size: int) -> None:
-        """Add the two RMSNorms that most layers have."""
+        """Add the two RMSNorms that most layers have, below module ``at``."""
         self.norm(f"{at}.input_layernorm", size)
         self.norm(f"{at}.post_attention_layernorm", size)
 
@@ -160,7 +167,10 @@ class Tensors:
     def buffer(
         self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None, stored: str | None = None
     ) -> None:
-        """Add a buffer; ``stored``: its dtype in a checkpoint, None when checkpoints leave it out."""
+        """Add a buffer.
+
+        ``stored`` is its dtype in a checkpoint, None when checkpoints leave it out.
+        """
         self.add(name, shape, "buffer", module_class, dtype=dtype, stored=stored)
 
     def attention(
@@ -228,7 +238,10 @@ class Tensors:
         names: tuple[str, str] = ("up_proj", "down_proj"),
         fused_gate: bool = False,
     ) -> None:
-        """Add an MLP of two matrices, up and down; ``fused_gate``: the first one holds gate and up."""
+        """Add an MLP of two matrices, up and down.
+
+        With ``fused_gate`` the first matrix holds both gate and up.
+        """
         up, down = names
         self.linear(f"{at}.{up}", inner * (2 if fused_gate else 1), hidden, "mlp", bias=bias, shard="column")
         self.linear(f"{at}.{down}", hidden, inner, "mlp", bias=bias, shard="row")
@@ -244,32 +257,25 @@ class Tensors:
         transposed: bool = False,
         bias: bool = False,
         names: tuple[str, str] = ("gate_up_proj", "down_proj"),
-        module_class: str = "Experts",
     ) -> None:
         """Add all routed experts of a layer as two tensors [experts, out, in].
 
-        ``transposed``: they are [experts, in, out].
+        With ``transposed`` they are [experts, in, out].
         """
         up, down = names
         matrices = 2 if gated else 1
         rows = matrices * inner
         up_shape = (count, hidden, rows) if transposed else (count, rows, hidden)
         down_shape = (count, inner, hidden) if transposed else (count, hidden, inner)
-        extra: dict[str, Any] = {"transposed": transposed}
+        rows_at, columns_at = (2, 1) if transposed else (1, 2)
         self.add(
-            f"{at}.{up}",
-            up_shape,
-            "expert",
-            module_class,
-            shard=2 if transposed else 1,
-            matrices=matrices,
-            **extra,
+            f"{at}.{up}", up_shape, "expert", "Experts", shard=rows_at, matrices=matrices, transposed=transposed
         )
         if bias:
-            self.add(f"{at}.{up}_bias", (count, rows), "expert", module_class, shard=1)
-        self.add(f"{at}.{down}", down_shape, "expert", module_class, shard=1 if transposed else 2, **extra)
+            self.add(f"{at}.{up}_bias", (count, rows), "expert", "Experts", shard=1)
+        self.add(f"{at}.{down}", down_shape, "expert", "Experts", shard=columns_at, transposed=transposed)
         if bias:
-            self.add(f"{at}.{down}_bias", (count, hidden), "expert", module_class)
+            self.add(f"{at}.{down}_bias", (count, hidden), "expert", "Experts")
 
     def router(
         self,
@@ -282,29 +288,32 @@ class Tensors:
         dtype: str | None = None,
         stored: str | None = None,
     ) -> None:
-        """Add the routing weights [experts, hidden]; ``linear``: an nn.Linear, which bitsandbytes replaces."""
+        """Add the router's matrix [experts, hidden].
+
+        With ``linear`` it is an nn.Linear, which bitsandbytes replaces.
+        """
         kind = "Linear" if linear else "Router"
         self.linear(module, count, hidden, "router", bias=bias, module_class=kind, dtype=dtype, stored=stored)
 
     def correction_bias(self, name: str, shape: tuple[int, ...], dtype: str | None = "float32") -> None:
         """Add e_score_correction_bias, a buffer of the models' own classes.
 
-        Files publish it in fp32 (headers of DeepSeek-V3 and MiniMax-M2). transformers 5.19 keeps fp32 where
-        _keep_in_fp32_modules_strict or the constructor says so; else it loads the buffer in the model's dtype
-        (``dtype`` None).
+        Files publish it in fp32 (headers of DeepSeek-V3 and MiniMax-M2). In transformers 5.19 the buffer stays
+        in fp32 where _keep_in_fp32_modules_strict or the constructor says so. Otherwise it is loaded in the
+        model's dtype (``dtype`` None).
         """
         self.buffer(name, shape, "Router", dtype, "float32")
 
     def corrected_experts(
         self, at: str, count: int, hidden: int, inner: int, dtype: str | None = "float32"
     ) -> None:
-        """Add router, its correction bias (in ``dtype``) and experts below module ``at``."""
+        """Add a router, its correction bias in ``dtype``, and experts below module ``at``."""
         self.router(f"{at}.gate", count, hidden)
         self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
         self.experts(f"{at}.experts", count, hidden, inner)
 
     def short_conv(self, at: str, hidden: int, kernel: int, bias: bool) -> None:
-        """Add LFM's gated convolution along the sequence."""
+        """Add the tensors of LFM's gated convolution along the sequence, below module ``at``."""
         self.add(f"{at}.conv.weight", (hidden, 1, kernel), "mixer", "Conv1d", shard=0)
         if bias:
             self.add(f"{at}.conv.bias", (hidden,), "mixer", "Conv1d", shard=0)
@@ -312,7 +321,7 @@ class Tensors:
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
-        """Add the frequencies of a rotary table over ``dim`` values, once per prefix."""
+        """Add the inverse frequencies of a rotary table over ``dim`` values of a head, once per prefix."""
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
 
 
@@ -328,7 +337,7 @@ def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[Tensor
 def tensors_of(recipe: Recipe) -> Tensors:
     """Return the tensors of a model that a `Recipe` describes.
 
-    They are those of the embedding, the layers, the final norm, the head, and the rotary frequencies.
+    They belong to the embedding, the layers, the final norm, the head and the rotary embedding.
     """
     t = Tensors()
     t.linear_class = recipe.linear_class
@@ -370,7 +379,10 @@ def tensors_of(recipe: Recipe) -> Tensors:
 
 
 def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
-    """Add a recipe's norm below module ``at``; ``kv_heads``: its rows, which are divided by KV heads."""
+    """Add a recipe's norm below module ``at``, or nothing for None.
+
+    The weight of a norm with a row per head is divided like the ``kv_heads`` KV heads.
+    """
     if norm is None:
         return
     if norm.own:
@@ -402,9 +414,9 @@ def _attention(t: Tensors, layer: str, a: Attention) -> None:
 
 
 def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
-    """Add latent attention below ``layer``.
+    """Add the tensors of latent attention below module ``layer``.
 
-    Every rank holds the latent and rotary projections in full; the heads are divided.
+    Every rank holds the latent and rotary projections in full; the heads are divided among the ranks.
     """
     at, q = f"{layer}.{a.name}", a.heads * a.head_size
     if a.q_rank is None:

@@ -19,7 +19,10 @@ from tonnage.planner.model.vision import Tower
 
 
 def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
-    """Add a 2D convolution, or a 3D one when the weight's ``shape`` has five dimensions."""
+    """Add the weight and, with ``bias``, the bias of a 2D convolution.
+
+    It is a 3D convolution when the weight's ``shape`` has five dimensions.
+    """
     name = "Conv3d" if len(shape) == 5 else "Conv2d"
     t.add(f"{module}.weight", shape, "vision", name)
     if bias:
@@ -33,7 +36,7 @@ def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
 
 
 def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[str, str]) -> None:
-    """Add CLIP's layer: q, k, v, out_proj, fc1 and fc2 with biases and two LayerNorms."""
+    """Add the tensors of CLIP's layer: q, k, v, out_proj, fc1 and fc2 with biases, and two LayerNorms."""
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
     for name in norms:
@@ -52,7 +55,7 @@ LLAVA_CLIP = {
 
 
 def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = SIGLIP) -> int:
-    """Add a SigLIP tower and return its hidden size."""
+    """Add the tensors of a SigLIP tower and return its hidden size."""
     v = _sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
     conv(
@@ -81,9 +84,9 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
 
 
 def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = CLIP) -> int:
-    """Add a CLIP tower and return its hidden size.
+    """Add the tensors of a CLIP tower and return its hidden size.
 
-    It is SigLIP with a class token, a norm in front of the layers and no bias at the patches.
+    It is SigLIP with a class token, a norm in front of the layers and no bias in the patch embedding.
     """
     v = _sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
@@ -112,7 +115,10 @@ PIXTRAL = {
 
 
 def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
-    """Add a Pixtral tower, a Llama over patches without biases, and return its hidden size."""
+    """Add the tensors of a Pixtral tower and return its hidden size.
+
+    The tower is a Llama-like transformer over image patches, without biases.
+    """
     v = _sizes(Fields(config), defaults)
     hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
@@ -130,8 +136,9 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
 
 
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepstack: bool = True) -> None:
-    """Add the tower of Qwen2-VL to Qwen3.5: patches of two frames, blocks of fused qkv and a merger.
+    """Add the tensors of the vision tower of Qwen2-VL to Qwen3.5.
 
+    It has an embedding of patches of two frames, layers with a fused projection of q, k and v, and a merger.
     Missing sizes are the defaults of the vision config class.
 
     Args:
@@ -181,7 +188,9 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
         if listed is None:
             listed = [8, 16, 24]  # These are the default layers of Qwen3VLVisionConfig.
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
-            raise ConfigError(f"{shown(listed)} is not a list of layers", field="deepstack_visual_indexes")
+            raise ConfigError(
+                f"{shown(listed)} is not a list of layer indices", field="deepstack_visual_indexes"
+            )
         mergers = [(f"{at}.merger", hidden)]
         if deepstack:
             mergers += [(f"{at}.deepstack_merger_list.{k}", merged) for k in range(len(listed))]
@@ -197,10 +206,10 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
 
 
 def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
-    """Add the tower of DeepSeek-OCR-2 (remote code, deepencoderv2) and return its output width.
+    """Add the tensors of DeepSeek-OCR-2's tower and return its output width.
 
-    It is SAM ViT-B, three convolutions and a Qwen2-0.5B whose 256 (or 144) learned queries read the image. That
-    code fixes all sizes.
+    The tower is SAM ViT-B, three convolutions and a Qwen2-0.5B whose 256 (or 144) learned queries read the
+    image. The model's remote code (deepencoderv2) fixes all sizes.
     """
     if config.get("model_name") != "deepencoderv2":
         raise UnsupportedArchitecture(
@@ -246,7 +255,7 @@ GEMMA4 = {
 
 
 def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add Gemma 4's vision tower and return its hidden size."""
+    """Add the tensors of Gemma 4's vision tower and return its hidden size."""
     f = Fields(config)
     v = _sizes(f, GEMMA4)
     hidden, heads = v["hidden_size"], v["num_attention_heads"]
@@ -277,7 +286,7 @@ def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add Llama 3.2's vision tower and return its output width.
+    """Add the tensors of Llama 3.2's vision tower and return its output width.
 
     Tiles have their own position tables; a second, gated transformer follows the first.
     """
@@ -327,7 +336,7 @@ LLAMA4 = {
 
 
 def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add Llama 4's vision tower and return the width that the projector reads."""
+    """Add the tensors of Llama 4's vision tower and return the width that the projector reads."""
     f = Fields(config)
     v = _sizes(f, LLAMA4)
     hidden, patch = v["hidden_size"], v["patch_size"]
@@ -360,7 +369,10 @@ MOONVIT = {
 
 
 def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add Kimi-K2.5's MoonViT tower, by published or transformers' field names, and return its hidden size."""
+    """Add the tensors of Kimi-K2.5's MoonViT tower and return its hidden size.
+
+    The config has the published field names or transformers' names.
+    """
     f = Fields(config, MOONVIT)
     hidden = f.integer("hidden_size", 1152, limit="width")
     inner = f.integer("intermediate_size", 4304, limit="width")
@@ -388,7 +400,7 @@ def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add Kimi-VL's MoonViT tower and return its hidden size.
+    """Add the tensors of Kimi-VL's MoonViT tower and return its hidden size.
 
     Sources: remote code modeling_kimi_vl.py; vLLM 0.32.0, models/moonvit.py.
     """
@@ -419,7 +431,7 @@ MINIMAX = {
 
 
 def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add MiniMax-M3's vision tower and return its hidden size.
+    """Add the tensors of MiniMax-M3's vision tower and return its hidden size.
 
     It has CLIP layers on patches of two frames, with rotary positions.
     """
@@ -437,7 +449,7 @@ def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add Step-3.7's vision tower and return its output width.
+    """Add the tensors of Step-3.7's vision tower and return its output width.
 
     Its layers have learned scales, and two strided convolutions follow them.
     """

@@ -9,7 +9,7 @@ from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family, Paged
 
 # Whether the Hugging Face engine serves these types, or the reason why not
 _PAGED: dict[Paged, str] = {
-    "served": "biogpt ctrl cwm ministral ministral3 modernbert-decoder nanochat",
+    "served": "biogpt ctrl ministral modernbert-decoder nanochat",
     "encoder-decoder": (
         "bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian musicgen musicgen_melody mvp "
         "nllb-moe pegasus_x plbart prophetnet seamless_m4t speech_to_text switch_transformers trocr udop"
@@ -51,7 +51,6 @@ _REFUSED = {
     **dict.fromkeys(("ultrabert", "ultravbert"), _ENCODER),
 }
 FAMILIES = {name: Family(None, hf=hf) for hf, names in _PAGED.items() for name in names.split()} | {
-    "hyperclovax": Family(None, hf="served", vllm=LORA_ON_VOCABULARY),
-    **dict.fromkeys(("exaone_moe", "minicpm", "solar"), Family(None, vllm=LORA_ON_VOCABULARY)),
+    **dict.fromkeys(("minicpm", "solar"), Family(None, vllm=LORA_ON_VOCABULARY)),
     **{name: Family(None, refusal=why) for name, why in _REFUSED.items()},
 }

@@ -127,9 +127,9 @@ def _term(row: Row) -> dict[str, Any]:
 
 
 def _print(comparison: Comparison) -> None:
-    print(f"{comparison.name}: {comparison.headline}")
-    _print_rows(comparison.shown)
     screen = Screen(sys.stdout)
+    screen.print(f"{comparison.name}: {comparison.headline}")
+    _print_rows(comparison.shown)
     if comparison.failure is not None:
         screen.print(f"The start failed: {comparison.failure}")
     screen.print(f"Verdict: {comparison.verdict}.")
@@ -141,7 +141,7 @@ def _print(comparison: Comparison) -> None:
 
 
 def _print_rows(shown: Sequence[Row]) -> None:
-    """Print the compared terms as a table; those computed from the log's own pool follow below a title."""
+    """Print the compared terms as a table; terms computed from the log's own pool follow below a title."""
     several = len({row.rank for row in shown}) > 1
     titles = ["", *(["rank"] if several else []), "planned", "interval", "logged", "differs", "plan"]
     lines: list[list[str]] = [titles]

@@ -13,7 +13,7 @@ from tonnage.planner.devices.catalogue import Gpu, catalogue
 from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.engines.registry import engine_of
-from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.errors import DeploymentError, ModelNotFound, TonnageError
 from tonnage.planner.fitlog.read import StartLog
 from tonnage.planner.flags import flags_of, given
 from tonnage.planner.planning.calibration import shape_of
@@ -202,7 +202,7 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
 
 
 def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
-    """Return the catalogue's GPUs whose memory is that of a log's device, and those that may have it.
+    """Return the GPUs of the catalogue whose memory equals a log's device, and those that may equal it.
 
     The first list has several GPUs only if these do not differ for a plan, and is empty if the memory does not
     decide. Reported figures are compared more strictly than nominal ones.
@@ -233,7 +233,12 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     model = args.model or found.model
     if model is None:
         raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
-    source = resolve_model(model)
+    try:
+        source = resolve_model(model)
+    except ModelNotFound as error:
+        if args.model is None:
+            error.hint = f"--model names the log's model by another name or folder; {error.hint}"
+        raise
     flags = deployment_of(found, args)
     inferred: tuple[str, ...] = ()
     candidates: list[Gpu] = []
@@ -275,14 +280,14 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
 
 
 def _asks_gpu(found: StartLog, args: argparse.Namespace, flags: Deployment) -> bool:
-    """Return whether the plan depends on a GPU that only the log's total can tell."""
+    """Return whether the plan depends on the GPU although the log has only the GPU's total memory."""
     if args.gpu is not None or args.device_memory is not None or flags.device == "cpu":
         return False
     return "device_bytes" in found.figures and not engine_of(flags.engine).sized_by_context
 
 
 def _gpu_hint(candidates: Sequence[Gpu], found: StartLog) -> str:
-    """Return the words that ask for --gpu, with the GPUs that the log's total allows."""
+    """Return the hint that asks for --gpu, with the GPUs whose memory matches the total in the log."""
     if "device_bytes" not in found.figures:
         return "--gpu"
     total = gib(int(found.figures["device_bytes"]))
@@ -333,7 +338,8 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
-    if engine_of(flags.engine).sized_by_context:  # Device memory is irrelevant.
+    # the engine sizes its pool without regard to the device's memory
+    if engine_of(flags.engine).sized_by_context:
         if flags.max_model_len is None:
             raise DeploymentError(
                 "the log says neither n_ctx nor the cells of a cache",
@@ -440,7 +446,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
-    if (beside := stage.runtime.beside) is not None:  # Graphs are outside the utilization limit.
+    if (beside := stage.runtime.beside) is not None:  # CUDA graphs take memory outside --gpu-memory-utilization
         planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():
@@ -495,7 +501,10 @@ def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> It
 
 
 def _half_digit(name: str) -> float:
-    """Return half of a logged figure's last digit: concurrency has two decimals, counts are exact."""
+    """Return half of the last printed digit of a logged figure.
+
+    Concurrency is printed with two decimals, and counts are exact.
+    """
     return 0.005 if name == "max_concurrency" else 0.0
 
 
@@ -565,4 +574,7 @@ def _assumed(found: StartLog, args: argparse.Namespace, size: Size) -> tuple[str
 def _headline(found: StartLog, model: str) -> str:
     engine = engine_of(found.engine or "vllm").title
     ranks = f", {len(found.ranks)} ranks" if len(found.ranks) > 1 else ""
-    return f"{engine}{' ' + found.version if found.version else ''}, {found.model or model}{ranks}"
+    named = found.model or model
+    # "Meta-Llama-3.1-8B" and "Llama-3.1-8B-Instruct" are the same model's, "Qwen3-8B" is another's.
+    other = "" if named == model else f", planned as {model}"
+    return f"{engine}{' ' + found.version if found.version else ''}, {named}{ranks}{other}"

@@ -103,7 +103,7 @@ class _Cursor:
         return self.scalar(kind)
 
     def array(self, depth: int) -> list[Any] | GGUFArray:
-        """Read an array; one that is longer than `longest` becomes a GGUFArray."""
+        """Read an array; an array longer than `longest` becomes a GGUFArray."""
         if depth > _MAX_DEPTH:
             raise self.fail("arrays nested too deeply")
         kind, length = self.scalar(4), self.scalar(10)
@@ -166,7 +166,7 @@ def _read(cursor: _Cursor, size: int) -> GGUFHeader:
         raise CheckpointError(f"GGUF version {version} is not 2 or 3", field=cursor.where)
     tensor_count, metadata_count = cursor.scalar(10), cursor.scalar(10)
     if tensor_count > _MAX_TENSORS or metadata_count > _MAX_METADATA:
-        raise cursor.fail(f"claims {tensor_count:,} tensors and {metadata_count:,} metadata entries")
+        raise cursor.fail(f"the header claims {tensor_count:,} tensors and {metadata_count:,} metadata entries")
     metadata: dict[str, Any] = {}
     for _ in range(metadata_count):
         key = cursor.string()

@@ -113,7 +113,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
             )
         if shape != tensor.shape:
             raise CheckpointError(
-                f"{tensor.name} is {list(tensor.shape)}, {list(shape)} by the metadata", field="gguf"
+                f"{tensor.name} has shape {list(tensor.shape)}, but {list(shape)} by the metadata", field="gguf"
             )
     if wanted:
         raise CheckpointError(f"{next(iter(wanted))} is not in the file ({len(wanted)} missing)", field="gguf")

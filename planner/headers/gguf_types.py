@@ -128,7 +128,8 @@ def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> 
     """Return the type by which a file type makes an exception for a matrix, or None for its usual type."""
     layers, falcon = architecture.layers, architecture.model_type == "falcon"
     more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-    shared = architecture.heads // max(1, architecture.kv_heads) >= 4  # n_gqa
+    # n_gqa in llama-quant.cpp: at least 4 query heads share a KV head
+    shared = architecture.heads // max(1, architecture.kv_heads) >= 4
     eight = architecture.experts == 8
     if category == "v":
         return _values(layer, architecture, kind, more=more, shared=shared)
@@ -153,7 +154,10 @@ def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> 
 
 
 def _values(layer: int, architecture: Architecture, kind: str, *, more: bool, shared: bool) -> str | None:
-    """Return the exception for attn_v; in models of 80 layers with shared heads (70B) it has more bits."""
+    """Return the exceptional type of the matrix attn_v, or None for its usual type.
+
+    In models of 80 layers with shared KV heads (70B) it has more bits.
+    """
     found = {"Q2_K": "Q4_K" if shared else "Q3_K", "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K", "Q3_K_L": "Q5_K"}
     if shared:
         found |= {"IQ4_NL": "Q5_K", "IQ4_XS": "Q5_K"}

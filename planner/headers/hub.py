@@ -63,9 +63,9 @@ def hub_cache() -> Path:
 
 
 def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
-    """Return the folders in which ModelScope may keep a snapshot: the current one and two from before 1.38.
+    """Return the folders in which the ModelScope package may keep a snapshot.
 
-    The older folders keep a single revision.
+    They are the current folder and two of releases before 1.38, which keep a single revision.
     """
     base = _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope")
     org, _, name = repo.partition("/")

@@ -1,9 +1,9 @@
 """Model files over HTTP by range request: config, index and safetensors headers, never weights.
 
-Every size is limited before anything is read. A server that answers a range request with the whole file is an
-error, and so is a redirect to another host except the hub's own storage. The token is sent to the hub only,
-never to the target of a redirect. No text of a server's answer appears in an error, because it may repeat the
-request.
+Every size is limited before anything is read. It is an error if a server answers a range request with the whole
+file. A redirect to another host is an error too, except to the hub's own storage. The token is sent to the hub
+only, never to the target of a redirect. No text of a server's answer appears in an error, because it may repeat
+the request.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _as_model_not_found(name: str) -> Iterator[None]:
             kind = ModelNotFound
         if isinstance(error, InvalidURL):
             why = "its address is not valid"
-        elif isinstance(error, HTTPException):  # the error's text may quote the server
+        elif isinstance(error, HTTPException):  # the text of an HTTPException may quote the server's answer
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
             reason = getattr(error, "reason", error)  # the reason without the system's error number

@@ -100,7 +100,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
         return CheckpointError(f"{name[:80]}: {what}", field=where)
 
     if not isinstance(entry, dict):
-        raise wrong("is not described by an object")
+        raise wrong("its entry in the header is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
         raise wrong(f"dtype {str(dtype)[:40]!r} is not known")

@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # imported only for types: most families need neither module
     from tonnage.planner.model.vision import Vision
 
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+"""Suffixes of the classes that read labels of hidden states (transformers 5.23)."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateTensor:
     """A tensor of fixed size that one layer keeps per sequence, such as a Mamba state.
@@ -68,7 +72,7 @@ class CacheLayer:
 
     @property
     def elements_per_entry(self) -> int:
-        """Return the elements of one cached entry (`compression` tokens), without the indexer's key."""
+        """Return the number of values in a cached entry of `compression` tokens, without the indexer's key."""
         if self.kind == "mla":
             return self.head_size
         value = self.head_size if self.value_head_size is None else self.value_head_size
@@ -109,6 +113,7 @@ class Architecture:
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: routed experts that one token passes.
+        index_topk: tokens that sparse attention reads for each query; 0 without sparse attention.
         unread: switches in the config that no adapter knows and that may add biases or norms to `tensors`.
         via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
         recipe: the decoder's modules as data, or None if the family has no recipe.
@@ -132,6 +137,7 @@ class Architecture:
     gated_mlp: bool = True
     experts: int = 0
     experts_per_token: int = 0
+    index_topk: int = 0
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
     unread: tuple[str, ...] = ()
     via: Literal["adapter", "meta"] = "adapter"
@@ -141,9 +147,22 @@ class Architecture:
     assumed: tuple[str, ...] = ()
 
     @property
+    def is_classifier(self) -> bool:
+        """Return whether the head reads labels of the hidden states, not the next token."""
+        return self.class_name.endswith(CLASSIFIERS)
+
+    @property
     def parameters(self) -> int:
         """Return the number of parameters; a tied tensor counts once, as in `model.parameters()`."""
         return sum(t.elements for t in self.tensors if t.is_parameter and t.tied_to is None)
+
+    @property
+    def active_parameters(self) -> int:
+        """Return the parameters that one token passes: of the routed experts, only those it chooses."""
+        if not self.experts:
+            return self.parameters
+        routed = sum(t.elements for t in self.tensors if t.role == "expert" and t.tied_to is None)
+        return self.parameters - routed * (self.experts - self.experts_per_token) // self.experts
 
     @property
     def tower_parameters(self) -> dict[str, int]:

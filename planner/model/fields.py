@@ -299,7 +299,9 @@ class Fields:
             )
         for kind in value:
             if kind not in ("full_attention", "sliding_attention"):
-                raise UnsupportedArchitecture(f"{shown(kind)} is not known here", field="layer_types")
+                raise UnsupportedArchitecture(
+                    f"{shown(kind)} is not a known kind of layer", field="layer_types"
+                )
         return tuple(value)
 
     def listed(self, field: str, layers: int, words: Mapping[Any, bool]) -> tuple[bool, ...] | None:
@@ -400,3 +402,14 @@ _PRETRAINED_FIELDS = frozenset(
     typical_p use_bfloat16 add_cross_attention
     """.split()  # noqa: SIM905
 )
+
+
+def label_count(fields: Fields) -> int:
+    """Return the number of outputs of a classifier.
+
+    It is the length of ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, transformers 5.19).
+    """
+    listed = fields.raw("id2label")
+    if isinstance(listed, dict) and listed:
+        return len(listed)
+    return fields.integer("num_labels", 2, limit="vocab")

@@ -338,6 +338,7 @@ class Head:
         softcap: whether tanh caps the logits.
         projected: name of a matrix before the head that maps hidden states to the embedding's width, or None.
         buffers: buffers that precede the head in the state dict.
+        labels: number of labels of a classifier, or None for a head over the vocabulary.
     """
 
     tied: bool
@@ -345,6 +346,7 @@ class Head:
     softcap: bool = False
     projected: str | None = None
     buffers: tuple[TensorSpec, ...] = ()
+    labels: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +387,11 @@ class Recipe:
     taped: bool = True
 
     @property
+    def logits(self) -> int:
+        """Return the number of logits of one token."""
+        return self.embedding.rows if self.head.labels is None else self.head.labels
+
+    @property
     def hidden(self) -> int:
         """Return the width of the residual stream."""
         return self.embedding.projected[1] if self.embedding.projected else self.embedding.width
@@ -399,7 +406,6 @@ def layer_of(
     mlp: Mlp | Experts,
     norms: tuple[Norm, ...],
     dropouts: tuple[float, float] = (0.0, 0.0),
-    extra: tuple[TensorSpec, ...] = (),
 ) -> Layer:
     """Return a decoder layer of one attention module and one MLP.
 
@@ -411,7 +417,6 @@ def layer_of(
         mlp: the feed-forward module.
         norms: the norms in the order of computation.
         dropouts: dropout probabilities of attention and MLP.
-        extra: tensors outside the modules, named relative to the layer.
     """
     before: tuple[Norm | None, ...] = norms[:2] if len(norms) > 1 else (*norms, None)
     after: tuple[Norm | None, ...] = (None, None)
@@ -426,4 +431,4 @@ def layer_of(
         Branch(attention, before[0], after[0], dropouts[0], summed=summed[0]),
         Branch(mlp, before[1], after[1], dropouts[1], summed=summed[1]),
     )
-    return Layer(branches, flow == "parallel", extra)
+    return Layer(branches, flow == "parallel")

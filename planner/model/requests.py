@@ -137,7 +137,10 @@ class RequestLaw:
 
     @property
     def fixed_blocks(self) -> int:
-        """Return the blocks that do not depend on the length: running states and an encoder's output."""
+        """Return the blocks of a request that do not depend on its length.
+
+        They hold running states and an encoder's output.
+        """
         return sum(group.needed(1) for group in self.groups if group.kind in ("state", "fixed"))
 
     @property
@@ -251,7 +254,7 @@ class RequestLaw:
 
     @staticmethod
     def _asked(group: GroupLaw, tokens: int) -> int:
-        """Return the KV blocks that `tokens` tokens need in a group, at most its cap."""
+        """Return the KV blocks that `tokens` tokens need in a group, at most the group's maximum."""
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 

@@ -45,8 +45,8 @@ class Vision:
     `bound` says how the processor limits a picture:
 
     - `pixels`: at most `image` pixels. A video has at most `video` pixels in total. If `video` is 0, a video
-      has at most `frames` frames of `frame` pixels each (0: as large as a picture), of which `left` remain (0:
-      all).
+      has at most `frames` frames, of which `left` remain (0: all). A frame has at most `frame` pixels (0: as
+      large as a picture).
     - `edge`: at most `image` pixels on the longer side.
     - `patches`: at most `image` patches, from pictures of `side` pixels.
     - `fixed`: `image` embeddings from `patches` patches. A video has at most `frames` frames, each of `frame`

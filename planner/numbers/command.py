@@ -252,7 +252,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _of_a_block(name: str | None) -> DeploymentError:
-    """Return the error for a number format that cannot store one value by itself (block formats), or inf."""
+    """Return the error for a value that the number format `name` cannot store.
+
+    A block format stores no value by itself, and an integer format has neither infinity nor NaN.
+    """
     block = next((b for b in BLOCKS if b.name == name), None)
     if block is None:  # The format is an integer format, and the value is infinity or NaN.
         return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")

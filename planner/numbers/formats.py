@@ -53,7 +53,7 @@ class FloatFormat:
 
     @property
     def top(self) -> int:
-        """Return the largest exponent field of a finite number."""
+        """Return the largest value of the exponent's bits in a finite number of the format."""
         return (1 << self.exponent) - (1 if self.top_exponent_is_number else 2)
 
     @property
@@ -211,11 +211,6 @@ BLOCKS = (
     Block("nf4", 4, 64, 32, "16 levels of a normal distribution, one fp32 absmax per 64"),
     Block("nf4-double", 4, 64, 8, "the same, the absmax itself in 8 bits with one fp32 per 256 of them"),
 )
-
-
-def float_format(name: str) -> FloatFormat:
-    """Return the floating-point format called `name`."""
-    return next(f for f in FLOATS if f.name == name)
 
 
 def nearest_nf4(value: Real) -> tuple[int, float]:

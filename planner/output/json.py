@@ -65,6 +65,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "stops_with": plan.stops_with,
         "intervals": {name: list(bounds) for name, bounds in plan.intervals.items()},
         "host": None if plan.host is None else _host(plan.host),
+        "tiers": [asdict(tier) for tier in plan.tiers],
         "notes": list(plan.notes),
         "advice": list(plan.advice),
     }
@@ -127,5 +128,6 @@ def _rank(rank: RankPlan) -> dict[str, int]:
         "total_bytes": rank.total_bytes,
         "lora_bytes": rank.lora_bytes,
         "draft_bytes": rank.draft_bytes,
+        "kv_tier_bytes": rank.kv_tier_bytes,
         "offloaded_bytes": rank.offloaded_bytes,
     }

@@ -11,7 +11,7 @@ from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
-_OTHER_COLUMNS = 68  # The columns beside the bar have this width.
+_OTHER_COLUMNS = 68  # width of the columns beside the bar
 
 
 def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
@@ -63,12 +63,14 @@ def _draw(plan: Plan, explain: bool, file: TextIO) -> None:
     for line in plan.headline():
         screen.print(line)
     width, full = max(8, min(_BAR_WIDTH, screen.width - _OTHER_COLUMNS)), shades(file)[0]
+    screen.print()
     rows: list[tuple[Cell, ...]] = [("", "", "bytes", "", "bounds")]
     for name, size, note in plan.memory_rows():
         bar = full * (0 if name == "device" else cells(size, plan.rank.total_bytes, width))
         colour = "red" if size < 0 else "green" if name == "free" else "cyan"
         rows.append((name, gib(size), f"{size:,}", (bar, colour), note))
     screen.table(rows, right=(1, 2), titles=True)
+    screen.print()
     for line in (*plan.capacity_lines(), *plan.host_lines()):
         screen.print(line)
     for line in plan.verdict_lines():

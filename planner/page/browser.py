@@ -103,7 +103,8 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
         answers: (status, headers, body, error) of each request that the previous call asked for; empty at
             first.
     """
-    from tonnage.planner.page.hub import BrowserRemote, BrowserResponse  # loads an HTTP client: slow
+    # imported here, because it loads an HTTP client, which is slow
+    from tonnage.planner.page.hub import BrowserRemote, BrowserResponse
 
     given = [
         BrowserResponse(status, tuple(headers), bytes(body), failed)
@@ -114,7 +115,9 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
             if (model := hub_model(name)) is None:
                 raise ModelNotFound("is no name of the hub's", field="model", hint='name it "org/name"')
             if model.gguf:
-                raise ModelNotFound("GGUF files of the hub are read by the command alone", field="model")
+                raise ModelNotFound(
+                    "this page reads no GGUF files of the hub; tonnage plan does", field="model"
+                )
             _remotes[name] = BrowserRemote(model)
         reading = _remotes[name]
         done = reading.advance(given)

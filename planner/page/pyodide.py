@@ -22,7 +22,8 @@ FILES = {
     "python_stdlib.zip": "fa1957e5777068fc4f7437f96d860ae2fbe9c19732ba06c84e004ec16dd7dd7a",
     "pyodide-lock.json": "5dc2fc119108bc148c7457dc86e7675b5c87e1cafd420b9c34c1eaef7b36c010",
 }
-SHIPPED = Path(__file__).parent / "data" / "pyodide"  # `make pyodide` fills it before a build
+# folder of the shipped Pyodide files, which `make pyodide` fills before a build
+SHIPPED = Path(__file__).parent / "data" / "pyodide"
 
 
 class PageError(TonnageError):
@@ -95,7 +96,7 @@ def fetch(folder: Path) -> None:
     print(f"Fetching Pyodide {VERSION} (6 MB, once) into {folder}", file=sys.stderr, flush=True)
     try:
         _fill(folder, npm)
-    except OSError as error:  # no permission, no space
+    except OSError as error:  # the folder may lack permission or space
         raise PageError(
             f"{folder} cannot be written: {error.strerror}", field="--pyodide",
             hint="set TONNAGE_CACHE to a folder that can be written",

@@ -19,7 +19,7 @@ from tonnage.planner.units import ceil_div, gib
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
 _NODE = 8  # GPUs of one machine
-_MOST_STAGES = 32  # Larger layouts are not looked for.
+_MOST_STAGES = 32  # maximum number of pipeline stages of an advised layout
 # Advice on another weight format or parallel size must sum the weights again, at 10 us per tensor. Published
 # models have at most 2,201 tensors (DeepSeek-V4-Pro). For a file with more tensors than this limit, advice only
 # suggests changes that leave the weights unchanged.
@@ -70,7 +70,7 @@ def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
     if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:
         return None
     found, low, high = None, 2, chosen.n_gpu_layers or now.architecture.layers + 1
-    while low < high:  # Memory grows with the number of layers.
+    while low < high:  # memory grows with the number of layers, so bisect
         middle = (low + high) // 2
         try:
             size = sizer.size(replace(flags, n_gpu_layers=middle))
@@ -140,7 +140,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # factors of 4 change the figures visibly
+    for seqs in (256, 64, 16):  # steps of a factor of 4, because smaller ones hardly change the figures
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (

@@ -64,7 +64,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
     ranks = _every_rank(size.stages, flags)
     files, file_notes = _against_index(source, architecture)
     terms = (*terms, *files)
-    host = host_memory(source, auto_dtype(source), architecture, chosen, size.stages, ranks, pool, held)
+    dtype = auto_dtype(source)
+    host, tiers = host_memory(source, dtype, architecture, chosen, size.stages, ranks, pool, held, size.bounds)
     if host is not None:
         terms = (*terms, *host_terms(host))
     return Plan(
@@ -75,6 +76,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         deployment=flags,
         ranks=ranks,
         host=host,
+        tiers=tiers,
         worst_rank=size.place * flags.tensor_parallel_size,
         kv_cache=KVCachePlan(
             layout=pool.layout,
@@ -146,7 +148,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
     """Return notes about the calibration file that the plan uses, empty without --calibration."""
     if chosen.flags.calibration is None:
         return ()
-    # a part of fit-log: few plans are calibrated, and its import of statistics takes 4 ms
+    # imported here, because few plans are calibrated and it imports statistics (4 ms)
     from tonnage.planner.planning.calibration import calibration_notes
 
     return calibration_notes(chosen)
@@ -191,6 +193,7 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
         path=source.path,
         architecture=architecture.class_name,
         parameters=architecture.parameters,
+        active_parameters=architecture.active_parameters,
         attention=architecture.attention,
         via=via,
         max_model_len=architecture.max_model_len,
@@ -206,7 +209,7 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     if index is not None:
         content.append([sorted(index.files), index.total_bytes])
     if flags.calibration is not None:
-        # a part of fit-log: few plans are calibrated, and its import of statistics takes 4 ms
+        # imported here, because few plans are calibrated and it imports statistics (4 ms)
         from tonnage.planner.planning.calibration import read_calibration
 
         content.append(read_calibration(flags.calibration))

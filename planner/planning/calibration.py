@@ -7,9 +7,9 @@ memory terms that only a run shows. A plan uses the entries of its own engine, m
 * Activations and CUDA graphs: the planned value times the median of logged / planned. Starts of models of the
 same shape are preferred; without one, all starts count.
 
-A calibrated interval covers all measured values. It extends beyond them by half the width of the plan's own
-interval, divided by the number of starts plus one: with one start the margin is halved, with nine it is a
-tenth.
+A calibrated interval covers all measured values. It extends beyond them by a margin: half the width of the
+plan's own interval, divided by the number of starts plus one. With one start the margin is halved, with nine it
+is a tenth.
 """
 
 from __future__ import annotations

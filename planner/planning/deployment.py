@@ -34,9 +34,9 @@ def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
 def deployment_of(given: Mapping[str, Any], model: str = "") -> Deployment:
     """Return the `Deployment` of the given fields, with defaults that depend on the other fields.
 
-    The engine defaults to llama.cpp for a GGUF file on a GPU or on the hub and for a GGUF type, else to vllm if
-    a GPU or an engine version is given, else to hf. With a draft model, the default is one drafted token per
-    step. `model` is the name of the model, if it is known.
+    The engine defaults to llama.cpp for a GGUF file on a GPU or on the hub, and for a GGUF type. Otherwise it
+    defaults to vllm if a GPU or an engine version is given, else to hf. With a draft model, the default is one
+    drafted token per step. `model` is the name of the model, if it is known.
 
     Raises:
         DeploymentError: the fields contradict each other (see `check_given`).
@@ -83,8 +83,10 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
         needs, engine = flags[name].needs, flags[name].engine
         if needs and not given.get(needs):
             refuse(name, f"requires {flags[needs].option}")
-        if engine and deployment.engine != engine:
-            refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {engine}")
+        engines = engine.split(", ")
+        if engine and deployment.engine not in engines:
+            last = engines[-1]
+            refuse(name, f"is a setting of {engine}, not of {deployment.engine}", f"--engine {last}")
     if "device" in given and deployment.gpu is not None:
         gpu = find_gpu(deployment.gpu)
         if deployment.device != gpu.device:

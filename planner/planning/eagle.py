@@ -110,7 +110,8 @@ def eagle_draft(
     made = build_architecture(plain)
     if made.vocab_size != model.vocab_size:
         raise DeploymentError(
-            f"its vocabulary of {made.vocab_size:,} is not the model's {model.vocab_size:,}", field=_FIELD
+            f"the draft's vocabulary of {made.vocab_size:,} is not the model's {model.vocab_size:,}",
+            field=_FIELD,
         )
     embedding = next(tensor for tensor in made.tensors if tensor.role == "embedding")
     names = {tensor.name for tensor in tensors or ()}
@@ -150,7 +151,7 @@ def _joined_states(config: Mapping[str, Any]) -> Any:
 
 
 def _states_read(config: Mapping[str, Any]) -> int:
-    """Return how many target hidden states the draft reads; 0 for a draft without `fc`."""
+    """Return how many hidden states of the target model the draft reads; 0 without the matrix `fc`."""
     return _joined_states(config) if _eagle_config(config).get("use_aux_hidden_state", True) else 0
 
 
@@ -196,5 +197,8 @@ def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Archit
 
 
 def _joining_matrix(made: Architecture, into: int) -> TensorSpec:
-    """Return the matrix `fc` [hidden, into], which every rank holds in full."""
+    """Return the matrix `fc` [hidden, into] that maps the draft's joined inputs to its hidden size.
+
+    Every rank holds it in full.
+    """
     return TensorSpec("model.fc.weight", (made.hidden_size, into), "mlp", "Linear")

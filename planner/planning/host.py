@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.devices.catalogue import shares_memory
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.host import HostInputs, largest_tensor
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import ELEMENT_BYTES
 from tonnage.planner.model.host import HostMemory
+from tonnage.planner.model.tier import KVTier
 from tonnage.planner.planning.stages import Stage
 from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.read import read_quantization
@@ -19,16 +23,16 @@ from tonnage.planner.units import gib
 def host_memory(
     source: ModelSource, dtype: str, architecture: Architecture, chosen: Resolved, stages: list[Stage],
     ranks: tuple[RankPlan, ...], pool: PoolSpec, held: PoolCapacity,
-) -> HostMemory | None:  # fmt: skip
-    """Return the host memory that the engine needs in addition to GPU memory, or None on a CPU.
+    bounds: tuple[PoolCapacity, PoolCapacity],
+) -> tuple[HostMemory | None, tuple[KVTier, ...]]:  # fmt: skip
+    """Return the host memory that the engine needs in addition to GPU memory (None on a CPU), and its KV tiers.
 
-    `dtype` is the checkpoint's dtype.
+    `dtype` is the checkpoint's dtype. `bounds` are the lower and the upper bound of the pool's capacity `held`.
+
+    Raises:
+        DeploymentError: a tier's flags are not understood, or a tier is larger than memory that is known.
     """
     flags = chosen.flags
-    if flags.device == "cpu":
-        return None
-    if shares_memory(flags.gpu):
-        return HostMemory(unknown=f"{flags.gpu} has no memory of its own, the plan's is the host's too")
     total, largest = _files(source, architecture, dtype)
     usual, most = _file_sizes(source.config.get("transformers_version"))
     hosted = HostInputs(
@@ -36,8 +40,30 @@ def host_memory(
         block_bytes=max(stage.block_bytes for stage in stages) * len(ranks),
         num_blocks=held.num_blocks,
         tokens=held.tokens,
+        token_bounds=(bounds[0].tokens, bounds[1].tokens),
+        apart=pool.apart,
     )  # fmt: skip
-    return engine_of(flags.engine).host_memory(hosted)
+    engine = engine_of(flags.engine)
+    tiers = engine.tiers(hosted)
+    if flags.device == "cpu":
+        return None, tiers
+    if shares_memory(flags.gpu):
+        _check_unified(tiers, chosen, len(ranks))
+        why = f"{flags.gpu} has no memory of its own, the plan's is the host's too"
+        return HostMemory(unknown=why), tiers
+    return engine.host_memory(replace(hosted, tiers=tiers)), tiers
+
+
+def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> None:
+    """Raise DeploymentError if tiers in memory exceed what a GPU without memory of its own leaves of it."""
+    taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks  # one GPU to a machine
+    left = chosen.device_memory - chosen.limit
+    if taken > left:
+        raise DeploymentError(
+            f"takes {gib(taken)} of the memory that {chosen.flags.gpu} shares with its host; the engine's "
+            f"{gib(chosen.limit)} of {gib(chosen.device_memory)} leave {gib(left)}",
+            field="KV tier", hint="lower the tier's size or --gpu-memory-utilization",
+        )  # fmt: skip
 
 
 def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple[int, int]:

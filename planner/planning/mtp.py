@@ -4,9 +4,9 @@ An MTP layer is a decoder layer of the model plus a joining matrix and norms. Th
 with the embedding of the last drafted token. config.json states how many such layers there are, not their
 tensors. The tensors get the names of the checkpoints, so that a quantization's exclusion list matches them.
 
-Embedding and head are the model's own (v1/worker/gpu/spec_decode/eagle/utils.py), with two exceptions: families
-whose draft layers have heads of their own, and the embedding under pipeline parallelism, where it is on another
-stage.
+Embedding and head are the model's own (v1/worker/gpu/spec_decode/eagle/utils.py), with two exceptions. In some
+families the draft layers have heads of their own. Under pipeline parallelism the model's embedding is on
+another stage.
 
 Sources: hf_config_override in config/speculative.py and model_executor/models/*_mtp.py. Tests compare the
 tensors with vLLM's modules (tests/planner/test_drafts.py).
@@ -184,8 +184,8 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
     count = known.default_count if stated is None else stated
     if not count:
         raise DeploymentError(
-            f"config.json names no draft layers of the checkpoint's own ({known.count})", field=FIELD,
-            hint="leave it out, or name a draft model",
+            f"the model has no multi-token prediction layers: config.json has no {known.count}, or 0",
+            field=FIELD, hint="leave it out, or name a draft model",
         )  # fmt: skip
     return min(count, known.max_count or count)
 

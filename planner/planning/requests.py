@@ -37,8 +37,8 @@ def with_requests(
 ) -> Plan:
     """Return the plan, extended by how many requests of each (prompt, output) length its pool holds at once.
 
-    The errors are the same as of `Plan.hold`. Where the blocks of a request are not known, a request counts as
-    a sequence of its length, if `planned_for` returns the plan for sequences of that many tokens.
+    The errors are those of `Plan.hold`. Where the blocks of a request are not known, a request counts as a
+    sequence of its length. `planned_for` returns the plan for sequences of a number of tokens.
     """
     cache = plan.kv_cache
     if cache.law is not None or planned_for is None or not cache.layout.groups:
@@ -82,9 +82,9 @@ def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
 def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
     """Return the plan, extended by how many requests of a trace its pool holds.
 
-    It counts requests with the trace's mean demand and at four quantiles. 50, 90, 99 or 100 % of the trace's
-    requests need no more blocks than the request at that quantile. If no request is within max_model_len, the
-    errors of `Plan.hold` are raised.
+    It counts requests with the trace's mean demand and at four quantiles (50, 90, 99 and 100 %). That share of
+    the trace's requests need no more blocks than the request at the quantile. If no request is within
+    max_model_len, the errors of `Plan.hold` are raised.
     """
     counted: dict[tuple[int, int], int] = {}
     for pair in lengths:

@@ -81,7 +81,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
     other = build_architecture(draft.config)
     if other.vocab_size != architecture.vocab_size:
         raise DeploymentError(
-            f"its vocabulary of {other.vocab_size:,} is not the model's {architecture.vocab_size:,}",
+            f"the draft's vocabulary of {other.vocab_size:,} is not the model's {architecture.vocab_size:,}",
             field="--speculative-model",
         )
     return _on_rank(architecture, other, quantization, flags)

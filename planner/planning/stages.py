@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tonnage.planner.deployment import Deployment
@@ -22,17 +23,19 @@ Part = tuple[Architecture, HeldWeights]
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Bytes that LoRA slots and a draft model add to a rank.
+    """Bytes that LoRA slots, a draft model and a KV tier add to a rank.
 
     Attributes:
         lora: bytes of LoRA slots, on every rank.
         draft: bytes of the draft's weights, on ranks of the last pipeline stage.
         draft_high: upper bound of the draft's weights in bytes.
+        tier: bytes of a KV tier in the device's own memory, which a CPU's host memory is.
     """
 
     lora: int
     draft: int
     draft_high: int
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +165,26 @@ def build_stages(
         UnsupportedArchitecture: for a stage without a KV cache.
     """
     held = [(weights, runtime_of(part, chosen)) for part, weights in parts]
+    return join_stages(architecture, held, chosen, pool, added)
+
+
+def join_stages(
+    architecture: Architecture, held: Sequence[tuple[HeldWeights, Runtime]], chosen: Resolved, pool: PoolSpec,
+    added: Added,
+) -> list[Stage]:  # fmt: skip
+    """Build every pipeline stage from the weights and the engine's memory of one of its ranks.
+
+    Raises:
+        UnsupportedArchitecture: for a stage without a KV cache.
+    """
     sizes = _block_bytes(pool, architecture, chosen.flags)
     # The draft model is on the last pipeline stage (v1/worker/gpu/model_runner.py).
     before = replace(added, draft=0, draft_high=0)
     each = [before] * (len(held) - 1) + [added]
     return [
-        stage_of(weights, runtime, chosen, more, size)
+        Stage(_rank(weights, runtime, chosen, more), weights, runtime, size, more.draft_high)
         for (weights, runtime), size, more in zip(held, sizes, each, strict=True)
     ]
-
-
-def stage_of(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added, block_bytes: int) -> Stage:
-    """Return a stage whose ranks hold these weights, with an empty pool."""
-    return Stage(_rank(weights, runtime, chosen, added), weights, runtime, block_bytes, added.draft_high)
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
@@ -182,7 +192,7 @@ def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime
-    # a part of fit-log: few plans are calibrated, and its import of statistics takes 4 ms
+    # imported here, because few plans are calibrated and it imports statistics (4 ms)
     from tonnage.planner.planning.calibration import calibrated
 
     return calibrated(runtime, part, chosen)
@@ -199,6 +209,7 @@ def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added
         total_bytes=chosen.device_memory,
         lora_bytes=added.lora,
         draft_bytes=added.draft,
+        kv_tier_bytes=added.tier,
         offloaded_bytes=weights.offloaded,
     )
 

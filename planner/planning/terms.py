@@ -1,4 +1,4 @@
-"""Memory terms besides weights and runtime (KV pool, LoRA slots, draft, quantized files), and notes."""
+"""Terms of a plan's memory: KV pool, LoRA slots, draft model, quantized files and requests; also notes."""
 
 from __future__ import annotations
 
@@ -133,6 +133,13 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
                 "draft_bytes", rank.draft_bytes, f"weights of {flags.speculative_model}", "--speculative-model"
             )
         )
+    if rank.kv_tier_bytes:
+        terms.append(
+            Term(
+                "kv_tier_bytes", rank.kv_tier_bytes,
+                f"whole blocks in {flags.kv_offloading_bytes:,} bytes of host memory", "--kv-offloading-size",
+            )
+        )  # fmt: skip
     if rank.offloaded_bytes:
         terms.append(
             Term(
@@ -169,7 +176,7 @@ def quantized_terms(
 
 
 def quantization_notes(config: Mapping[str, Any], asked: str | None, engine: str) -> tuple[str, ...]:
-    """Return a note if --quantization names a format that only another checkpoint of the model has."""
+    """Return a note if --quantization names a format that needs another checkpoint of the model."""
     made = engine_of(engine).quantizes_to
     if asked is None or config.get("quantization_config") or WHILE_LOADING.get(asked, asked) in made:
         return ()

@@ -90,9 +90,9 @@ class HeldWeights:
                 "experts padded to the MXFP4 kernel's tiles; 16-bit copies of MLA's up-projections", "--gpu",
             ),
             Term(
-                "weights.deepstack_buffers", self.buffers,
-                "levels * max_num_batched_tokens * hidden_size * bytes of dtype",
-                "deepstack_input_embeds of vLLM's model class",
+                "weights.step_buffers", self.buffers,
+                "max_num_batched_tokens x (levels x hidden_size x bytes of dtype, or index_topk x 4)",
+                "deepstack_input_embeds or topk_indices_buffer of vLLM's model class",
             ),
         )  # fmt: skip
         return [term for term in terms if term.value]

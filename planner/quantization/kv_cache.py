@@ -14,7 +14,8 @@ class StoredCache:
     Attributes:
         method: the tool that wrote the checkpoint: modelopt, compressed-tensors or fp8.
         dtype: the dtype by vLLM's names, None if vLLM ignores the request.
-        static_fp8: whether SGLang sees 8-bit floating point values with scales of the checkpoint.
+        static_fp8: whether SGLang stores the cache as 8-bit floating point values with scales from the
+            checkpoint.
         algorithm: ModelOpt's quant_algo, empty for other tools.
     """
 
@@ -44,7 +45,8 @@ def stored_cache(config: Mapping[str, Any]) -> StoredCache | None:
         return StoredCache("fp8", None, True) if static else None
     if method.startswith("modelopt"):
         return _of_modelopt(found)
-    if not method and "quant_algo" in found:  # SGLang takes it for ModelOpt's, vLLM's layers ignore the request
+    # SGLang takes this config for ModelOpt's, and vLLM's layers ignore the requested cache
+    if not method and "quant_algo" in found:
         stored = _of_modelopt(found)
         return None if stored is None else replace(stored, dtype=None)
     return None

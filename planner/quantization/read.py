@@ -57,7 +57,7 @@ def quantized_to(scheme: str) -> Quantization:
 
 
 def read_quantization(config: Mapping[str, Any], flag: str | None) -> Quantization:
-    """Return the checkpoint's quantization, or the one that `flag` (--quantization) requests.
+    """Return the checkpoint's quantization, or the quantization that `flag` (--quantization) requests.
 
     Raises:
         DeploymentError: flag and checkpoint contradict each other.
@@ -113,7 +113,7 @@ def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:
-    """Refuse a quantization scheme that would replace no module of this model, or would replace a tied one.
+    """Refuse a quantization scheme that would replace no module of this model, or a tied module.
 
     Raises:
         DeploymentError: the scheme replaces no module.

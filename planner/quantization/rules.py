@@ -97,7 +97,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
 
 
 def _regex(text: str, field: str) -> str:
-    """Return the expression `text` if it is simple enough to run in bounded time."""
+    """Return the regular expression `text`, or raise an error if it could run for unbounded time."""
     if not re.fullmatch(_PLAIN_REGEX, text, re.ASCII) or re.search(_NESTED, text.replace(".*", ".")):
         raise UnsupportedArchitecture(f"{shown(text)} is not a simple regular expression", field=field)
     try:

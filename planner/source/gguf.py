@@ -22,7 +22,7 @@ from tonnage.planner.source.hub import shipped_models
 from tonnage.planner.source.model import ModelSource
 
 if TYPE_CHECKING:
-    from tonnage.planner.headers.remote import Remote  # loads an HTTP client
+    from tonnage.planner.headers.remote import Remote  # imported here, because it loads an HTTP client
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _FIRST_BYTES = 1 << 20  # The header of a vocabulary of 32,000 tokens fits; a longer one takes more requests.
@@ -143,7 +143,8 @@ def _fetched(model: HubModel) -> ModelSource:
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model",
             hint="give the .gguf file",
         )  # fmt: skip
-    from tonnage.planner.headers.remote import Remote  # loads an HTTP client, slow to import
+    # imported here, because it loads an HTTP client, which is slow
+    from tonnage.planner.headers.remote import Remote
 
     remote = Remote(model)
     if modelscope() and not model.gguf.lower().endswith(".gguf"):
@@ -157,7 +158,11 @@ def _fetched(model: HubModel) -> ModelSource:
 
 
 def _names(model: HubModel, remote: Remote) -> list[str]:
-    """Return the names of a model's GGUF files on the hub; a single file is not looked up."""
+    """Return the names of a model's GGUF files on the hub.
+
+    If the model names a single file that is not a shard, it is the only one. Otherwise the names are chosen
+    from the hub's list of files.
+    """
     if model.gguf.lower().endswith(".gguf") and _SHARD.search(model.gguf) is None:
         return [model.gguf]
     return _choose(model, remote.files())

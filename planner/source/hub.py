@@ -16,7 +16,7 @@ from tonnage.planner.headers.names import HubModel, revision_of
 from tonnage.planner.model.fields import load_config
 
 if TYPE_CHECKING:
-    from tonnage.planner.headers.remote import Remote  # loads an HTTP client
+    from tonnage.planner.headers.remote import Remote  # imported here, because it loads an HTTP client
 
 _SHIPPED = Path(__file__).parent.parent / "page" / "data" / "models"
 _HINT = "give a local folder with config.json, or a name the hub knows"
@@ -48,7 +48,8 @@ def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
         raise HubUnreachable(
             f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT
         )
-    from tonnage.planner.headers.remote import Remote  # loads an HTTP client, slow to import
+    # imported here, because it loads an HTTP client, which is slow
+    from tonnage.planner.headers.remote import Remote
 
     return read(model, Remote(model))
 
@@ -64,12 +65,13 @@ def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict
     Raises:
         ModelNotFound: the model cannot be fetched.
     """
-    from tonnage.planner.headers.remote import fetch_checkpoint, fetch_config  # loads an HTTP client
+    # imported here, because it loads an HTTP client
+    from tonnage.planner.headers.remote import fetch_checkpoint, fetch_config
 
     try:
         config = fetch_config(remote)
         if config is None:
-            raise ModelNotFound("there is no config.json", field="model")
+            raise ModelNotFound("the model has no config.json", field="model")
         return config, fetch_checkpoint(remote, headers=headers)
     except ModelNotFound as error:
         kind = type(error)
@@ -79,6 +81,24 @@ def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict
 def shipped_models() -> dict[str, Path]:
     """Return the hub ids of the models whose config.json Tonnage carries for `tonnage page`, with the files."""
     return {path.stem.replace("__", "/", 1): path for path in sorted(_SHIPPED.glob("*.json"))}
+
+
+def shipped_like(name: str) -> list[str]:
+    """Return the hub ids of at most three shipped models whose names are most similar to `name`."""
+    from difflib import get_close_matches  # imported here, because only an error message needs it
+
+    # Names without organization and without words that do not change the memory
+    plain = {re.sub(r"-(?:instruct|chat|hf|it)$|^meta-", "", _last(full)): full for full in shipped_models()}
+    wanted = re.sub(r"-(?:instruct|chat|hf|it)$|^meta-", "", _last(name))
+    if wanted in plain:
+        return [plain[wanted]]
+    starting = [each for each in plain if each.startswith(wanted)] if len(wanted) > 3 else []
+    found = [*get_close_matches(wanted, plain, 3, 0.8), *starting]
+    return [plain[each] for each in dict.fromkeys(found)][:3]
+
+
+def _last(name: str) -> str:
+    return name.rpartition("/")[2].lower().replace("_", "-")
 
 
 def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple[str, ...]]:
@@ -96,9 +116,7 @@ def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple
     except HubUnreachable as error:
         shipped = shipped_models()
         if (path := shipped.get(str(model))) is None:
-            from difflib import get_close_matches  # only an error message needs it
-
-            close = get_close_matches(str(model), shipped, 3, 0.7)
+            close = shipped_like(str(model))
             hint = error.hint or _HINT
             if close:
                 hint += f"; without the hub, these can be planned: {', '.join(close)}"

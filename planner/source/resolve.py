@@ -68,7 +68,7 @@ def resolve_model(model: str) -> ModelSource:
     if model == "demo":
         return _demo()
     if not model or "\0" in model:
-        raise ModelNotFound(f"{model!r} is not a name", field="model")
+        raise ModelNotFound(f"{model!r} is not the name of a model", field="model")
     try:
         return _local(Path(model).expanduser(), model) or _hub(model)
     except OSError as error:  # Causes are a missing permission or a name that is too long.
@@ -84,14 +84,18 @@ def _local(path: Path, model: str) -> ModelSource | None:
 
 
 def _hub(model: str) -> ModelSource:
-    from tonnage.planner.headers.names import hub_model  # a local model does not need it
+    from tonnage.planner.headers.names import hub_model  # imported here, because a local model does not need it
 
     if (named := hub_model(model)) is None:
+        from tonnage.planner.source.hub import shipped_like  # imported here, because only this error needs it
+
+        close = shipped_like(model) if "/" not in model and "." not in model[:1] else []
         raise ModelNotFound(
-            f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model", hint=_HINT
-        )
+            f"{model[:120]!r} is neither a folder, a .gguf file nor a hub id", field="model",
+            hint=f"did you mean {' or '.join(close)}? {_HINT.capitalize()}" if close else _HINT,
+        )  # fmt: skip
     if named.gguf:
-        from tonnage.planner.source.gguf import hub_gguf  # only GGUF files need it
+        from tonnage.planner.source.gguf import hub_gguf  # imported here, because only GGUF files need it
 
         return hub_gguf(named)
     from tonnage.planner.source.hub import (
@@ -165,7 +169,7 @@ def _file(path: Path, model: str) -> ModelSource:
             f"{model} is a file but not a .gguf or a config.json", field="model",
             hint="give the model's folder instead",
         )  # fmt: skip
-    from tonnage.planner.headers.gguf import read_gguf  # only this format needs them
+    from tonnage.planner.headers.gguf import read_gguf  # imported here, because only this format needs them
     from tonnage.planner.headers.gguf_config import config_from_gguf
 
     header = read_gguf(path)

@@ -139,5 +139,5 @@ def _counted(text: str) -> tuple[str, int | None]:
     if match is None:
         return text, None
     if not int(match[1]):
-        raise DeploymentError(f"{text[:60]!r}: at least one", field="--gpu")
+        raise DeploymentError(f"{text[:60]!r} names no GPU; give at least one", field="--gpu")
     return match[2], int(match[1])

@@ -23,7 +23,7 @@ from tonnage.planner.planning.calibration import read_calibration
 from tonnage.planner.planning.deployment import version_of
 from tonnage.planner.planning.files import with_file_type
 from tonnage.planner.planning.requests import parse_request
-from tonnage.planner.screen import Screen
+from tonnage.planner.screen import Screen, busy
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices, grids
 from tonnage.planner.sweep.grid import Grid, default_grid, sweep
@@ -69,7 +69,9 @@ def run_sweep(choices: Choices, deployment: Deployment, args: argparse.Namespace
             for kind in kinds:
                 rows += _gguf_rows(source, deployment, combined, kind, lengths, prices)
             if formats or not kinds:
-                rows += [row for grid in combined for row in sweep(source, deployment, grid, lengths, prices)]
+                with busy(f"{escaped(name)}: planning {sum(map(len, combined)):,} combinations ..."):
+                    for grid in combined:
+                        rows += sweep(source, deployment, grid, lengths, prices)
         except TonnageError as error:
             if len(choices.models) == 1:
                 raise

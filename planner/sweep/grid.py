@@ -1,4 +1,4 @@
-"""Sweep over GPUs, tensor parallelism, KV cache dtypes and quantizations, one row per combination.
+"""Sweep over GPUs, parallel sizes, KV cache dtypes and quantizations, one row per combination.
 
 Combinations share partial results (`parts.py`), so a row takes 0.05 ms (benchmarks/plan_speed.py).
 """
@@ -19,7 +19,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import at_most, check_lengths, hold
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.planning.stages import Stage, stage_of
+from tonnage.planner.planning.stages import Stage
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import flag_formats
 from tonnage.planner.source.resolve import ModelSource
@@ -33,12 +33,15 @@ class Grid:
 
     Attributes:
         quantizations: values of --quantization, or "as is" for the checkpoint's own.
+        pipeline_parallel_sizes: numbers of pipeline stages. Of several stages, only layouts within one machine
+            are combined.
     """
 
     gpus: tuple[Gpu, ...]
     quantizations: tuple[str, ...]
     kv_cache_dtypes: tuple[str, ...]
     tensor_parallel_sizes: tuple[int, ...]
+    pipeline_parallel_sizes: tuple[int, ...] = (1,)
 
     def __len__(self) -> int:
         return (
@@ -46,12 +49,13 @@ class Grid:
             * len(self.quantizations)
             * len(self.kv_cache_dtypes)
             * len(self.tensor_parallel_sizes)
+            * len(self.pipeline_parallel_sizes)
         )
 
 
 def sweep(
     source: ModelSource, deployment: Deployment, grid: Grid, lengths: Sequence[tuple[int, int]] = (),
-    prices: Mapping[str, float] | None = None,
+    prices: Mapping[str, float] | None = None, parts: Parts | None = None,
 ) -> list[SweepRow]:  # fmt: skip
     """Plan every combination of a grid; a combination that cannot be planned becomes a row with the reason.
 
@@ -61,16 +65,18 @@ def sweep(
         grid: the values to combine.
         lengths: (prompt, output) tokens of requests; each row says how many run at once.
         prices: USD per hour of one GPU by its name; these prices replace the public lists.
+        parts: partial results of an earlier sweep with the same model and flags.
 
     Raises:
         TonnageError: the model itself is not supported.
     """
-    parts = Parts(source, deployment)
+    parts = parts or Parts(source, deployment)
     rows = []
-    for gpu, ranks in product(grid.gpus, grid.tensor_parallel_sizes):
-        price = cost_of(gpu.name, ranks, prices)
+    sizes = product(grid.gpus, grid.tensor_parallel_sizes, grid.pipeline_parallel_sizes)
+    for gpu, ranks, stages in sizes:
+        price = cost_of(gpu.name, ranks * stages, prices)
         for kv_dtype, scheme in product(grid.kv_cache_dtypes, grid.quantizations):
-            row = SweepRow(gpu.name, ranks, scheme, kv_dtype, False, model=source.id)
+            row = SweepRow(gpu.name, ranks * stages, scheme, kv_dtype, False, model=source.id, stages=stages)
             try:
                 rows.append(_planned_row(row, parts, gpu, price, lengths))
             except TonnageError as error:
@@ -87,20 +93,18 @@ def _planned_row(
         TonnageError: a part of the plan is not possible.
     """
     scheme = row.quantization
-    chosen, notes = parts.resolve(gpu, row.kv_cache_dtype, row.gpus)
-    pool = parts.pool(chosen)
-    held, added = parts.weights(chosen, scheme)
-    runtime = parts.runtime(chosen, scheme)
+    chosen, notes = parts.resolve(gpu, row.kv_cache_dtype, row.tensor, row.stages)
+    pool, stages = parts.pool(chosen), parts.stages(chosen, scheme)
     asked = [(parts.law(chosen), *length) for length in lengths]
-    stage = stage_of(held, runtime, chosen, added, pool.layout.bytes_per_block)
-    row = _row(row, parts.engine, parts.architecture, chosen, pool, stage, price, asked, notes)
+    row = _row(row, parts.engine, parts.architecture, chosen, pool, stages, price, asked, notes)
     runs = parts.support(chosen, scheme)
     return row if runs.runs else replace(row, unsupported=runs.why, fits=row.fits and not runs.refused)
 
 
 def _row(
-    row: SweepRow, engine: Engine, architecture: Architecture, chosen: Resolved, pool: PoolSpec, stage: Stage,
-    price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]], notes: tuple[str, ...],
+    row: SweepRow, engine: Engine, architecture: Architecture, chosen: Resolved, pool: PoolSpec,
+    stages: list[Stage], price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
+    notes: tuple[str, ...],
 ) -> SweepRow:  # fmt: skip
     """Return `row` with the figures of its plan, equal to a single plan's figures (`Sizer`).
 
@@ -108,19 +112,24 @@ def _row(
         row: the row with the combination's GPU, quantization, KV dtype and TP.
         engine: the engine.
         architecture: the model.
-        chosen: the flags with all open values chosen.
+        chosen: the flags, with every omitted flag chosen.
         pool: geometry of the block pool.
-        stage: memory that a rank holds besides the KV pool.
+        stages: memory that a rank of each pipeline stage holds besides the KV pool.
         price: hourly price of the GPUs, or None.
         asked: (rules for the blocks of a request, prompt tokens, output tokens) of each request to count.
         notes: notes to store in the row.
     """
-    size, weights = stage.block_bytes, stage.loaded_bounds
-    pool = engine.adjust_pool(architecture, chosen, pool, weights[0])
-    blocks = engine.num_blocks(chosen, pool, size, stage.rank.used_bytes, weights[0])
-    ends = engine.block_bounds(chosen, pool, size, stage.used_bounds, weights, stage.runtime.framework.high)
-    held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *ends))
-    rank = stage.with_blocks(blocks, pool.apart).rank
+    pool = engine.adjust_pool(architecture, chosen, pool, max(stage.loaded_bounds[0] for stage in stages))
+    blocks = min(
+        engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
+        for stage in stages
+    )
+    ends = [_block_bounds(engine, chosen, pool, stage) for stage in stages]
+    fewest = map(min, zip(*ends, strict=True))
+    held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *fewest))
+    filled = [stage.with_blocks(blocks, pool.apart) for stage in stages]
+    stage = max(filled, key=lambda one: one.rank.used_bytes)
+    rank, whole_pool = stage.rank, sum(one.rank.kv_pool_bytes for one in filled)
     failure = engine.predict_failure(architecture, chosen, rank, pool, held)
     limit = engine.most_running(chosen, pool, held)
     stops = "" if failure is None else failure.why
@@ -130,7 +139,7 @@ def _row(
     requests = [hold(law, prompt, output, usable, limit) for law, prompt, output in asked]
     counts = [(at_most(found.at_once, limit), at_most(found.bounds[0], limit)) for found in requests]
     counts.append((at_most(held.max_concurrency, limit), at_most(least.max_concurrency, limit)))
-    whole = int(rank.kv_pool_bytes / held.max_concurrency) if held.max_concurrency else 0
+    whole = int(whole_pool / held.max_concurrency) if held.max_concurrency else 0
     request_bytes, read_bytes = whole, whole
     if asked:
         law, prompt, output = asked[0]
@@ -161,7 +170,13 @@ def _row(
         least_held=requests[0].bounds[0] if requests else least.max_concurrency,
         request_bytes=request_bytes,
         read_bytes=read_bytes,
+        replica_pool_bytes=whole_pool * row.tensor,
     )
+
+
+def _block_bounds(engine: Engine, chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
+    framework, size = stage.runtime.framework.high, stage.block_bytes
+    return engine.block_bounds(chosen, pool, size, stage.used_bounds, stage.loaded_bounds, framework)
 
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:

@@ -1,4 +1,4 @@
-"""Layouts that hold a number of requests (`--target-concurrency`), smallest first, near-equal ones folded."""
+"""Layouts that hold a number of requests (`--target-concurrency`), smallest first, without near duplicates."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from math import inf
 
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.devices.prices import cost_of
+from tonnage.planner.sweep.layouts import NODE
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.speed import Speed, Work, speed_of
 from tonnage.planner.units import ceil_div
-
-NODE = 8
-"""GPUs of one machine.
-
-Larger layouts are listed only if no layout fits one machine, and then up to twice the smallest.
-"""
 
 FOLD = 0.05
 """Layouts whose price and speed are at most this share better than a listed, smaller layout are not listed."""
@@ -52,24 +47,25 @@ class Offer:
 
     @property
     def changes(self) -> int:
-        """Return how many of quantization and KV cache dtype differ from the checkpoint's own."""
+        """Return how many of the formats (quantization, KV cache dtype) differ from the checkpoint's own."""
         return (self.row.quantization != "as is") + (self.row.kv_cache_dtype != "auto")
 
     @property
     def figures(self) -> tuple[float, float, float, float]:
-        """Return (GPUs, price, seconds per token, changed formats), of which less is better."""
+        """Return (GPUs, price, seconds per token, changed formats); in each, smaller is better."""
         price = inf if self.usd_per_hour is None else self.usd_per_hour
         return self.gpus, price, inf if self.speed is None else self.speed.step_seconds, self.changes
 
 
 def offers(
-    rows: Iterable[SweepRow], wanted: int, work: Work, length: tuple[int, int] | None,
+    rows: Iterable[SweepRow], wanted: int, work: Work, stored: str, length: tuple[int, int] | None,
     prices: dict[str, float],
 ) -> list[Offer]:  # fmt: skip
     """Return one offer per row that fits, with as many replicas as `wanted` sequences need, smallest first.
 
     Args:
         rows: the rows of a sweep.
+        stored: the quantization scheme of the checkpoint.
         wanted: sequences that have to run at once.
         work: the model's parameters.
         length: (prompt, output) tokens of each request; None for sequences of max_model_len, whose prompts are
@@ -84,18 +80,23 @@ def offers(
         replicas = ceil_div(wanted, certain)
         running, gpu = ceil_div(wanted, replicas), find_gpu(row.gpu)
         prompt, output = length or (0, 1)
-        speed = None
-        if gpu.bandwidth and gpu.flops:
-            speed = speed_of(
-                work, weights_bytes=row.weights_bytes, read_bytes=row.read_bytes, gpus=row.gpus,
-                bandwidth=gpu.bandwidth, flops=gpu.flops, running=running, prompt=prompt, output=output,
-            )  # fmt: skip
+        speed = speed_of(
+            work, gpu, scheme=stored if row.quantization == "as is" else row.quantization,
+            weights_bytes=row.weights_bytes, read_bytes=row.read_bytes, tensor=row.tensor, stages=row.stages,
+            running=running, prompt=prompt, output=output,
+        )  # fmt: skip
         cost = cost_of(row.gpu, row.gpus * replicas, prices)
         found.append(Offer(row, replicas, running, None if cost is None else cost.usd, speed))
-    found.sort(key=lambda offer: (*offer.figures, offer.replicas, offer.row.gpu))
+    found.sort(key=_order)
     smallest = found[0].gpus if found else 0
     most = NODE if smallest <= NODE else 2 * smallest
     return [offer for offer in found if offer.gpus <= most]
+
+
+def _order(offer: Offer) -> tuple[float | str, ...]:
+    """Return a sort key: the smallest and cheapest layouts first, of these the ones with the fewest flags."""
+    gpus, price, seconds, changes = offer.figures
+    return gpus, price, offer.row.stages, changes, seconds, offer.replicas, offer.row.gpu
 
 
 def pareto(found: Sequence[Offer]) -> list[Offer]:
@@ -122,7 +123,7 @@ def pareto(found: Sequence[Offer]) -> list[Offer]:
 
 
 def gpus_needed(found: Sequence[Offer]) -> list[tuple[int, list[str]]]:
-    """Return (number of GPUs, names of the GPUs of which this is the smallest number), smallest first."""
+    """Return (smallest number of GPUs, GPUs for which this number is needed), the smallest number first."""
     least: dict[str, int] = {}
     for offer in found:
         least[offer.row.gpu] = min(offer.gpus, least.get(offer.row.gpu, offer.gpus))

@@ -1,7 +1,7 @@
 """Partial results that the plans of a sweep share, each computed once.
 
-Weights depend on (quantization, TP), the KV pool's geometry on (KV dtype, TP, batch), and the runtime memory on
-(GPU, KV dtype, TP).
+Weights depend on (quantization, TP, PP), the KV pool's geometry on (KV dtype, TP, batch), and the runtime
+memory on (GPU, KV dtype, TP, PP).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.files import auto_dtype, check_checkpoint, stored_format
 from tonnage.planner.planning.size import parts_of
 from tonnage.planner.planning.speculative import add_draft, within_draft
-from tonnage.planner.planning.stages import Added, rank_architecture, runtime_of
+from tonnage.planner.planning.stages import Added, Part, Stage, join_stages, rank_architecture, runtime_of
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import HeldWeights
 from tonnage.planner.plans import Resolved
@@ -60,19 +60,19 @@ class Parts:
         self._copies = check_checkpoint(source, self.architecture)
         self._found: dict[tuple[object, ...], Any] = {}
 
-    def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return a combination's flags with all open values chosen, and notes on changed values."""
+    def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int, stages: int) -> tuple[Resolved, tuple[str, ...]]:
+        """Return a combination's flags with every omitted flag chosen, and notes on changed values."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
                 self._deployment, gpu=None, device=gpu.device, device_memory=gpu.memory_bytes,
-                kv_cache_dtype=kv_dtype, tensor_parallel_size=ranks,
+                kv_cache_dtype=kv_dtype, tensor_parallel_size=ranks, pipeline_parallel_size=stages,
             )  # fmt: skip
             found = complete(replace(flags, gpu=gpu.name), self.architecture, self._dtype, self._stored)
             chosen, notes = within_draft(self.architecture, found)
             return chosen, (*self._source.notes, *notes, *notes_of_calibration(chosen))
 
-        return self._cached(("resolve", gpu.name, kv_dtype, ranks), make)
+        return self._cached(("resolve", gpu.name, kv_dtype, ranks, stages), make)
 
     def pool(self, chosen: Resolved) -> PoolSpec:
         """Return the geometry of the KV block pool: its layer groups, and the bytes of a block."""
@@ -90,46 +90,58 @@ class Parts:
             lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
         )
 
-    def weights(self, chosen: Resolved, scheme: str) -> tuple[HeldWeights, Added]:
-        """Return the weights that a rank holds, and the bytes of LoRA slots and the speculative draft.
+    def stages(self, chosen: Resolved, scheme: str) -> list[Stage]:
+        """Return the pipeline stages with an empty pool.
 
         Args:
             chosen: the resolved flags.
             scheme: a value of --quantization, or "as is" for the checkpoint's own quantization.
         """
+        held, added = self._weights(chosen, scheme)
+        memory = zip(held, self._runtime(chosen, scheme), strict=True)
+        pool = self.pool(chosen)
+        added = replace(added, tier=self.engine.tier_bytes(chosen, pool))
+        return join_stages(self.architecture, list(memory), chosen, pool, added)
+
+    def _weights(self, chosen: Resolved, scheme: str) -> tuple[list[HeldWeights], Added]:
+        """Return the weights of a rank of each stage, and the bytes of LoRA slots and the speculative draft."""
         asked = chosen.flags
         kernel = None if asked.gpu is None else self.engine.kernel_class(asked.gpu)
 
-        def make() -> tuple[HeldWeights, Added]:
+        def make() -> tuple[list[Part], Added]:
             flags = replace(
-                self._deployment, tensor_parallel_size=asked.tensor_parallel_size, device=asked.device,
+                self._deployment, tensor_parallel_size=asked.tensor_parallel_size,
+                pipeline_parallel_size=asked.pipeline_parallel_size, device=asked.device,
                 quantization=_flag(scheme), dtype=asked.dtype, gpu=kernel,
             )  # fmt: skip
             quantization = self._quantization(scheme)
             check_quantization(self.architecture, quantization, flags.engine)
-            ((_, held),) = parts_of(self._source, self.architecture, quantization, flags, self._copies)
+            parts = parts_of(self._source, self.architecture, quantization, flags, self._copies)
             draft = add_draft(self._source, self.architecture, flags)
-            return held, Added(lora_bytes(self.architecture, flags), draft.weights, draft.high)
+            return parts, Added(lora_bytes(self.architecture, flags), draft.weights, draft.high)
 
-        key = ("weights", scheme, asked.tensor_parallel_size, asked.device, asked.dtype, kernel)
-        return self._cached(key, make)
+        key = ("weights", scheme, *_ranks(asked), asked.device, asked.dtype, kernel)
+        parts, added = self._cached(key, make)
+        held = [replace(held, buffers=self.engine.step_buffers(part, chosen)) for part, held in parts]
+        return held, added
 
-    def runtime(self, chosen: Resolved, scheme: str) -> Runtime:
-        """Return the engine's memory besides weights and KV pool: activations, framework, CUDA graphs.
+    def _runtime(self, chosen: Resolved, scheme: str) -> list[Runtime]:
+        """Return the engine's memory besides weights and KV pool on a rank of each stage.
+
+        It consists of activations, framework and CUDA graphs.
 
         Of all quantizations only MXFP4 changes this memory, because its experts need no buffer of their own.
         """
         flags = chosen.flags
         kind = "mxfp4" if self._quantization(scheme).scheme == "mxfp4" else None
 
-        def make() -> Runtime:
+        def make() -> list[Runtime]:
             as_asked = replace(flags, quantization=kind)
             draft = add_draft(self._source, self.architecture, as_asked).drafting
-            return runtime_of(
-                self._part(flags.tensor_parallel_size), replace(chosen, flags=as_asked, draft=draft)
-            )
+            resolved = replace(chosen, flags=as_asked, draft=draft)
+            return [runtime_of(part, resolved) for part in self._shares(flags)]
 
-        key = ("runtime", flags.gpu, flags.kv_cache_dtype, flags.tensor_parallel_size, kind)
+        key = ("runtime", flags.gpu, flags.kv_cache_dtype, *_ranks(flags), kind)
         return self._cached(key, make)
 
     def support(self, chosen: Resolved, scheme: str) -> Support:
@@ -145,10 +157,14 @@ class Parts:
     def _quantization(self, scheme: str) -> Quantization:
         return self._cached(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
 
-    def _part(self, ranks: int) -> Architecture:
-        """Return the part of the model's tensors that the first of `ranks` tensor-parallel GPUs holds."""
-        flags = replace(self._deployment, tensor_parallel_size=ranks)
-        return self._cached(("part", ranks), lambda: rank_architecture(self.architecture, flags, 0))
+    def _shares(self, asked: Deployment) -> list[Architecture]:
+        """Return the share of the model that a rank of each pipeline stage holds."""
+        tensor, stages = _ranks(asked)
+        flags = replace(self._deployment, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
+        return self._cached(
+            ("shares", tensor, stages),
+            lambda: [rank_architecture(self.architecture, flags, stage) for stage in range(stages)],
+        )
 
     def _cached(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
         """Return the cached result of `make` for `key`; a TonnageError is stored and raised again."""
@@ -165,8 +181,12 @@ class Parts:
 
 
 def _flag(scheme: str) -> str | None:
-    """Return the --quantization value for a scheme of a sweep; "as is" gives None."""
+    """Return the value of --quantization for a sweep's quantization; None for "as is", the checkpoint's own."""
     return None if scheme == "as is" else scheme
+
+
+def _ranks(flags: Deployment) -> tuple[int, int]:
+    return flags.tensor_parallel_size, flags.pipeline_parallel_size
 
 
 def _pool_key(chosen: Resolved) -> tuple[object, ...]:

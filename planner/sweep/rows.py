@@ -10,7 +10,8 @@ class SweepRow:
     """One combination of a sweep with its planned figures; all sizes are bytes of one GPU.
 
     Attributes:
-        gpus: number of GPUs, all tensor-parallel.
+        gpus: number of GPUs: tensor-parallel ranks of all pipeline stages.
+        stages: number of pipeline stages. Weights, runtime and free bytes are of a GPU of the fullest stage.
         usd_per_hour: hourly price of all GPUs, or None if no list has one.
         price_source: name and date of the price list.
         refused: the reason why no plan is possible, else empty; the figures are 0 without a plan.
@@ -30,6 +31,8 @@ class SweepRow:
         least_held: lower bound of the sequences that the KV pool holds without --max-num-seqs.
         request_bytes: KV cache bytes of one request of the first length, else of one sequence of max_model_len.
         read_bytes: KV cache bytes that a step reads for this request in the middle of its answer.
+            Of a pipeline, `request_bytes` and `read_bytes` are of one GPU of each stage together.
+        replica_pool_bytes: bytes of the KV pools of all GPUs.
     """
 
     gpu: str
@@ -62,6 +65,13 @@ class SweepRow:
     least_held: float = 0.0
     request_bytes: int = 0
     read_bytes: int = 0
+    stages: int = 1
+    replica_pool_bytes: int = 0
+
+    @property
+    def tensor(self) -> int:
+        """Return the number of tensor-parallel ranks."""
+        return self.gpus // self.stages
 
     @property
     def usd_per_sequence(self) -> float | None:

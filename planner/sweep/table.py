@@ -56,7 +56,7 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
         print(f"Not shown for width: {', '.join(left_out)} (--csv, --json and --html have them)", file=file)
 
 
-# Columns that a narrow terminal does without, first the ones that follow from others.
+# Columns to leave out on a narrow terminal, beginning with columns that follow from others.
 _DISPENSABLE = ("tokens", "weights", "at least", "pool")
 _FIXED = {"format": "as is", "KV": "auto"}  # Values of columns that need no column if all rows have them.
 
@@ -67,7 +67,10 @@ def _aligned(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _folded(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> tuple[list[_Column], list[str]]:
-    """Return the columns without those of the checkpoint's own formats alone, and the values left out."""
+    """Return (table columns to print, texts of the omitted columns).
+
+    A column of formats is omitted if every row has the checkpoint's own format.
+    """
     kept, same = [], []
     for title, side, text in columns:
         if title in _FIXED and all(text(row) == _FIXED[title] for row in rows):

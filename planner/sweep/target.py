@@ -11,6 +11,7 @@ from typing import Any
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.prices import read_prices
+from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import DeploymentError, escaped
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.capacity import check_lengths
@@ -20,7 +21,8 @@ from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.files import with_file_type
 from tonnage.planner.planning.requests import parse_request
 from tonnage.planner.planning.size import Sizer
-from tonnage.planner.screen import Screen
+from tonnage.planner.quantization.read import read_quantization
+from tonnage.planner.screen import Screen, busy
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.choices import Choices
 from tonnage.planner.sweep.command import (
@@ -31,7 +33,7 @@ from tonnage.planner.sweep.command import (
     varied,
     write_html,
 )
-from tonnage.planner.sweep.grid import sweep
+from tonnage.planner.sweep.layouts import NODE, layouts
 from tonnage.planner.sweep.offers import FOLD, Offer, gpus_needed, offers, pareto
 from tonnage.planner.sweep.order import cheapest
 from tonnage.planner.sweep.rows import SweepRow
@@ -55,7 +57,9 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     Raises:
         TonnageError: the flags are invalid, or the model is not supported.
     """
-    deployment = common_flags(choices, deployment, args.engine is not None)
+    stages = deployment.pipeline_parallel_size
+    deployment = common_flags(choices, replace(deployment, pipeline_parallel_size=1), args.engine is not None)
+    deployment = replace(deployment, pipeline_parallel_size=stages)
     if deployment.max_num_seqs is None:
         deployment = replace(deployment, max_num_seqs=wanted)
     prices = read_prices(args.price or ())
@@ -70,18 +74,20 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
         longest = min(architecture.max_model_len, ceil_div(sum(lengths[0]), _ROUND) * _ROUND)
         deployment = replace(deployment, max_model_len=longest)
     grids = varied(choices, deployment, formats=args.sweep)
-    rows = [row for grid in grids for row in sweep(source, deployment, grid, lengths, prices)]
+    with busy(f"Planning {sum(map(len, grids)):,} layouts and more with pipelines ..."):
+        rows = layouts(source, deployment, grids, choices, wanted, lengths, prices)
     if lengths and args.max_model_len is None and rows and all(row.refused for row in rows):
         # The blocks of a request may not be known for the model: it then counts as a sequence of its length.
         sized = replace(deployment, max_model_len=sum(lengths[0]))
-        others = [row for grid in grids for row in sweep(source, sized, grid, (), prices)]
+        others = layouts(source, sized, grids, choices, wanted, (), prices)
         if not all(row.refused for row in others):
             deployment, rows, lengths = sized, others, []
     if rows and all(row.refused for row in rows):
         raise DeploymentError(Counter(row.refused for row in rows).most_common(1)[0][0])
     left_out = [row for row in rows if row.unsupported]
     rows = [row for row in rows if not row.unsupported]
-    found = offers(rows, wanted, work_of(architecture), lengths[0] if lengths else None, prices)
+    stored = read_quantization(source.config, deployment.quantization).scheme
+    found = offers(rows, wanted, work_of(architecture), stored, lengths[0] if lengths else None, prices)
     listed = pareto(found)
     single = cheapest(rows, wanted)
     if args.html:
@@ -102,7 +108,7 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
             )
         )
     else:
-        _print_need(rows, deployment, wanted, lengths)
+        _print_need(rows, args.max_model_len, wanted, lengths)
         if not listed:
             print("\n".join(map(escaped, _none(source, rows, deployment))))
         else:
@@ -110,15 +116,20 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
             print("To serve the first (with --gpu NAME that of another GPU):")
             for line in _command(source, deployment, listed[0]):
                 print(f"  {escaped(line)}")
+            if (several := _machines(listed[0], deployment)) is not None:
+                Screen(sys.stdout).print(several)
         if left_out:
             print(f"Left out: {len(left_out):,} combinations that the engine does not run (--json says why)")
     return 0 if listed else 1
 
 
 def _print_need(
-    rows: Sequence[SweepRow], deployment: Deployment, wanted: int, lengths: Sequence[tuple[int, int]]
+    rows: Sequence[SweepRow], given: object, wanted: int, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Print the pool that the requests need, from the rows of the smallest tensor parallelism."""
+    """Print the pool that the requests need, from the rows of the smallest tensor parallelism.
+
+    `given` is the --max-model-len that was given, or None.
+    """
     known = [row for row in rows if row.request_bytes]
     if not known:
         return
@@ -129,6 +140,11 @@ def _print_need(
         else f"sequences of {length:,} tokens"
     )
     print(f"{wanted:,} {what} at once, max_model_len {length:,}:")
+    if not lengths and given is None:
+        Screen(sys.stdout).print(
+            "No --request was given, so each is as long as the model allows: --request 4000+500 plans for "
+            "prompts of 4,000 tokens and answers of 500"
+        )
     least = min(row.gpus for row in known)
     sizes: dict[str, int] = {}
     weights: dict[str, int] = {}
@@ -152,13 +168,16 @@ def _print_layouts(
 ) -> None:
     needed = gpus_needed(found)
     screen = Screen(sys.stdout)
-    screen.print("GPUs needed: " + "; ".join(f"{count} x {', '.join(names)}" for count, names in needed))
+    screen.print("GPUs needed:")
+    for count, names in needed:
+        screen.print(f"  {count} x {', '.join(names)}")
     screen.print()
     shown = listed[: _SHOWN if top is None else top]
     several = len({offer.row.quantization for offer in shown}) > 1
-    titles = ["GPUs", "-tp", "-dp", *(["format"] if several else []), "KV", "pool GiB", "holds", "at least",
-              "tok/s", "ms/tok", "USD/h"]  # fmt: skip
-    lines = [titles, *(_cells(offer, several) for offer in shown)]
+    piped = any(offer.row.stages > 1 for offer in shown)
+    titles = ["GPUs", "-tp", *(["-pp"] if piped else []), "-dp", *(["format"] if several else []), "KV",
+              "pool GiB", "holds", "at least", "tok/s", "ms/tok", "USD/h"]  # fmt: skip
+    lines = [titles, *(_cells(offer, several, piped) for offer in shown)]
     right = [place for place, title in enumerate(titles) if title not in ("GPUs", "format", "KV")]
     screen.table(lines, right, titles=sys.stdout.isatty())
     screen.print()
@@ -166,7 +185,8 @@ def _print_layouts(
         print(f"... and {len(listed) - len(shown)} more (--top)")
     if folded := len(found) - len(listed):
         screen.print(
-            f"Smallest first. {folded:,} layouts are not listed: a listed one has at most as many GPUs and "
+            f"Smallest first. {folded:,} {'layout is' if folded == 1 else 'layouts are'} not listed: a listed "
+            "one has at most as many GPUs and "
             f"changed formats, and its price and speed are at most {100 * FOLD:.0f} % worse."
         )
     screen.print(SPEEDS)
@@ -175,15 +195,16 @@ def _print_layouts(
         screen.print(line)
 
 
-def _cells(offer: Offer, several: bool) -> list[str]:
+def _cells(offer: Offer, several: bool, piped: bool) -> list[str]:
     row = offer.row
     return [
         f"{offer.gpus} x {row.gpu}",
-        str(row.gpus),
+        str(row.tensor),
+        *([str(row.stages)] if piped else []),
         str(offer.replicas),
         *([row.quantization] if several else []),
         row.kv_cache_dtype,
-        f"{offer.gpus * row.kv_pool_bytes / GiB:,.1f}",
+        f"{offer.replicas * row.replica_pool_bytes / GiB:,.1f}",
         f"{offer.replicas * (row.requests_held[0] if row.requests_held else int(row.max_concurrency)):,}",
         f"{offer.replicas * int(row.least_held):,}",
         "-" if offer.tokens_per_second is None else f"{offer.tokens_per_second:,.0f}",
@@ -215,24 +236,35 @@ def _as_dict(offer: Offer) -> dict[str, Any]:
     return {
         "gpu": row.gpu,
         "gpus": offer.gpus,
-        "tensor_parallel_size": row.gpus,
+        "tensor_parallel_size": row.tensor,
+        "pipeline_parallel_size": row.stages,
         "data_parallel_size": offer.replicas,
         "quantization": row.quantization,
         "kv_cache_dtype": row.kv_cache_dtype,
         "running_per_replica": offer.running,
-        "kv_pool_bytes": offer.gpus * row.kv_pool_bytes,
-        "request_bytes_per_gpu": row.request_bytes,
+        "kv_pool_bytes": offer.replicas * row.replica_pool_bytes,
+        "request_bytes_per_gpu": row.request_bytes // row.stages,
         "usd_per_hour": offer.usd_per_hour,
         "rough_tokens_per_second": None if speed is None else offer.tokens_per_second,
         "rough_seconds_per_token": None if speed is None else speed.step_seconds,
     }
 
 
+def _machines(offer: Offer, deployment: Deployment) -> str | None:
+    """Return how to start a replica over several machines, or None if one machine holds it."""
+    if offer.row.gpus <= NODE:
+        return None
+    count = ceil_div(offer.row.gpus, NODE)
+    line = f"The first is over {count} machines of {NODE} GPUs."
+    return f"{line} {engine_of(deployment.engine).machines_note(count)}".rstrip()
+
+
 def _command(source: ModelSource, deployment: Deployment, offer: Offer) -> list[str]:
     row = offer.row
     flags = replace(
         deployment, gpu=row.gpu, quantization=None if row.quantization == "as is" else row.quantization,
-        kv_cache_dtype=row.kv_cache_dtype, tensor_parallel_size=row.gpus, data_parallel_size=offer.replicas,
+        kv_cache_dtype=row.kv_cache_dtype, tensor_parallel_size=row.tensor,
+        pipeline_parallel_size=row.stages, data_parallel_size=offer.replicas,
     )  # fmt: skip
     if flags.max_num_seqs is not None:
         flags = replace(flags, max_num_seqs=min(flags.max_num_seqs, offer.running))

@@ -80,7 +80,7 @@ class Activations:
         loss: bytes that the loss keeps.
         stream: bytes per token of the residual stream, which full checkpointing keeps once per layer.
         logit_width: bytes of one logit.
-        vocab: number of rows of the vocabulary.
+        vocab: number of logits of a token: rows of the vocabulary, or labels of a classifier.
         hidden: width of the head's input, in elements.
     """
 
@@ -247,7 +247,7 @@ def activations_of(
         setup: method, precision and kernels.
         estimated: sums of tensor shapes, used in place of the recipe's layers where given.
     """
-    stream, vocab, full = setup.stream, recipe.embedding.rows, setup.method == "full"
+    stream, vocab, full = setup.stream, recipe.logits, setup.method == "full"
     tables = _rotary_tables(recipe, stream)
     if estimated:
         layers = tuple(_estimated(sums, setup) for sums in estimated)
@@ -281,7 +281,7 @@ def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]
 
 
 def _estimated(sums: ShapeSum, setup: ActivationSetup) -> tuple[LayerKind, int, Kept]:
-    """Estimate the tensors that equal layers keep from the sums of their tensor shapes.
+    """Estimate the bytes that a group of equal layers keeps for the backward pass, from sums of tensor shapes.
 
     Returns (kind, number of layers, kept bytes of one layer).
     """
@@ -327,7 +327,7 @@ def _taped(
 
 
 def _kept(t: Tape) -> Kept:
-    """Return the bytes of the tensors that a tape has recorded for the backward pass."""
+    """Return the bytes of the tensors that a `Tape` has recorded as kept for the backward pass."""
     scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,
@@ -338,7 +338,7 @@ def _kept(t: Tape) -> Kept:
 
 
 def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
-    """Return the tensors that the embedding keeps for the backward pass.
+    """Return the tensors that the token embedding keeps for the backward pass.
 
     It keeps 8-byte token ids, the indices of learned positions, and dropout's mask.
     """
@@ -358,7 +358,7 @@ def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
 
 def _head(t: Tape, recipe: Recipe, stream: int) -> Kept:
     """Return the tensors that the final norm, the head and the soft cap of the logits keep."""
-    width, vocab = recipe.embedding.width, recipe.embedding.rows
+    width, vocab = recipe.embedding.width, recipe.logits
     x = Value(Extent(token=recipe.hidden), stream, True)
     if recipe.final is not None:
         x = norm(t, recipe.final, x)

@@ -178,7 +178,8 @@ class Planner:
         """
         kernels = kernels_of(setup)
         low = high = kernels
-        if kernels.compiled == "least":  # The stack's own kernels keep the fewest tensors.
+        if kernels.compiled == "least":
+            # The training stack's own kernels keep the fewest tensors for the backward pass.
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")

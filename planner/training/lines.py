@@ -29,7 +29,7 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
     """Return the plan lines with paged optimizer states limited to the GPU memory that other lines leave.
 
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
-    excess leaves the GPU. So torchtune's published full training of an 8B model fits on an RTX 4090.
+    excess leaves the GPU. This is how torchtune's published full training of an 8B model fits on an RTX 4090.
     """
     if not setup.optimizer.startswith("paged") or setup.device_memory is None:
         return lines

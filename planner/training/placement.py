@@ -12,8 +12,8 @@ from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.states import States
 
 # DeepSpeed 0.19 defaults: runtime/zero/config.py, offload_config.py
-PREFETCH_ELEMENTS = 50_000_000  # stage3_prefetch_bucket_size
-MAX_LIVE_ELEMENTS = 1_000_000_000  # stage3_max_live_parameters
+PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
+MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
 NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit
 NVME_OPTIMIZER_BUFFERS = 4  # offload_optimizer buffer_count, each of the largest tensor's states
 INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 1.5 is DeepSpeed's additional_buffer_factor.

@@ -171,7 +171,7 @@ def _trick_rows(rows: tuple[Trick, ...]) -> list[str]:
     return out
 
 
-_SHOWN = 6  # A terminal shows this many combinations of tricks.
+_SHOWN = 6  # number of combinations of tricks that a terminal shows
 
 
 def combination_lines(found: Combinations) -> list[str]:

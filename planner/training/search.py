@@ -41,7 +41,9 @@ def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 
         DoesNotFit: if even the value 1 does not fit; the message has the figures.
     """
     if setup.device_memory is None:
-        raise DeploymentError("the search needs a device", field="--device-memory", hint="or --gpu NAME")
+        raise DeploymentError(
+            "the search needs the device's memory", field="--device-memory", hint="or --gpu NAME"
+        )
     ceiling = planner.model.architecture.max_model_len if field == "sequence_length" else _CEILING
 
     def fits(value: int) -> TrainingPlan | None:

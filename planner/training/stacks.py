@@ -235,7 +235,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 def stack_notes(setup: TrainingSetup) -> list[str]:
     """Return notes for a training plan: which defaults of the software stack (such as Unsloth) apply.
 
-    A further note says that gradients are freed after each step, if they are.
+    If gradients are freed after each step, a further note says so.
     """
     out = []
     stack = stack_of(setup)
@@ -305,7 +305,7 @@ def _check_in_backward(setup: TrainingSetup) -> None:
     """Reject --optimizer-in-backward with adapters, gradient accumulation or several ranks."""
     field = "--optimizer-in-backward"
     if setup.method != "full":
-        raise DeploymentError(f"needs --method full, it is {setup.method}", field=field)
+        raise DeploymentError(f"needs --method full, and the method is {setup.method}", field=field)
     if setup.gradient_accumulation > 1:
         raise DeploymentError(
             "each gradient is freed right after its use, so gradients cannot be accumulated", field=field,
@@ -321,7 +321,7 @@ def _check_in_backward(setup: TrainingSetup) -> None:
 def nf4_torchao_bytes(elements: int) -> int:
     """Return the bytes of a matrix of `elements` weights, stored as torchao's NF4Tensor for bf16.
 
-    It has half a byte per value, an int8 scaler per 64 values, a 16-bit factor per 256 scalers, their mean and
-    the table of 16 values.
+    Each value takes half a byte. In addition there are an int8 scaler per 64 values, a 16-bit factor per 256
+    scalers, their mean, and the table of 16 values.
     """
     return elements // 2 + elements // 64 + 2 * (elements // (64 * 256)) + 2 + 2 * 16

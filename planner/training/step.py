@@ -48,7 +48,7 @@ def kernel_of(setup: TrainingSetup) -> str:
 
 def step_of(setup: TrainingSetup, convention: Convention, states: States) -> StepMemory:
     """Return the memory of one optimizer step on one rank; an offloaded optimizer takes none on the GPU."""
-    if setup.offload_optimizer != "none":  # The step runs on the host.
+    if setup.offload_optimizer != "none":  # the optimizer step runs on the host, so it takes no GPU memory
         return StepMemory(0)
     part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)
     if setup.optimizer_in_backward:

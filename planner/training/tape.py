@@ -134,7 +134,8 @@ class Tape:
         """Return the sum of two tensors in the wider dtype; a sum keeps no tensor."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
-            out.instead = a  # The compiler recomputes the sum from `a` and the residual, kept in any case.
+            # the compiler recomputes the sum from `a` and from the residual, which is kept anyway
+            out.instead = a
         return out
 
     def scale(self, x: Value) -> Value:
@@ -228,7 +229,7 @@ class Tape:
         wide = self.cast(x, 4)
         if x.grad:
             self.save(wide)
-            self.save(self.new(groups, 4, True, split=x.split))  # rsqrt(variance)
+            self.save(self.new(groups, 4, True, split=x.split))  # kept: rsqrt(variance)
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
@@ -250,7 +251,7 @@ class Tape:
         if trained:
             self.save(normal)
         if x.grad and (kind == "rms-one" or (kind != "rms-wide" and weight != 4)):
-            self.save(Value(Extent(fixed=size), 4, False))  # 1 + weight, or the weight's fp32 copy
+            self.save(Value(Extent(fixed=size), 4, False))  # kept: 1 + weight, or the weight's fp32 copy
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
@@ -280,9 +281,10 @@ class Tape:
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
             if kind == "layer-one":  # Under autocast on a GPU, 1 + weight and the bias are cast to 16 bits.
                 cast = self.autocast and self.cuda
-                self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))  # 1 + weight
+                # kept: 1 + weight
+                self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))
                 if cast and weight != self.compute:
-                    self.save(Value(Extent(fixed=size), self.compute, False))  # the bias
+                    self.save(Value(Extent(fixed=size), self.compute, False))  # kept: the bias
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
@@ -309,18 +311,18 @@ class Tape:
             return self.like(squared)
         if kind == "gelu_new":
             self.save(self.cast(x, wide))
-            self.save(out)  # x / 2
-            for _ in range(2):  # Kept are tanh and 1 + tanh.
+            self.save(out)  # kept: x / 2
+            for _ in range(2):  # kept: tanh and 1 + tanh
                 self.save(self.like(x, wide))
             return self.like(x, wide)
         self.save(x)
         if kind == "xielu":
             learned = max(x.width, self.weight if self.trains else self.frozen)
-            self.save(self.like(x, learned))  # alpha_p x
-            self.save(self.like(x, wide))  # expm1
+            self.save(self.like(x, learned))  # kept: alpha_p x
+            self.save(self.like(x, wide))  # kept: expm1
             if self.trains:
-                self.save(self.like(x, wide))  # expm1 - x
-            self.save(self.like(x, 1))  # x > 0
+                self.save(self.like(x, wide))  # kept: expm1 - x
+            self.save(self.like(x, 1))  # kept: x > 0
             return self.like(x, max(learned, wide))
         for _ in range(WRITTEN_OUT.get(kind, 0)):
             self.save(self.like(x))
@@ -342,14 +344,14 @@ class Tape:
         Autocast does not cast the operands of grouped_mm.
         """
         if biased and self.trains:
-            self.save(self.new(chosen, 8, False))  # indices of the biases
+            self.save(self.new(chosen, 8, False))  # kept: indices of the biases
         width = self.weight if self.trains else self.frozen
         grad = x.grad or self.trains
-        for _ in range(3):  # These are the sorting permutation, its inverse and the token indices.
+        for _ in range(3):  # kept: the sorting permutation, its inverse and the token indices
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
-            self.save(Value(Extent(fixed=count), 4, False))  # These are the experts' end offsets.
+            self.save(Value(Extent(fixed=count), 4, False))  # kept: the experts' end offsets
         if self.trains:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
@@ -369,7 +371,7 @@ class Tape:
         """
         if gate.grad:
             self.save(gate)
-            for _ in range(4):  # Kept are g, the sigmoid, up + 1 and the gated linear unit.
+            for _ in range(4):  # kept: g, the sigmoid, up + 1 and the gated linear unit
                 self.save(self.like(gate))
         return self.like(up)
 
@@ -451,7 +453,7 @@ class Tape:
         if grad:
             for tensor in (q, k, v, out):
                 self.save(tensor)
-            self.save(self.new(heads, 4, True, split=True))  # log-sum-exp
+            self.save(self.new(heads, 4, True, split=True))  # kept: log-sum-exp
             if self.attention == "sdpa" and (masked or self.explicit_mask):
                 # SDPA turns the boolean mask into an additive mask of the queries' dtype, and every layer keeps
                 # it.

@@ -138,9 +138,10 @@ def tried_with(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, name: str,
     changes: dict[str, Any], note: str,
 ) -> Trick | None:  # fmt: skip
-    """Return the trick that applies `changes` to `setup`, None if the changed setup is rejected.
+    """Return the `Trick` that applies `changes` to `setup`, with the figures of the changed setup's plan.
 
-    `base` is the plan without the changes, `reference` its step time in seconds.
+    Returns None if the changed setup is rejected. `base` is the plan without the changes, `reference` its step
+    time in seconds.
     """
     try:
         plan = planner.plan(replace(setup, **changes))

@@ -7,14 +7,14 @@ instead reports an invalid field by a short error in OpenAI's format, as ``json_
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
-from tonnage.server.api.json_body import MAX_VALUES, read_document, shown
+from tonnage.server.api.json_body import MAX_VALUES, document_steps, shown
 from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
 
@@ -39,15 +39,15 @@ class Fields(Generic[Model]):
     drop: Callable[[dict[str, Any]], Sequence[str]] = lambda document: ()
 
 
-def parse_body(
+def parse_steps(
     body: bytes | bytearray,
     fields: Fields[Model],
     honours: frozenset[str] = BASIC_PARAMS,
     *,
     lenient: bool = False,
     most: int = MAX_VALUES,
-) -> tuple[Model, tuple[str, ...]]:
-    """Validate a request body.
+) -> Generator[None, None, tuple[Model, tuple[str, ...]]]:
+    """Validate a request body in steps that end with a yield (``http.bodies.completed`` runs them all).
 
     Args:
         body: The JSON text.
@@ -57,12 +57,13 @@ def parse_body(
         most: Maximum number of JSON values in the body (``most_values``).
 
     Returns:
-        The validated model, and the names of the fields that had no effect.
+        As the generator's value, the validated model and the names of the fields that had no effect.
 
     Raises:
         ApiError: The body is invalid; the message names the field and what it accepts.
     """
-    document = read_document(body, most, fields.table)
+    document = yield from document_steps(body, most, fields.table)
+    yield
     ignored = [*fields.drop(document)]
     ignored += _apply(document, fields.table, honours, lenient, "")
     for name in {rule.partition(".")[0] for rule in fields.table if "." in rule}:
@@ -75,6 +76,7 @@ def parse_body(
             ignored += _apply(document[name], inside, honours, lenient, f"{name}.")
     unknown = _MAX_UNKNOWN if lenient else 0
     while True:
+        yield
         try:
             return fields.model.model_validate(document), tuple(map(_in_header, ignored))
         except ValidationError as error:
@@ -122,7 +124,7 @@ def _apply(
 
 
 def _in_header(name: str) -> str:
-    """Return a field's name as it can be part of a header: characters that a header cannot have are ``?``."""
+    """Return a field's name for a header, with each character that a header cannot have replaced by ``?``."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
 
 
@@ -152,7 +154,7 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
             continue
         *path, last = found["loc"]
         names = []
-        # yields nothing in a union, where the path holds the tag of the union's member
+        # `_places` yields nothing in a union, where the path holds the tag of the union's member
         for place, where in _places(document, path):
             if isinstance(where, dict) and last in where:
                 del where[last]
@@ -163,7 +165,7 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
 
 
 def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Yield each value in a JSON document to which ``path`` leads, together with its exact path.
+    """Yield (exact path, value) for each value in a JSON document that ``path`` leads to.
 
     An index in ``path`` stands for every item of its list.
     """
@@ -179,7 +181,7 @@ def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int |
 
 
 def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Model]) -> ApiError:
-    """Convert pydantic's first validation error to an ApiError with a message of one sentence."""
+    """Return an ApiError, with a message of one sentence, for pydantic's first validation error."""
     first = error.errors(include_url=False, include_context=False)[0]
     kind, location = first["type"], first["loc"]
     if kind == "missing":

@@ -38,7 +38,7 @@ _STARTS = {
 
 
 class _Sending:
-    """The number of files that are being sent."""
+    """A counter of the documentation files that are being sent."""
 
     def __init__(self) -> None:
         self.files = 0

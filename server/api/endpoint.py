@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_body
+from tonnage.server.api.body import Fields, inline_schema, parse_steps
 from tonnage.server.api.json_body import most_values, read_body
 from tonnage.server.api.sampling import EngineBody
 from tonnage.server.api.sse import EventStream, error_event, outcome_of
@@ -105,9 +104,9 @@ class Endpoint(Generic[Body]):
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
         lenient, most = settings.lenient, most_values(state.max_model_len)
-        parse = partial(parse_body, raw, service.fields, state.honours, lenient=lenient, most=most)
-        body, ignored = await state.bodies.in_turn(len(raw), parse)
-        del raw, parse
+        steps = parse_steps(raw, service.fields, state.honours, lenient=lenient, most=most)
+        body, ignored = await state.bodies.in_turn(len(raw), steps)
+        del raw, steps
         if body.request_id:
             ticket.request_id = body.request_id
             request.scope["tonnage.request_id"] = body.request_id

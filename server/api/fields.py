@@ -105,6 +105,8 @@ _GENERATION: dict[str, FieldRule] = {
     **_needs("response_format", "grammar", {"type": "text"}),
     **_needs("structured_outputs", "grammar"),
     **_needs("priority", "priority", 0),
+    **_honoured("return_token_ids"),
+    **_needs("prompt_logprobs", "prompt_logprobs"),
     # These fields are accepted without effect: they control OpenAI's billing, storage and abuse detection, or
     # the logs of other servers.
     **_ignored("user", "session_id"),
@@ -117,10 +119,8 @@ _GENERATION: dict[str, FieldRule] = {
         spaces_between_special_tokens=(True,),
         truncation_side=("left",),
         logits_processors=([],),
-        prompt_logprobs=(),
         logprob_token_ids=([],),
         return_tokens_as_token_ids=(False,),
-        return_token_ids=(False,),
         return_token_offsets=(False,),
         routed_experts_prompt_start=(0,),
         mm_payload=("inline",),
@@ -190,6 +190,7 @@ RESPONSES: FieldTable = {
     **_ignored("service_tier", takes=_STRING),
     **_ignored("safety_identifier", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    **_ignored("client_metadata"),  # of Codex, about its session
     **_honoured("reasoning", why="a chat template that reads reasoning_effort or enable_thinking"),
     **_honoured("include_reasoning", why="a reasoning parser"),
     **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),
@@ -199,6 +200,7 @@ RESPONSES: FieldTable = {
     **_refused("a prompt that is too long is refused", truncation=("disabled",)),
     **_refused(include=([],), top_logprobs=(0,), moderation=(), context_management=([],), access_programs=()),
     **_refused(enable_response_messages=(False,), chat_template=()),
+    **_refused(prompt_logprobs=(), return_token_ids=(False,)),
 }
 
 COUNT_TOKENS: FieldTable = {
@@ -223,19 +225,44 @@ MESSAGES: FieldTable = {
     **_refused(kv_transfer_params=(), ec_transfer_params=(), vllm_xargs=({},)),
 }
 
-EMBEDDING: FieldTable = {
-    **_honoured(
-        "model", "input", "encoding_format", "add_special_tokens", "priority", "cache_salt", "request_id"
-    ),
-    **_honoured("dimensions", why="a model trained for it (Matryoshka)"),
+_POOLED: FieldTable = {
+    **_honoured("model", "add_special_tokens", "priority", "cache_salt", "request_id", "use_activation"),
     **_ignored("user"),
-    **_refused("an input that is too long is refused", truncate_prompt_tokens=(), truncation_side=()),
-    **_refused("vectors are normalized as the model's own configuration says", use_activation=()),
-    **_refused("32-bit floats only", embed_dtype=("float32",), endianness=("native", "little")),
-    **_refused("send input", messages=()),
+    **_refused("a text that is too long is refused", truncate_prompt_tokens=(), truncation_side=()),
     **_refused("the model takes text only", mm_processor_kwargs=()),
     **_refused(padding=("do_not_pad",)),
 }
+
+_INPUTS: FieldTable = {**_POOLED, **_honoured("input"), **_refused("send input", messages=())}
+
+_VECTORS: FieldTable = {
+    **_INPUTS,
+    **_honoured("encoding_format"),
+    **_refused("32-bit floats only", embed_dtype=("float32",), endianness=("native", "little")),
+}
+
+EMBEDDING: FieldTable = {**_VECTORS, **_honoured("dimensions", why="a model trained for it (Matryoshka)")}
+
+POOLING: FieldTable = {
+    **_VECTORS,
+    **_honoured("task", why="the model's own task"),
+    **_refused("send it to /v1/embeddings", dimensions=()),
+}
+
+CLASSIFICATION: FieldTable = _INPUTS
+
+_SCORED: FieldTable = {
+    **_POOLED,
+    **_refused("a text that is too long is refused", max_tokens_per_query=(0,), max_tokens_per_doc=(0,)),
+    **_honoured("instruction", "chat_template_kwargs", why="a cross-encoder, served with --chat-template"),
+}
+
+SCORE: FieldTable = {
+    **_SCORED,
+    **_honoured("queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"),
+}
+
+RERANK: FieldTable = {**_SCORED, **_honoured("query", "documents", "top_n")}
 
 TABLES: dict[str, FieldTable] = {
     "/v1/completions": COMPLETION,
@@ -244,4 +271,10 @@ TABLES: dict[str, FieldTable] = {
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": COUNT_TOKENS,
     "/v1/embeddings": EMBEDDING,
+    "/v1/score": SCORE,
+    "/v1/rerank": RERANK,
+    "/pooling": POOLING,
+    "/classify": CLASSIFICATION,
 }
+# the endpoints of models that give embeddings or labels instead of text
+POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/pooling", "/classify")

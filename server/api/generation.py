@@ -12,13 +12,14 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Literal, TypeVar
 
 from tonnage.server.engines.base import Engine
-from tonnage.server.engines.chunk import Chunk, TokenLogprobs
+from tonnage.server.engines.chunk import Chunk, Pooled, TokenLogprobs
 from tonnage.server.engines.errors import NeverFits, Refused
 from tonnage.server.engines.inbox import Inbox
-from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.request import GenerationRequest, Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -58,7 +59,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     token_ids: tuple[int, ...] = ()
-    embedding: tuple[float, ...] = ()
+    pooled: Pooled = ()
     stop_string: str | None = None  # the stop string that ended the choice
 
 
@@ -101,10 +102,21 @@ class Generator:
             return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
         found: list[tuple[int, ...]] = []
         one: dict[int, int] = {}  # Equal tokens share one int object, so a token takes 8 bytes instead of 40.
-        for part in _slices(texts):
+        for part in _slices(texts, size=len):
             for ids in await self.in_thread(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
         return tuple(found)
+
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool = True
+    ) -> list[tuple[tuple[int, ...], int | None]]:
+        """Return the token ids of each pair of texts, and the index of the first token of the second text."""
+        encode = self._state.tokenizer.encode_pairs
+        found: list[tuple[tuple[int, ...], int | None]] = []
+        for part in _slices(pairs, size=lambda pair: len(pair[0]) + len(pair[1])):
+            encoded = await self.in_thread(encode, part, add_special_tokens)
+            found += [(tuple(ids), second) for ids, second in encoded]
+        return found
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token id, decoded on its own."""
@@ -157,7 +169,9 @@ class Generator:
             if texts
             else tuple(tuple(item) for item in items if not isinstance(item, str))
         )
-        self.check_token_ids(prompts, param)
+        for prompt in prompts:
+            self.check_token_ids([prompt], param)
+            await asyncio.sleep(0)  # all prompts together may have millions of tokens
         return prompts
 
     def check_token_ids(self, prompts: Sequence[Sequence[int]], param: str) -> None:
@@ -166,10 +180,10 @@ class Generator:
         for ids in prompts:
             if not ids:
                 raise ApiError(ErrorCode.INVALID_VALUE, "the prompt has no tokens", param=param)
-            if max(ids) >= vocabulary:
+            if (largest := max(ids)) >= vocabulary:
                 raise ApiError(
                     ErrorCode.INVALID_VALUE,
-                    f"{param}: token id {max(ids)} is outside the vocabulary of {vocabulary} tokens",
+                    f"{param}: token id {largest} is outside the vocabulary of {vocabulary} tokens",
                     param=param,
                 )
 
@@ -335,8 +349,8 @@ class Generator:
                         ticket.tokens(len(chunk.token_ids), now, sequence.last)
                         sequence.last = now
                     delta = _advance(sequence, index, chunk, counts)
-                    if chunk.embedding:
-                        delta.embedding = chunk.embedding
+                    if chunk.pooled:
+                        delta.pooled = chunk.pooled
                     unfinished -= sequence.finished
                     if sequence.finished and chunk.finish_reason is None and unfinished:
                         # A stop string ended this sequence, so abort it alone: its blocks are freed while other
@@ -371,11 +385,12 @@ class Generator:
             found = self._state.tokenizer.bad_word_ids(params.bad_words)
             params = replace(params, bad_token_ids=tuple(ids for ids in found if max(ids) < vocabulary))
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
+        pooling = params.pooling
         return [
             GenerationRequest(
                 request_id=uuid.uuid4().hex,
                 prompt_token_ids=prompt,
-                params=params,
+                params=params if pooling is None or second is None else _of_pair(params, pooling, second),
                 n=submission.n,
                 tenant=tenant.name,
                 cache_salt=salt,
@@ -383,23 +398,28 @@ class Generator:
                 weight=tenant.weight,
                 lora=submission.lora,
             )
-            for prompt in submission.prompts
+            for prompt, second in zip(submission.prompts, submission.second_texts or repeat(None), strict=False)
         ]
 
 
-def _slices(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield ``texts`` in order, in groups that take about ten milliseconds to encode.
+def _of_pair(params: SamplingParams, pooling: Pooling, second: int) -> SamplingParams:
+    """Return the parameters of a prompt whose second text begins at the token index ``second``."""
+    return replace(params, pooling=replace(pooling, second_text=second))
 
-    A single text that takes longer is a group of its own.
+
+def _slices(items: Sequence[Result], size: Callable[[Result], int]) -> Iterator[list[Result]]:
+    """Yield texts, or pairs of texts, in order, in groups that take about ten milliseconds to encode.
+
+    A single item that takes longer is a group of its own. ``size`` returns the characters of an item.
     """
-    part: list[str] = []
-    size = 0
-    for text in texts:
-        if part and size + len(text) > _ENCODE_INLINE_CHARACTERS:
+    part: list[Result] = []
+    characters = 0
+    for item in items:
+        if part and characters + size(item) > _ENCODE_INLINE_CHARACTERS:
             yield part
-            part, size = [], 0
-        part.append(text)
-        size += len(text)
+            part, characters = [], 0
+        part.append(item)
+        characters += size(item)
     if part:
         yield part
 

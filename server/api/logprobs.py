@@ -14,7 +14,8 @@ from tonnage.server.text.tokenizer import Tokenizer
 LOWEST = -9999.0
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Return a log probability that JSON can hold."""
     return logprob if logprob > LOWEST else LOWEST
 
 
@@ -24,7 +25,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, top: in
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": tokenizer.token_text(token_id),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(tokenizer.token_bytes(token_id)),
         }
 
@@ -57,7 +58,7 @@ class CompletionLogprobs:
 
     def _shown_length(self, token_id: int, text: str) -> int:
         omitted = self._tokenizer.is_special(token_id) and not self._special_tokens
-        # a prompt of text may have written a special token out
+        # a prompt that is sent as text may contain the text of a special token
         return 0 if omitted and not self._echo.startswith(text, self._offset) else len(text)
 
     def take(self, tokens: Sequence[TokenLogprobs | None], ids: Sequence[int] = ()) -> dict[str, list[Any]]:
@@ -83,11 +84,11 @@ class CompletionLogprobs:
                 lists["token_logprobs"].append(None)
                 lists["top_logprobs"].append(None)
                 continue
-            lists["token_logprobs"].append(_finite(token.logprob))
+            lists["token_logprobs"].append(finite(token.logprob))
             # The sampled token itself is always included, so there are up to logprobs + 1, as in OpenAI's
             # reference.
             listed = (*reversed(token.top[: self._top]), (token.token_id, token.logprob))
-            best = {self._tokenizer.token_text(i): _finite(p) for i, p in listed}
+            best = {self._tokenizer.token_text(i): finite(p) for i, p in listed}
             lists["top_logprobs"].append(best)
         return lists
 
@@ -95,8 +96,9 @@ class CompletionLogprobs:
 class JsonLists:
     """JSON text of parallel lists that grow while an answer is generated.
 
-    Log probabilities are written as JSON as soon as their tokens arrive. Written at the end of a long answer,
-    they would stop the event loop for seconds, and as Python objects they take several times the memory.
+    Log probabilities are written as JSON as soon as their tokens arrive. Writing all of them at the end of a
+    long answer would block the event loop for seconds. Python objects would take several times the memory of
+    JSON.
 
     Args:
         names: Names of the lists.
@@ -129,12 +131,18 @@ _EMPTY = '"logprobs":null'
 def with_logprobs(answer: str, lists: Sequence[str]) -> str:
     """Return the JSON of an answer with the log probabilities of its choices in place of their nulls.
 
-    A JSON string cannot contain the replaced text, because quotes inside a string are escaped.
-
     Args:
         answer: JSON of the answer, whose choices have null log probabilities.
         lists: JSON of each choice's log probabilities.
     """
-    pieces = answer.split(_EMPTY)
-    filled = [f'{piece}"logprobs":{text}' for piece, text in zip(pieces, lists, strict=False)]
-    return "".join([*filled, *pieces[len(lists) :]])
+    return filled(answer, _EMPTY, [f'"logprobs":{text}' for text in lists])
+
+
+def filled(answer: str, empty: str, members: Sequence[str]) -> str:
+    """Return the JSON of an answer with ``members`` in the places of ``empty``, in order.
+
+    A JSON string cannot contain ``empty`` if that has quotes, because quotes inside a string are escaped.
+    """
+    pieces = answer.split(empty)
+    begun = [piece + member for piece, member in zip(pieces, members, strict=False)]
+    return "".join([*begun, *pieces[len(members) :]])

@@ -21,7 +21,7 @@ from tonnage.server.state import ServerState
 
 
 def _sees_all(request: Request) -> bool:
-    """Return whether the client may see the load of all tenants, as all clients may without API keys."""
+    """Return whether the client may see the load of all tenants; without API keys every client may."""
     return bool(request.scope.get("tonnage.sees_all", True))
 
 

@@ -22,8 +22,12 @@ from tonnage.server.api.endpoint import Endpoint, Service
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.messages.protocol import AnthropicAnswer
 from tonnage.server.api.messages.service import MessagesService
+from tonnage.server.api.pooling.protocol import ClassificationList, PooledList
+from tonnage.server.api.pooling.service import ClassificationService, PoolingService
 from tonnage.server.api.responses.protocol import ResponseBody
 from tonnage.server.api.responses.service import ResponseService
+from tonnage.server.api.scores.protocol import RerankList, ScoreList
+from tonnage.server.api.scores.service import RerankService, ScoreService
 from tonnage.server.api.sse import STREAMED
 from tonnage.server.errors import ANTHROPIC_RESPONSES
 from tonnage.server.state import ServerState
@@ -40,7 +44,7 @@ class Route:
     name: str
     description: str
     streams: bool = True
-    # the entries of the OpenAPI document for its errors, if these have not OpenAI's form
+    # the route's errors in the OpenAPI document, where they do not have OpenAI's form
     errors: dict[int | str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -79,7 +83,45 @@ ROUTES = (
         EmbeddingService,
         EmbeddingList,
         "create_embeddings",
-        "Return an embedding of each input; a model that generates text rejects the request.",
+        "Return an embedding of each input; a model that makes none rejects the request.",
+        streams=False,
+    ),
+    *(
+        Route(
+            path,
+            ScoreService,
+            ScoreList,
+            "create_score",
+            "Score pairs of texts with an embedding model (cosines) or a cross-encoder, as vLLM does.",
+            streams=False,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Route(
+            path,
+            RerankService,
+            RerankList,
+            "create_rerank",
+            "Sort documents by their scores with the query, which are those of /v1/score.",
+            streams=False,
+        )
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
+    Route(
+        "/classify",
+        ClassificationService,
+        ClassificationList,
+        "create_classification",
+        "Return the label of each input; a model that is no classifier of texts rejects the request.",
+        streams=False,
+    ),
+    Route(
+        "/pooling",
+        PoolingService,
+        PooledList,
+        "create_pooling",
+        "Return what the model makes of each input: an embedding, or the values of labels.",
         streams=False,
     ),
 )

@@ -19,7 +19,8 @@ from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
-MAX_ALLOWED = 10_000  # allowed_token_ids; the mask of so many takes less than a millisecond a token
+# maximum number of allowed_token_ids; a mask of so many takes less than a millisecond per token
+MAX_ALLOWED = 10_000
 _INT64 = 2**63
 _INT31 = 2**31
 

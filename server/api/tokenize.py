@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence, Sized
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
@@ -13,7 +12,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_body
+from tonnage.server.api.body import Fields, inline_schema, parse_steps
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import Messages
 from tonnage.server.api.fields import FieldRule, Standing
@@ -106,8 +105,8 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
         most = most_values(state.max_model_len)
-        parse = partial(parse_body, raw, fields, lenient=settings.lenient, most=most)
-        body, _ = await state.bodies.in_turn(len(raw), parse)
+        steps = parse_steps(raw, fields, lenient=settings.lenient, most=most)
+        body, _ = await state.bodies.in_turn(len(raw), steps)
         if body.model is not None:
             state.check_model(body.model)
         return body, len(raw)
@@ -155,7 +154,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
 
     @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
     async def detokenize(request: Request) -> Text:
-        """Return the text of token ids."""
+        """Return the text that the token ids in the request decode to."""
         body, _ = await parse(request, _DETOKENIZE)
         check_length("tokens", body.tokens, "tokens", MAX_TOKENS, 1)
         if body.tokens:

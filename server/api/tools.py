@@ -106,7 +106,7 @@ def tool_use(
 def _without_tools(
     state: ServerState, grammar: Grammar | None, template_arguments: Mapping[str, Any] | None
 ) -> ToolUse:
-    """Return how a request without tools is answered; an answer that matches a grammar has no reasoning."""
+    """Return the `ToolUse` of a request without tools; an answer that matches a grammar has no reasoning."""
     parser = state.output_parser
     if parser is None or not parser.reads_reasoning or grammar is not None:
         return ToolUse(grammar=grammar)
@@ -204,7 +204,7 @@ def _needs_grammar(what: str, param: str) -> ApiError:
 
 
 def _parameters(tool: ToolDict) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments; a schema without any property allows only ``{}``."""
+    """Return the JSON schema of a tool's arguments; without properties in the schema only ``{}`` is allowed."""
     parameters = dict(tool["function"].get("parameters") or {})
     if not parameters.get("properties") and not _OPEN_KEYWORDS & parameters.keys():
         return parameters | _NO_PARAMETERS if parameters.get("type", "object") == "object" else parameters

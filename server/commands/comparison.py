@@ -30,7 +30,7 @@ class ComparisonRow:
 
     @property
     def within(self) -> bool:
-        """Return whether the difference is within its bound; a row without a measurement always is."""
+        """Return whether the difference is within its bound; True for a row without a measurement."""
         return self.difference is None or abs(self.difference) <= self.bound * self.planned
 
     def to_dict(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.screen import Screen
 from tonnage.server.commands.comparison import ComparisonRow, print_table, process_row
 from tonnage.server.commands.stopping import stoppable
 from tonnage.server.parsers import DEMO_POOL
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
             sys.stdout.flush()
             status = _stop(process)
     except DemoFailed as error:
-        print(f"tonnage: {error}", file=sys.stderr)
+        Screen(sys.stderr).print(f"tonnage: {error}")
         return FAILED
     print(f"\nThe server stopped with status {status}. {time.monotonic() - started:.0f} s in all.")
     return OK if status == 0 and all(row.within for row in rows) else FAILED

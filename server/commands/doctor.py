@@ -14,8 +14,9 @@ from typing import Any
 
 from tonnage.cache.ahead import LEVELS, level_here
 from tonnage.planner.devices.host import host_memory
+from tonnage.planner.screen import Screen, busy
 from tonnage.planner.source.resolve import ModelSource, resolve_model
-from tonnage.server.api.fields import TABLES, FieldRule, Standing
+from tonnage.server.api.fields import POOLING_PATHS, TABLES, FieldRule, Standing
 from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
 from tonnage.server.engines.hf.ahead import is_there, named
@@ -61,15 +62,16 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     # This comes first, so that an unknown model fails at once.
     source = resolve_model(arguments.model) if arguments.model else None
-    found = devices()
-    report: dict[str, Any] = {
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "devices": found,
-        "attention": _attention(found) if find_spec("torch") else {},
-        "machine_code": _machine_code(),
-        "backends": _backends(),
-    }
+    with busy("Importing the installed engines, which takes seconds ..."):
+        found = devices()
+        report: dict[str, Any] = {
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES},
+            "devices": found,
+            "attention": _attention(found) if find_spec("torch") else {},
+            "machine_code": _machine_code(),
+            "backends": _backends(),
+        }
     if source is not None:
         report["model"] = _model(source)
     if arguments.fields or arguments.json:
@@ -189,7 +191,7 @@ def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> 
     """
     shown: dict[str, Any] = {"class": rule.standing.value}
     if rule.standing is Standing.HONOURED:
-        able = ["vllm"] if path == "/v1/embeddings" else list(honours)
+        able = ["vllm"] if path in POOLING_PATHS else list(honours)
         shown["backends"] = [name for name in able if not rule.needs or rule.needs in honours[name]]
     if rule.needs:
         shown["needs"] = rule.needs
@@ -223,7 +225,7 @@ def _print(report: dict[str, Any]) -> None:
     print(f"Machine code\n  {report['machine_code']}")
     print("Backends")
     for name, state in report["backends"].items():
-        print(f"  {name:<14} {state}")
+        Screen(sys.stdout).print(f"  {name:<14} {state}")
     if model := report.get("model"):
         print(f"Model {model['name']}")
         print(f"  {'auto':<14} {model['auto']['backend']}: {model['auto']['reason']}")

@@ -18,6 +18,7 @@ from tonnage.planner.engines.vllm.serve_line import loaded_as
 from tonnage.planner.errors import DeploymentError, DoesNotFit, ModelNotFound
 from tonnage.planner.headers.hub import modelscope
 from tonnage.planner.headers.names import hub_model, revision_of
+from tonnage.planner.model.architecture import CLASSIFIERS
 from tonnage.planner.output.terminal import print_plan
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.terms import quantization_notes
@@ -32,6 +33,7 @@ from tonnage.server.engines.choice import choose_backend
 from tonnage.server.engines.hf.model.formats import MADE_BY_FLAG, require_loadable
 from tonnage.server.engines.hf.model.support import require_supported
 from tonnage.server.engines.lora import lora_modules
+from tonnage.server.engines.request import PoolingTask
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.vllm.engine import VLLMEngine
 from tonnage.server.extras import require, require_serving
@@ -170,17 +172,25 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
             field="enable_lora",
             hint="use --backend vllm",
         )
-    if asked.runner == "generate" and not plan.kv_cache.layout.groups:
+    if settings.backend != "hf" and asked.kv_offloading_bytes:
         raise DeploymentError(
-            f"{plan.model.architecture} is an encoder: it generates no text", field="runner",
-            hint="leave it out, or --runner pooling for embeddings",
+            f"tonnage serve has no KV tier with the {settings.backend} backend", field="kv_offloading_bytes",
+            hint="vllm serve has its own (docs/disk_tier.md)" if settings.backend == "vllm" else None,
         )  # fmt: skip
-    embeds = asked.runner == "pooling" or (asked.runner == "auto" and _is_embedding_model(plan))
-    if settings.backend != "vllm" and embeds:
+    classifies = plan.model.architecture.endswith(CLASSIFIERS)
+    if asked.runner == "generate" and (classifies or not plan.kv_cache.layout.groups):
+        kind = "a classifier" if classifies else "an encoder"
         raise DeploymentError(
-            f"the {settings.backend} backend does not support embeddings",
+            f"{plan.model.architecture} is {kind}: it generates no text", field="runner",
+            hint=f"leave it out, or --runner pooling for {'labels' if classifies else 'embeddings'}",
+        )  # fmt: skip
+    pools = _pooling_task(plan, asked.runner)
+    if settings.backend != "vllm" and pools:
+        kind = "embeddings" if pools == "embed" else "classifiers"
+        raise DeploymentError(
+            f"the {settings.backend} backend does not support {kind}",
             field="runner",
-            hint="use --backend vllm, or --runner generate for text",
+            hint="use --backend vllm" + ("" if classifies else ", or --runner generate for text"),
         )
     for field in ("kv_events_config", "shared_system_prompt"):
         if not getattr(settings, field):
@@ -196,7 +206,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         paths = {module.name: str(module.path) for module in loras}
         quantization = _made_by_vllm(settings.model, asked.quantization)
         return VLLMEngine(
-            plan, policy=policy, sharing=_sharing(settings, plan), loras=paths, embeds=embeds,
+            plan, policy=policy, sharing=_sharing(settings, plan), loras=paths, pools=pools,
             quantization=quantization,
         )  # fmt: skip
     if settings.backend == "fake":
@@ -228,12 +238,17 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
     return loaded_as(asked)
 
 
-def _is_embedding_model(plan: Plan) -> bool:
-    """Return whether the model makes embeddings.
+def _pooling_task(plan: Plan, runner: str) -> PoolingTask | None:
+    """Return what the model makes of a prompt, as vLLM's runner does it; None if it generates text.
 
-    It does if it is an encoder, or was saved by sentence-transformers (modules.json).
+    A classifier gives the values of its labels. Another model makes embeddings if it is an encoder, if it was
+    saved by sentence-transformers (modules.json), or if ``runner`` is ``pooling``.
     """
-    return not plan.kv_cache.layout.groups or (Path(plan.model.path) / "modules.json").is_file()
+    name = plan.model.architecture
+    if name.endswith(CLASSIFIERS):
+        return "token_classify" if name.endswith("ForTokenClassification") else "classify"
+    is_embedder = not plan.kv_cache.layout.groups or (Path(plan.model.path) / "modules.json").is_file()
+    return "embed" if runner == "pooling" or (runner == "auto" and is_embedder) else None
 
 
 def _sharing(settings: Settings, plan: Plan) -> Sharing:

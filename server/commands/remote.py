@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tonnage.planner.arguments import refused
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.commands.stopping import stoppable
 
@@ -59,7 +59,7 @@ def follow(
             watch(observe, outputs, interval, patient=beside is not None)
         return OK
     except WatchError as error:
-        print(f"tonnage: {error}", file=sys.stderr)
+        refused(error)
         return FAILED
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM are the normal end of the command
         return OK

@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.bars import redraws
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import catalogue, find_gpu
+from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.errors import DeploymentError, DoesNotFit
 from tonnage.planner.flags import given
 from tonnage.planner.markup import save
@@ -22,6 +23,13 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import parse_count, parse_seconds
+from tonnage.server.commands.replay_tiers import (
+    curve_dict,
+    curve_rows,
+    rank_token_bytes,
+    setup_of_tiers,
+    token_bytes_of,
+)
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.parsers import replay as parser
 
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
     from tonnage.cache.replay.result import Replay
     from tonnage.cache.replay.simulator import Setup
     from tonnage.cache.replay.step_time import StepTime
+    from tonnage.cache.replay.tiers import TierSetup
     from tonnage.cache.replay.trace import Trace
 
 DONE, TARGET_MISSED = 0, 1
@@ -56,6 +65,9 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.page import page
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.simulator import Simulator
+    from tonnage.cache.replay.tier_curve import chunk_uses, optimum, tier_curve
+    from tonnage.cache.replay.tier_verdict import TierVerdict
+    from tonnage.cache.replay.tiers import chunk_tokens_of
     from tonnage.cache.replay.trace import read_trace
 
     limit = positive(arguments.limit, "--limit")
@@ -64,39 +76,76 @@ def run(argv: list[str]) -> int:
     trace = read_trace(path, limit=limit, skip_bad_lines=skip, columns=columns)
     plan = _plan(arguments)
     setup = setup_of(arguments, plan, trace)
+    tiers = setup_of_tiers(arguments, plan)
+    if tiers is not None and arguments.search_gpus:
+        raise DeploymentError("is for one engine, not for --search-gpus", field="--tiers")
+    curve, chunk_bytes = None, 0
+    if tiers is not None or arguments.tier_curve:
+        chunk_bytes = token_bytes_of(plan) * chunk_tokens_of(trace)
+        uses = chunk_uses(trace)
+        curve = tier_curve(uses)
     begin = time.monotonic()
-    engines: int | None = 1
+    gpus: int | None = 1
     waits: dict[int, float] = {}
     if arguments.search_gpus:
-        found = search_engines(trace, setup, target, progress=_said(arguments.json))
-        engines, waits, result = found.engines, found.waits, found.result
-        assert result is not None
+        ranks = plan.deployment.tensor_parallel_size
+        found = search_engines(trace, setup, target, progress=_said(arguments.json, ranks))
+        gpus = None if found.engines is None else found.engines * ranks
+        waits = {engines * ranks: wait for engines, wait in found.waits.items()}
+        assert found.result is not None
+        result = found.result
     else:
         with _progress(len(trace.requests)) as progress:
             result = Simulator(trace, setup, progress).run()
+    verdict = None
+    if tiers is not None and curve is not None:
+        without = result
+        with _progress(len(trace.requests)) as progress:
+            result = Simulator(trace, replace(setup, tiers=tiers), progress).run()
+        verdict = TierVerdict(
+            without, result, tiers, setup.step_time, curve, chunk_bytes,
+            optimum(uses, (_pool_bytes(setup, tiers) + tiers.host_bytes + tiers.disk_bytes) // chunk_bytes),
+        )  # fmt: skip
     took = time.monotonic() - begin
     rows = _rows(result, setup, trace, took)
+    if curve is not None and arguments.tier_curve:
+        rows[-1:-1] = curve_rows(curve, chunk_bytes)
+    if verdict is not None:
+        rows[-1:-1] = verdict.rows()
     if arguments.search_gpus:
-        answer = "none found" if engines is None else str(engines)
+        answer = "none found" if gpus is None else str(gpus)
         rows.insert(0, (f"GPUs for a 99 % wait of {asked}", answer))
     if arguments.html:
         facts = (("trace", trace.name), *plan.facts())
-        save(arguments.html, page(result, f"{trace.name} on {plan.model.id}", rows, arguments.words, facts))
+        sizes = None if curve is None else curve.plot(chunk_bytes)
+        title = f"{trace.name} on {plan.model.id}"
+        save(arguments.html, page(result, title, rows, arguments.words, facts, sizes))
     if arguments.json:
         record = result.to_dict() | {"skipped_lines": trace.skipped, "plan_id": plan.plan_id}
         if arguments.search_gpus:
-            record |= {"gpus": engines, "wait_target_seconds": target, "waits_p99": waits}
+            record |= {"gpus": gpus, "wait_target_seconds": target, "waits_p99": waits}
+        if verdict is not None:
+            record["tiers"] = verdict.to_dict()
+        if curve is not None and arguments.tier_curve:
+            record["tier_curve"] = curve_dict(curve, chunk_bytes)
         print(json.dumps(record))
     else:
         width = max(len(name) for name, _ in rows)
         print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-    return DONE if engines is not None else TARGET_MISSED
+    return DONE if gpus is not None else TARGET_MISSED
+
+
+def _pool_bytes(setup: Setup, tiers: TierSetup) -> int:
+    return (setup.num_blocks - 1) * setup.layout.block_size * tiers.token_bytes
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     plan = make_plan(arguments.model, deployment_of(given(arguments, Deployment)))
     if not plan.fits:
-        raise DoesNotFit("; ".join(plan.reasons), field="--model")
+        named = (getattr(arguments, name, None) for name in ("gpu", "device", "device_memory"))
+        here = not any(value is not None for value in named)
+        hint = "planned for this machine's CPU, as no GPU was named: --gpu h100-80g names one" if here else None
+        raise DoesNotFit("; ".join(plan.reasons), field="--model", hint=hint)
     return plan
 
 
@@ -136,19 +185,19 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
         bandwidth = device.bandwidth if bandwidth is None else bandwidth
         flops = device.flops if flops is None else flops
     if bandwidth is None or flops is None:
-        known = (gpu.name for gpu in catalogue() if gpu.bandwidth and gpu.flops)
         raise DeploymentError(
             "the speed of the device is not known",
             field="--memory-bandwidth",
-            hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu one of " + ", ".join(known),
+            hint="give --memory-bandwidth GB/s and --flops TFLOP/s, or --gpu of a GPU by NVIDIA, AMD or Intel",
         )
-    layout = plan.kv_cache.layout
+    ranks = plan.deployment.tensor_parallel_size
     return StepTime(
-        weights_bytes=plan.rank.weights_bytes,
-        parameters=plan.model.parameters,
-        kv_bytes_per_token=sum(layout.token_bytes(group) for group in layout.groups if group.kind != "state"),
+        weights_bytes=plan.rank.weights_bytes * ranks,
+        parameters=plan.model.active_parameters,
+        kv_bytes_per_token=rank_token_bytes(plan) * ranks,
         bandwidth=bandwidth,
         flops=flops,
+        devices=ranks,
     )
 
 
@@ -216,10 +265,10 @@ def _states(setup: Setup) -> str:
     return "; off: recurrent states are cached with the blocks of full attention, and there is none"
 
 
-def _said(quiet: bool) -> Callable[[int, float], None]:
+def _said(quiet: bool, ranks: int) -> Callable[[int, float], None]:
     def say(engines: int, wait: float) -> None:
         if not quiet or sys.stderr.isatty():
-            print(f"{engines} GPUs: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
+            print(f"{engines * ranks} GPUs: 99 % wait at most {wait:.3f} s", file=sys.stderr, flush=True)
 
     return say
 

@@ -1,7 +1,7 @@
 """``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many replicas of a plan a load needs.
 
-The plan is the one that ``tonnage plan`` makes with the same flags. The trace is replayed at the given rate
-through the server's admission and block manager. The number of replicas grows until waits are short enough.
+Without these options ``tonnage plan`` makes the same plan. The trace is replayed at the given rate through the
+server's admission and block manager. The number of replicas grows until waits are short enough.
 """
 
 from __future__ import annotations

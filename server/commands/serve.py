@@ -28,7 +28,7 @@ from tonnage.server.commands.stopping import stoppable
 from tonnage.server.engines.errors import EngineDead
 from tonnage.server.engines.heap import bound_heap, settle_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
-from tonnage.server.http.protocol import BoundedHttpProtocol
+from tonnage.server.http.protocol import BoundedHttpProtocol, raise_file_limit
 from tonnage.server.http.tls import Handshakes
 from tonnage.server.observe.logs import configure
 from tonnage.server.parsers import serve as parser
@@ -65,6 +65,7 @@ def run(argv: list[str]) -> int:
         print(settings.model_dump_json(indent=2))
         return OK
     bound_heap()
+    raise_file_limit()
     # only a check, so that an invalid key fails before the model is loaded
     load_keys(settings.api_key, settings.api_key_file)
     _check_tls(settings)

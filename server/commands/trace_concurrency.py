@@ -1,7 +1,7 @@
 """``tonnage plan MODEL --trace FILE``: how many requests with the lengths in a trace can run at once.
 
-The plan is the one that ``tonnage plan`` makes with the same flags. Only the lengths in the trace are used,
-while `tonnage replay` also uses arrival times and common prefixes.
+Without ``--trace``, ``tonnage plan`` makes the same plan. Only the lengths in the trace are used, while
+`tonnage replay` also uses arrival times and common prefixes.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import sys
 
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
+from tonnage.planner.screen import Screen
 from tonnage.server.app import create_app
 from tonnage.server.commands.comparison import ComparisonRow, print_table, process_row
 from tonnage.server.commands.launch import (
@@ -46,7 +47,7 @@ def run(argv: list[str]) -> int:
         try:
             rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
         except EngineDead as error:
-            print(f"tonnage: {error}", file=sys.stderr)
+            Screen(sys.stderr).print(f"tonnage: {error}")
             return OUTSIDE
     within = all(row.within for row in rows)
     if arguments.json:
@@ -118,7 +119,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[ComparisonRow]:
-    """Return the rows that compare planned bytes (revision 0, before the load) with measured bytes."""
+    """Return the rows that compare planned bytes (as planned before the load) with measured bytes."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk
-from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest, PoolingTask
 from tonnage.server.engines.stats import EngineStats
 
 
@@ -24,12 +24,12 @@ class Capabilities:
 
     Attributes:
         honours: names of the SamplingParams fields (and ``priority``) that have an effect in this engine.
-        embeds: whether the engine returns an embedding of each prompt instead of text.
+        pools: what the engine makes of each prompt instead of text; None if it generates text.
         own_metrics: whether ``Engine.own_metrics`` returns a metrics page.
     """
 
     honours: frozenset[str] = BASIC_PARAMS
-    embeds: bool = False
+    pools: PoolingTask | None = None
     own_metrics: bool = False
 
 
@@ -39,7 +39,7 @@ def common(each: Iterable[Capabilities]) -> Capabilities:
     for other in others:
         first = Capabilities(
             honours=first.honours & other.honours,
-            embeds=first.embeds and other.embeds,
+            pools=first.pools if first.pools == other.pools else None,
             own_metrics=first.own_metrics and other.own_metrics,
         )
     return first

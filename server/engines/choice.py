@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from tonnage.planner.errors import TonnageError
+from tonnage.planner.model.architecture import CLASSIFIERS
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.engines.hf.model.support import require_supported
 
@@ -106,10 +107,19 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
     if not installed.device:
         return f"vLLM {installed.version} was not built for a device of this machine"
     names = config.get("architectures") or []
-    known = [name for name in names if name in installed.architectures]
-    if not known:
+    if not any(_served_as(name) & installed.architectures for name in names):
         return f"vLLM {installed.version} does not serve {', '.join(names) or 'a config without architectures'}"
     return None
+
+
+def _served_as(name: str) -> set[str]:
+    """Return the classes with which vLLM serves an architecture.
+
+    It makes a classifier of the class that generates text, where it has none (_normalize_arch in
+    model_executor/models/registry.py, vLLM 0.32).
+    """
+    suffix = next((suffix for suffix in CLASSIFIERS if name.endswith(suffix)), None)
+    return {name} if suffix is None else {name, f"{name.removesuffix(suffix)}ForCausalLM"}
 
 
 def why_not_hf(source: ModelSource) -> str | None:

@@ -7,17 +7,22 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+# An embedding, the values of the labels, or the values of the labels for each token.
+Pooled = tuple[float, ...] | tuple[tuple[float, ...], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """The natural log probability of one token, and the likeliest alternatives at its position.
 
-    ``top`` holds pairs (token id, log probability), with the likeliest token first.
+    ``top`` holds pairs (token id, log probability), with the likeliest token first. ``rank`` is the number of
+    tokens that are at least as likely, so the likeliest token has rank 1.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 # This class is not frozen: one object is created per token, and a frozen one takes five times as long.
@@ -38,7 +43,7 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    embedding: tuple[float, ...] = ()  # embedding of the prompt, in the only chunk of an embedding request
+    pooled: Pooled = ()  # result of a pooling request, in its only chunk
     # Seconds from submission to admission; None if the engine does not report it.
     queued_seconds: float | None = None
     refused: bool = False  # with ``error``: whether the request caused the error, not the engine

@@ -222,7 +222,7 @@ class FakeEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Return the scheduler's statistics, with the measured memory that the constructor was given."""
-        stats = engine_stats(self.scheduler, self._generation_tokens, ready=self.ready)
+        stats = engine_stats(self._manager, self.scheduler, self._generation_tokens, ready=self.ready)
         return dataclasses.replace(stats, memory=self._memory)
 
     def capacity(self) -> Capacity:

@@ -41,7 +41,8 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),  # make_plan has set it
+        # make_plan has replaced None by the engine's default
+        enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
         policy=policy or Policy(),
         kv_events=kv_events,
     )
@@ -78,14 +79,16 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
         manager.subscribe(publisher.publish)
 
 
-def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool = True) -> EngineStats:
+def engine_stats(
+    manager: KVCacheManager, scheduler: Scheduler[S], generation_tokens: int, *, ready: bool = True
+) -> EngineStats:
     """Return the statistics of scheduler and block pool in tens of microseconds, without measured memory."""
     counters = scheduler.counters
     return EngineStats(
         ready=ready,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
-        pool=pool_stats(scheduler.manager),
+        pool=pool_stats(manager),
         admissions=tuple((*key, count) for key, count in counters.admissions.items()),
         refused_blocks=tuple((*key, count) for key, count in counters.missing_blocks.items()),
         preemptions=counters.preemptions,
@@ -94,8 +97,8 @@ def engine_stats(scheduler: Scheduler[S], generation_tokens: int, *, ready: bool
         generation_tokens=generation_tokens,
         prefix_hit_tokens=counters.prefix_hit_tokens,
         shared_hit_tokens=counters.shared_hit_tokens,
-        invariant_violations=scheduler.manager.stats().violations,
-        auto=stats_of_auto(scheduler.admission.auto),
+        invariant_violations=manager.violations,
+        auto=stats_of_auto(manager.admission.auto),
     )
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tonnage.server.text.grammar import Grammar
+
+# What a model makes of a prompt instead of tokens, with vLLM's names: one embedding, the values of the labels,
+# or the values of the labels for each token.
+PoolingTask = Literal["embed", "classify", "token_classify"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Parameters of a request for the prompt's embedding instead of generated tokens.
+    """Parameters of a request for an embedding or the values of labels instead of generated tokens.
 
-    ``dimensions`` truncates the vector to its first components and normalizes it again. The model must be
-    trained for truncation.
+    Attributes:
+        dimensions: number of components of an embedding, which is cut and normalized again. The model must be
+            trained for truncation.
+        use_activation: whether an embedding is normalized, or a classifier's logits pass sigmoid or softmax;
+            None for the model's default.
+        second_text: index of the first token of the second of two texts; None for a single text, and for a
+            model without token types.
     """
 
     dimensions: int | None = None
+    use_activation: bool | None = None
+    second_text: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +46,8 @@ class SamplingParams:
         bad_words: texts that the output must not contain.
         bad_token_ids: the token ids of ``bad_words``, one or two sequences for each; the API sets them.
         min_tokens: number of output tokens before which no stop token is drawn.
-        pooling: parameters of an embedding request; None for a request for tokens. It needs an engine that
-            ``embeds``.
+        pooling: parameters of a pooling request; None for a request for tokens. It needs an engine that
+            ``pools``.
     """
 
     max_tokens: int
@@ -67,9 +79,8 @@ BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p"
 class GenerationRequest:
     """A request for ``n`` output sequences from one prompt.
 
-    ``request_id`` is unique among the requests in flight. ``weight`` is that of the tenant's key among several
-    keys. ``lora`` is the name of the LoRA adapter; empty means
-    the base model.
+    ``request_id`` is unique among the requests in flight. ``weight`` is the weight of the tenant's key relative
+    to other keys. ``lora`` is the name of the LoRA adapter; empty means the base model.
     """
 
     request_id: str

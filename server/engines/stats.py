@@ -14,6 +14,7 @@ from tonnage.cache.admission.cost import StepCost
 if TYPE_CHECKING:
     # Imported for types only, because `auto` imports compiled loops that `tonnage watch` never needs.
     from tonnage.cache.admission.auto import Auto
+    from tonnage.cache.disk.store import DiskCounts
 
 ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome, reason, count) with outcome admit, wait or never
 
@@ -50,7 +51,10 @@ class PoolStats:
 
     @property
     def headroom(self) -> int:
-        """Number of blocks that admission can still reserve; a request that needs no more is admitted now."""
+        """Number of blocks that admission can still reserve.
+
+        A request that needs no more blocks than this is admitted now.
+        """
         return max(0, self.usable - (self.reserved if self.committed is None else self.committed))
 
     @property
@@ -71,6 +75,7 @@ class MeasuredMemory:
         process_peak: maximum of ``process`` so far.
         warm_weights: weights after the first full step, in which a kernel may have repacked them.
         lora: slots of LoRA adapters, if there are any.
+        kv_tier: storage of the KV tier in host memory, if there is one.
         activation_peak: activations as measured by the engine itself.
         cuda_graphs: CUDA graphs as measured by the engine itself.
     """
@@ -82,6 +87,7 @@ class MeasuredMemory:
     process_peak: int | None = None
     warm_weights: int | None = None
     lora: int | None = None
+    kv_tier: int | None = None
     activation_peak: int | None = None
     cuda_graphs: int | None = None
 
@@ -94,7 +100,7 @@ class MeasuredMemory:
         if any(part is None for part in parts):
             return None
         peak, weights, kv_pool, framework = (part or 0 for part in parts)
-        return max(0, peak - weights - kv_pool - framework - (self.lora or 0))
+        return max(0, peak - weights - kv_pool - framework - (self.lora or 0) - (self.kv_tier or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,6 @@ class AutoStats:
         cost: seconds of a step by its parts; None until enough steps have run.
         share: parameter of the learned rule (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule
             is used.
-        fresh: whether the rule holds back new requests too, not only preempted requests.
         gain: tokens/s with the learned rule divided by tokens/s with vLLM's rule, both simulated; None before a
             simulation.
         fallbacks: how often low measured throughput made the mode return to vLLM's rule.
@@ -113,7 +118,6 @@ class AutoStats:
 
     cost: StepCost | None = None
     share: float | None = None
-    fresh: bool = True
     gain: float | None = None
     fallbacks: int = 0
 
@@ -130,7 +134,7 @@ class AutoStats:
         """Return these statistics as the JSON object in ``/memory`` and in ``tonnage watch --json``."""
         return {
             "step_cost_seconds": self.parts or None,
-            "holds_back": None if self.share is None else "new" if self.fresh else "preempted",
+            "holds_back": self.share is not None,
             "share": self.share,
             "rehearsed_gain": self.gain,
             "fallbacks": self.fallbacks,
@@ -149,7 +153,36 @@ def stats_of_auto(auto: Auto | None) -> AutoStats | None:
     if choice is None:
         return AutoStats(auto.cost, fallbacks=auto.fallbacks)
     gain = choice.outcome.tokens_per_second / choice.own.tokens_per_second
-    return AutoStats(auto.cost, choice.rule.share, choice.rule.fresh, gain, auto.fallbacks)
+    return AutoStats(auto.cost, choice.rule.share, gain, auto.fallbacks)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """The contents and the counters of the hf engine's KV tier.
+
+    Attributes:
+        host_size: bytes of the host memory.
+        host_used: bytes of the blocks in it.
+        host_blocks: blocks in it.
+        host_stored: blocks copied to it from the pool.
+        host_evicted: blocks removed from it to make room.
+        host_hit_blocks: blocks copied from it to the pool, which were not computed.
+        host_load_seconds: seconds of these copies.
+        saved_seconds: estimated seconds to compute the loaded blocks, at the measured pace of prompts.
+        spent_seconds: seconds of copies in both directions, and seconds that requests waited for the folder.
+        disk: the folder behind it, or None without one.
+    """
+
+    host_size: int
+    host_used: int
+    host_blocks: int
+    host_stored: int
+    host_evicted: int
+    host_hit_blocks: int
+    host_load_seconds: float
+    saved_seconds: float
+    spent_seconds: float
+    disk: DiskCounts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +213,7 @@ class EngineStats:
     invariant_violations: int | None = 0  # None if not checked
     admission_mode: str | None = None
     auto: AutoStats | None = None  # only in the admission mode ``auto``
+    tier: TierStats | None = None  # only of an hf engine with a KV tier
     since: float | None = None  # last change of ``ready``, in seconds since the epoch; None if not reported
 
 
@@ -195,7 +229,7 @@ _BLOCKS = (
 
 
 def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
-    """Add up the counts of several engines that have equal outcome and reason."""
+    """Return the sum over several engines of the counts for each (outcome, reason)."""
     sums: dict[tuple[str, str], int] = {}
     for outcome, reason, count in itertools.chain.from_iterable(parts):
         key = (str(outcome), str(reason))
@@ -212,18 +246,16 @@ def added(values: Iterable[int | None]) -> int | None:
 def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
     """Combine the ``auto`` statistics of several engines into one; return None if there are none.
 
-    Costs and gain are means of the known values, the rule is the strictest one, and fallbacks are summed.
+    Costs and gain are means of the known values, the share is the lowest, and fallbacks are summed.
     """
     if not parts:
         return None
     costs = [part.cost for part in parts if part.cost is not None]
     gains = [part.gain for part in parts if part.gain is not None]
-    holding = [part for part in parts if part.share is not None]
-    strictest = min(holding, key=lambda part: (not part.fresh, part.share), default=AutoStats())
+    shares = [part.share for part in parts if part.share is not None]
     return AutoStats(
         StepCost(*(statistics.fmean(map(attrgetter(name), costs)) for name in _COST_FIELDS)) if costs else None,
-        strictest.share,
-        strictest.fresh,
+        min(shares, default=None),
         statistics.fmean(gains) if gains else None,
         sum(part.fallbacks for part in parts),
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Generator
 from traceback import clear_frames
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tonnage.server.errors import ApiError, ErrorCode
 
@@ -18,6 +18,15 @@ FREE_BYTES = 65_536
 LARGEST_AT_ONCE = 3
 
 Parsed = TypeVar("Parsed")
+
+
+def completed(steps: Generator[None, None, Parsed]) -> Parsed:
+    """Run all steps of a generator one after the other, and return its value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(Parsed, end.value)
 
 
 class BodyBytes:
@@ -46,30 +55,33 @@ class BodyBytes:
         """Subtract a body of ``size`` bytes that was parsed or discarded."""
         self.held -= max(0, size - FREE_BYTES)
 
-    async def in_turn(self, size: int, parse: Callable[[], Parsed]) -> Parsed:
-        """Call ``parse`` for a body of ``size`` bytes; large bodies are parsed one at a time.
+    async def in_turn(self, size: int, steps: Generator[None, None, Parsed]) -> Parsed:
+        """Run the steps that parse a body of ``size`` bytes; large bodies are parsed one at a time.
 
-        After each large body the event loop gets as much time as the parsing took. Other requests therefore
-        wait for at most one large body, however many arrive at once.
+        After each step of a large body the event loop gets as much time as the step took. Other requests
+        therefore wait for at most one step, however many bodies arrive at once.
 
         Raises:
             ApiError: All bodies together would exceed ``most`` bytes.
         """
         if size <= FREE_BYTES:
-            return parse()
+            return completed(steps)
         self.hold(0, size)
         try:
             async with self._turn:
-                begun = time.perf_counter()
-                try:
-                    return parse()
-                except Exception as error:
-                    # Free the memory now: the error refers to stack frames, whose values and records of invalid
-                    # fields would otherwise live until the garbage collector runs.
-                    clear_frames(error.__traceback__)
-                    error.__context__ = None
-                    raise
-                finally:
-                    await asyncio.sleep(time.perf_counter() - begun)
+                while True:
+                    begun = time.perf_counter()
+                    try:
+                        next(steps)
+                    except StopIteration as end:
+                        return cast(Parsed, end.value)
+                    except Exception as error:
+                        # Free the memory now: the error refers to stack frames, whose values and records of
+                        # invalid fields would otherwise live until the garbage collector runs.
+                        clear_frames(error.__traceback__)
+                        error.__context__ = None
+                        raise
+                    finally:
+                        await asyncio.sleep(time.perf_counter() - begun)
         finally:
             self.release(size)

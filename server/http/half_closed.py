@@ -24,7 +24,7 @@ START = b"HTTP/1.1 "  # uvicorn's STATUS_LINE begins with these bytes for every 
 # byte is due. A disconnected client is detected by the second byte, 0.15 s after the FIN (later on a connection
 # with a long round trip).
 FIRST_SECONDS = 0.05
-# Time after which the probe has found a client that is gone: two bytes, and the reset on the second.
+# Time after which the probe has detected a disconnected client: two bytes, and the reset after the second.
 PROBED_SECONDS = 4 * FIRST_SECONDS
 
 

@@ -67,7 +67,7 @@ class Outboxes:
 
 
 class HeldAnswer:
-    """The bytes that an answer holds until it is sent whole; they count with the buffers of streams."""
+    """The bytes of an answer that is held until it is complete; they count with the buffers of streams."""
 
     def __init__(self, outboxes: Outboxes) -> None:
         self._outboxes = outboxes
@@ -90,7 +90,7 @@ class HeldAnswer:
             raise ApiError(
                 ErrorCode.SERVER_OVERLOADED,
                 f"answers that wait for their end hold over {OUTBOX_BYTES} bytes, and this one is the largest; "
-                "send stream: true, or fewer logprobs",
+                "send stream: true, or ask for fewer logprobs and token ids",
             )
 
     def cut(self) -> None:
@@ -99,7 +99,7 @@ class HeldAnswer:
         self.close()
 
     def close(self) -> None:
-        """Release the bytes."""
+        """Release the bytes that are still held."""
         self._outboxes.release(self._size)
         self._size = 0
         self._outboxes.end(self)

@@ -76,12 +76,13 @@ class RequestPacing:
 
 
 async def _is_gone(scope: Scope) -> bool:
-    """Return whether the client has closed the connection, so that nothing can be answered any more.
+    """Return whether the client has closed the connection, so that no answer can reach it.
 
-    A client that has closed its sending half may be gone or may wait for its answer. The request then waits for
-    the probe that tells (`tonnage.server.http.half_closed`).
+    A client that has closed only its sending half may have disconnected or may wait for its answer. The request
+    then waits for the result of a probe (`tonnage.server.http.half_closed`).
     """
-    connection = scope.get("tonnage.connection")  # tonnage.server.http.protocol
+    # the BoundedHttpProtocol of the connection, or None with another HTTP protocol
+    connection = scope.get("tonnage.connection")
     if connection is None:
         return False
     await asyncio.sleep(0)  # the end of a connection that arrived with the request is read in the next round

@@ -16,6 +16,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tonnage.planner.errors import DeploymentError
 from tonnage.server.errors import ApiError, ErrorCode, envelope, headers
 from tonnage.server.http.half_closed import HalfClosed
 
@@ -36,6 +37,7 @@ CLOSED_AT_ONCE = 64
 # (/proc/PID/fd of the API process); 32 of them listen (commands/serve.py). The rest is for an engine that
 # starts while another one ends, for logs, and for connections that are being closed.
 RESERVED_FILES = 96
+FEWEST_FILES = 64  # the 46 files of the server itself, and those of an engine process that starts
 # Number of requests that a connection may send before the first is answered; above it the connection is closed.
 # uvicorn has no limit: 128 KB with 4,738 heads blocked the event loop for 124 ms (11 ms with 16 heads), and the
 # pipeline could grow without end.
@@ -58,6 +60,26 @@ def max_connections() -> int:
     if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return max(1, min(MAX_CONNECTIONS, files - RESERVED_FILES))
+
+
+def raise_file_limit() -> None:
+    """Raise the process's soft limit of open files for MAX_CONNECTIONS connections, as far as its hard limit.
+
+    Shells and containers often give 1,024; vLLM raises the limit too (utils/system_utils.py, set_ulimit).
+
+    Raises:
+        DeploymentError: the hard limit is too low for the server itself.
+    """
+    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if possible < FEWEST_FILES:
+        raise DeploymentError(
+            f"the process may open {hard} files; the server needs at least {FEWEST_FILES}",
+            hint=f"ulimit -n {wanted} allows {MAX_CONNECTIONS:,} connections",
+        )
+    if soft != resource.RLIM_INFINITY and soft < possible:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

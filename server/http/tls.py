@@ -2,7 +2,8 @@
 
 asyncio and uvloop make a TLS connection known to its protocol after the handshake, for which a client has 60 s.
 Connections that never send a handshake would use up all file descriptors unseen. Here every connection begins
-with `TlsHandshake`, and the HTTP protocol takes over when the handshake is complete.
+with `TlsHandshake`, and the HTTP protocol takes over when the handshake is complete. OpenSSL's state for a
+connection (48 KiB) is made when the client sends its first bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Handshakes:
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self.context = context
-        self.waiting: dict[TlsHandshake, None] = {}  # in the order of acceptance
+        self.waiting: dict[TlsHandshake, None] = {}  # handshakes in progress, in the order of acceptance
 
     def __call__(self, **arguments: Any) -> TlsHandshake:
         """Return the protocol of a new connection; ``arguments`` are uvicorn's for an HTTP protocol."""
@@ -49,28 +50,21 @@ class TlsHandshake(asyncio.Protocol):
         self._handshakes, self._make, self._state = handshakes, make, state
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
-        self._early = bytearray()  # bytes for which no protocol is in place yet
-        self._ended = False  # the client has ended the connection already
+        self._limit: asyncio.TimerHandle | None = None
+        self._early = bytearray()  # bytes received before a protocol that reads them was in place
+        self._ended = False  # whether the client has ended the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin the handshake, and close older handshakes when there are too many connections."""
+        """Wait for the handshake, and close older handshakes when there are too many connections."""
         self._transport = cast("asyncio.Transport", transport)
         self._handshakes.waiting[self] = None
         self._handshakes.make_room(len(self._state.connections))
-        self._task = asyncio.get_running_loop().create_task(self._shake_hands())
+        self._limit = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, self.close)
 
     async def _shake_hands(self) -> None:
         loop, transport = asyncio.get_running_loop(), self._transport
         assert transport is not None
-        work = loop.create_task(
-            loop.start_tls(
-                transport,
-                self,
-                self._handshakes.context,
-                server_side=True,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS,
-            )
-        )
+        work = loop.create_task(loop.start_tls(transport, self, self._handshakes.context, server_side=True))
         # start_tls queues the calls by which its own protocol takes over. `_pass_on` runs directly after them.
         loop.call_soon(loop.call_soon, self._pass_on)
         try:
@@ -79,7 +73,7 @@ class TlsHandshake(asyncio.Protocol):
             transport.abort()
             return
         finally:
-            self._handshakes.waiting.pop(self, None)
+            self._forget()
         if encrypted is None or encrypted.is_closing() or self._ended:
             transport.abort()
             return
@@ -90,10 +84,7 @@ class TlsHandshake(asyncio.Protocol):
             protocol.data_received(bytes(self._early))
 
     def _pass_on(self) -> None:
-        """Pass bytes that arrived before start_tls took over the connection to its protocol.
-
-        uvloop (0.23, handles/basetransport.pyx) reads from a connection before start_tls can pause it.
-        """
+        """Pass the bytes that arrived before start_tls took over the connection to its protocol."""
         early, self._early = self._early, bytearray()
         protocol: Any = None if self._transport is None else self._transport.get_protocol()
         if protocol is self or not early:
@@ -108,16 +99,23 @@ class TlsHandshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Keep bytes of the handshake for `_pass_on`, and bytes after it for the HTTP protocol."""
         self._early += data
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._shake_hands())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection, whose client has closed it."""
         self._ended = True
-        self._handshakes.waiting.pop(self, None)
+        self._forget()
 
     def close(self) -> None:
-        """Close the connection in the middle of its handshake."""
-        self._handshakes.waiting.pop(self, None)
+        """Close the connection before its handshake is complete."""
+        self._forget()
         if self._task is not None:
             self._task.cancel()
         if self._transport is not None:
             self._transport.abort()
+
+    def _forget(self) -> None:
+        self._handshakes.waiting.pop(self, None)
+        if self._limit is not None:
+            self._limit.cancel()

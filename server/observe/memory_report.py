@@ -15,7 +15,7 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class CapacityForecast:
-    """How much more a running server can take now, and how long until it is full or drained.
+    """A forecast of the requests that still fit into a running server, and of the times until full or drained.
 
     Attributes:
         requests: number of further requests of the average size that fit.
@@ -43,6 +43,7 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
         "cuda_graphs": memory.cuda_graphs,
         "framework": memory.framework,
         "lora": memory.lora,
+        "kv_tier": memory.kv_tier,
         "free": None if memory.process_peak is None else plan.rank.total_bytes - memory.process_peak,
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from tonnage.cache.replay.trace import TraceRequest, log_line
+from tonnage.cache.replay.trace import log_line
+from tonnage.cache.replay.trace_request import TraceRequest
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.requests.accounts import Ticket
 

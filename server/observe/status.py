@@ -17,7 +17,7 @@ TITLES: Row = ("", "planned bytes", "measured", "difference", "verdict")
 # Accepted relative excess of the measured over the planned memory of all processes. Weights and KV pool must
 # match exactly, but allocations of libraries are only estimated.
 PROCESS_BOUND = 0.10
-OK, OUTSIDE = "ok", "OUTSIDE"  # as in `tonnage demo` and `tonnage verify`
+OK, OUTSIDE = "ok", "OUTSIDE"  # verdicts, as in `tonnage demo` and `tonnage verify`
 
 # name of a component -> its key in a rank of the plan's JSON
 COMPONENTS = {
@@ -28,6 +28,7 @@ COMPONENTS = {
     "framework": "framework_bytes",
     "lora": "lora_bytes",
     "draft": "draft_bytes",
+    "kv_tier": "kv_tier_bytes",
     "free": "free_bytes",
 }
 # States of the pool's blocks, in the order of the bar. The counts of all states add up to the usable blocks.
@@ -128,9 +129,8 @@ def auto_text(auto: Mapping[str, Any]) -> str:
         auto: the JSON object of `tonnage.server.engines.stats.AutoStats.to_dict`.
     """
     parts = ["auto: vLLM's rule"]
-    if auto["holds_back"] is not None:
-        held = "preempted requests" if auto["holds_back"] == "preempted" else "requests"
-        parts = [f"auto: holds {held} back at share {auto['share']:g}"]
+    if auto["holds_back"]:
+        parts = [f"auto: holds requests back at share {auto['share']:g}"]
         if auto["rehearsed_gain"] is not None:
             parts.append(f"{100 * (auto['rehearsed_gain'] - 1):+.0f} % tokens/s rehearsed")
     if auto["fallbacks"]:

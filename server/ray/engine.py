@@ -134,7 +134,7 @@ class RayEngine(Engine):
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Do nothing: closing its iterator already ends a request on its replica."""
+        """Do nothing: closing a request's iterator already ends the request on its replica."""
 
     def stats(self) -> EngineStats:
         """Return the sum of all replicas' statistics, from their latest reports."""

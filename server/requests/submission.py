@@ -23,6 +23,7 @@ class Submission:
         lora: Name of the LoRA adapter; empty for the base model.
         field: Field of the request's body that has the prompt, for errors.
         shows_stop: Whether the text ends with the stop string that ended it.
+        second_texts: For each prompt of two texts, the index of the first token of the second; empty otherwise.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -36,6 +37,7 @@ class Submission:
     lora: str = ""
     field: str = "prompt"
     shows_stop: bool = False
+    second_texts: tuple[int | None, ...] = ()
 
     @property
     def sequences(self) -> int:

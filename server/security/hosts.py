@@ -1,7 +1,7 @@
 """The names by which clients may address a server without keys that listens on loopback.
 
-A web page can point a name of its own at 127.0.0.1 (DNS rebinding) and then read a local server's answers as if
-they were its own. Such requests have the page's name in the header Host. Names without a dot are answered,
+A web page can point a name of its own at 127.0.0.1 (DNS rebinding). The browser then lets the page read a local
+server's answers. Such requests have the page's name in the header Host. Names without a dot are answered,
 because no web site has one. A server with keys or on another address is not checked, unless ``--allowed-hosts``
 is given.
 """

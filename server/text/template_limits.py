@@ -1,8 +1,8 @@
 """Jinja's sandbox with limits on the work and the memory of one rendering.
 
 Jinja's own sandbox limits ``range`` and access to attributes. A chat template comes with a model, and may still
-multiply strings or nest loops without end. Here every loop is counted, constants are not computed while a
-template is compiled, and operations that make a text larger are checked before they run.
+multiply strings or nest loops without end. Here every loop is counted, and operations that make a text larger
+are checked before they run. Constants are not computed while a template is compiled.
 """
 
 from __future__ import annotations

@@ -89,6 +89,17 @@ class Tokenizer:
         found = self._rust.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool = True
+    ) -> list[tuple[list[int], int | None]]:
+        """Return the token ids of pairs of texts, joined with the tokenizer's special tokens.
+
+        With each pair comes the index of its first token of type 1, which begins the second text; None if the
+        tokenizer has no token types. Other threads are not blocked.
+        """
+        found = self._rust.encode_batch_fast(list(pairs), add_special_tokens=add_special_tokens)
+        return [(pair.ids, pair.type_ids.index(1) if 1 in pair.type_ids else None) for pair in found]
+
     def fill_in_the_middle(self, prompt: str, suffix: str) -> str | None:
         """Return the prompt that makes the model generate the text between ``prompt`` and ``suffix``.
 
@@ -128,7 +139,7 @@ class Tokenizer:
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each word, at the beginning of a text and after a space.
 
-        The second form counts only if it has another first token and as many tokens, as in vLLM 0.32
+        The ids after a space count only if their first token differs and their number is equal, as in vLLM 0.32
         (sampling_params.py: update_from_tokenizer).
         """
         found: list[tuple[int, ...]] = []

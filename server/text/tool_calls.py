@@ -83,7 +83,7 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How a request uses tools in its prompt, its generation and the parsing of its answer.
+    """The settings by which a request uses tools in its prompt, its generation and the parsing of its answer.
 
     Attributes:
         shown: The tools that the chat template shows to the model.

@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tonnage.cache.disk.metrics import METRICS
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.observe.metrics.auto import auto_families
 from tonnage.server.observe.metrics.families import Page
+from tonnage.server.observe.metrics.tier import HOST_GAUGES, HOST_METRICS
 from tonnage.server.watch.client import WatchError
+from tonnage.server.watch.records import TierReading
 from tonnage.server.watch.watcher import Observation
 
 # A client that stays idle for longer is disconnected; Prometheus uses the same timeout for a scrape.
@@ -143,6 +146,8 @@ def families(page: Page, now: Observation) -> None:
     )
     _headroom(page, now)
     auto_families(page, reading.auto)
+    if reading.tier is not None:
+        _tier(page, reading.tier)
     counters = reading.counters
     for name, text, value in (
         ("preemptions", "Running requests put back to waiting.", counters.preemptions),
@@ -154,8 +159,7 @@ def families(page: Page, now: Observation) -> None:
             counters.prefix_query_tokens,
         ),
     ):
-        if value is not None:
-            page.counter(f"tonnage_{name}", text, value)
+        page.counter(f"tonnage_{name}", text, value)
     if counters.prefix_hit_tokens is not None:
         page.counters(
             "tonnage_prefix_hit_tokens",
@@ -163,6 +167,24 @@ def families(page: Page, now: Observation) -> None:
             ("source",),
             {("unknown",): counters.prefix_hit_tokens},
         )
+
+
+# Field of TierReading -> metric of the KV tier, as the server's own page names it
+_TIER_METRICS = {
+    "host_size": "host_size", "host_used": "host_used", "hit_tokens": "host_hit_tokens",
+    "saved_seconds": "saved_seconds", "spent_seconds": "spent_seconds",
+}  # fmt: skip
+
+
+def _tier(page: Page, tier: TierReading) -> None:
+    """Write the metrics of KV tiers that the watched server reports."""
+    for name, metric in _TIER_METRICS.items():
+        if (value := getattr(tier, name)) is not None:
+            write = page.gauge if metric in HOST_GAUGES else page.counter
+            write(f"tonnage_tier_{metric}", HOST_METRICS[metric], value)
+    for name, metric in (("disk_size", "size"), ("disk_used", "used")):
+        if (value := getattr(tier, name)) is not None:
+            page.gauge(f"tonnage_tier_{metric}", METRICS[metric], value)
 
 
 def _memory(page: Page, now: Observation) -> None:
@@ -241,9 +263,8 @@ def _headroom(page: Page, now: Observation) -> None:
     page.gauge(
         "tonnage_headroom_prompt_tokens", "Largest prompt that could start now; 0: none.", room.prompt_tokens
     )
-    if now.full_in is not None:
-        page.gauge(
-            "tonnage_time_to_full_seconds",
-            "Seconds until no block is free, at the growth of the last two minutes; 86400: not within a day.",
-            now.full_in,
-        )
+    page.gauge(
+        "tonnage_time_to_full_seconds",
+        "Seconds until no block is free, at the growth of the last two minutes; 86400: not within a day.",
+        now.full_in,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tonnage.cache.admission import Limits
@@ -110,6 +110,57 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReading:
+    """The KV tiers of a server behind its pool; counters start at zero when the server starts.
+
+    Attributes:
+        host_size: bytes of host memory.
+        host_used: bytes of the blocks in host memory.
+        host_share: used share of host memory, for a server that reports tokens instead of bytes.
+        disk_size: upper bound of the bytes on disk.
+        disk_used: bytes on disk.
+        hit_tokens: prompt tokens that were loaded instead of computed.
+        loaded_bytes: bytes loaded from host memory to the pool.
+        stored_bytes: bytes stored from the pool to host memory.
+        spent_seconds: seconds of loads and of requests that waited for them, as far as the server reports them.
+        saved_seconds: estimated seconds of prefill that the loaded tokens saved.
+        token_seconds: measured seconds of prefill per computed prompt token, to estimate `saved_seconds`; None
+            for a server that reports `saved_seconds` itself.
+    """
+
+    host_size: int | None = None
+    host_used: int | None = None
+    host_share: float | None = None
+    disk_size: int | None = None
+    disk_used: int | None = None
+    hit_tokens: int | None = None
+    loaded_bytes: int | None = None
+    stored_bytes: int | None = None
+    spent_seconds: float | None = None
+    saved_seconds: float | None = None
+    token_seconds: float | None = None
+
+    @property
+    def used_share(self) -> float | None:
+        """Return the used share of host memory, or None when it is unknown."""
+        if self.host_size and self.host_used is not None:
+            return self.host_used / self.host_size
+        return self.host_share
+
+    def after(self, before: TierReading | None) -> TierReading:
+        """Return the reading with saved seconds that continue those of an earlier reading of the same run.
+
+        Each increase of the hits is valued at the pace of its time, so that the sum never falls.
+        """
+        if self.token_seconds is None or self.hit_tokens is None:
+            return self
+        if before is None or before.saved_seconds is None or before.hit_tokens is None:
+            return replace(self, saved_seconds=self.hit_tokens * self.token_seconds)
+        more = max(0, self.hit_tokens - before.hit_tokens) * self.token_seconds
+        return replace(self, saved_seconds=before.saved_seconds + more)
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """The state of a watched server at one moment.
 
@@ -122,6 +173,7 @@ class Reading:
             finished requests.
         headroom: the headroom that the server itself reports.
         auto: the server's state of the admission mode `auto`.
+        tier: the server's KV tiers, None without a tier.
     """
 
     replicas: tuple[Replica, ...]
@@ -131,6 +183,7 @@ class Reading:
     typical: tuple[float, float] | None = None
     headroom: Headroom | None = None
     auto: AutoStats | None = None
+    tier: TierReading | None = None
 
     def sum_of(self, name: str) -> int | None:
         """Return the number of `running` or `waiting` requests, summed over all replicas that report it."""

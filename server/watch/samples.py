@@ -12,7 +12,7 @@ from tonnage.server.watch.client import WatchError
 Labels = Mapping[str, str]
 
 # Only samples with these prefixes are parsed, because a page can have thousands of other lines.
-_PREFIXES = ("vllm:", "sglang:", "llamacpp:", "tonnage_", "process_start_time_seconds")
+_PREFIXES = ("vllm:", "lmcache:", "sglang:", "llamacpp:", "tonnage_", "process_start_time_seconds")
 
 
 class Samples:

@@ -8,10 +8,11 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from tonnage.planner.bars import cells
+from tonnage.planner.units import gib
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
 from tonnage.server.observe.status import Row, auto_text, memory_rows
 from tonnage.server.watch.drawing import MemoryTable, aligned
-from tonnage.server.watch.records import Counters
+from tonnage.server.watch.records import Counters, TierReading
 from tonnage.server.watch.watcher import Observation
 
 _BAR, _NEARLY_FULL = 40, 0.9
@@ -48,6 +49,8 @@ def _parts(now: Observation) -> Iterable[str]:
         yield headroom_line(now)
     if rates := rates_line(now):
         yield rates
+    if now.reading.tier is not None:
+        yield tier_line(now.reading.tier)
     if now.reading.auto is not None:
         yield f"admission {auto_text(now.reading.auto.to_dict())}"
     if now.restarts:
@@ -94,6 +97,29 @@ def rates_line(now: Observation) -> str | None:
     if counters.prefix_query_tokens and counters.prefix_hit_tokens is not None:
         parts.append(f"{100 * counters.prefix_hit_tokens / counters.prefix_query_tokens:.0f} % prefix hits")
     return ", ".join(parts) or None
+
+
+def tier_line(tier: TierReading) -> str:
+    """Return one line about the KV tiers: how full they are, their hits, and saved against spent seconds."""
+    parts = []
+    for where, used, size in (
+        ("host", tier.host_used, tier.host_size),
+        ("disk", tier.disk_used, tier.disk_size),
+    ):
+        if used is not None:
+            parts.append(f"{where} {gib(used)}" + ("" if size is None else f" of {gib(size)}"))
+        elif size is not None:
+            parts.append(f"{where} {gib(size)}")
+    if not parts and tier.host_share is not None:
+        parts.append(f"host {100 * tier.host_share:.0f} % full")
+    if tier.hit_tokens is not None:
+        parts.append(f"{tier.hit_tokens:,} tokens hit")
+    saved, spent = tier.saved_seconds, tier.spent_seconds
+    if saved is not None and spent is not None:
+        parts.append(f"{saved:,.1f} s of prefill saved, {spent:,.1f} s spent: {saved - spent:+,.1f} s")
+    elif spent is not None:
+        parts.append(f"{spent:,.1f} s spent")
+    return f"KV tier {', '.join(parts) or 'without figures'}"
 
 
 def _head(now: Observation) -> list[str]:
@@ -178,6 +204,7 @@ def to_dict(now: Observation) -> dict[str, Any]:
             "headroom": None
             if now.headroom is None
             else asdict(now.headroom) | {"full_in_seconds": now.full_in},
+            "tier": None if reading.tier is None else _tier(reading.tier),
             "admission": None if reading.auto is None else {"auto": reading.auto.to_dict()},
             "counters": {part.name: getattr(reading.counters, part.name) for part in fields(Counters)},
             "per_second": None
@@ -190,6 +217,13 @@ def to_dict(now: Observation) -> dict[str, Any]:
             "notes": list(now.notes),
         }
     )
+
+
+def _tier(tier: TierReading) -> dict[str, Any]:
+    """Return the KV tiers as a JSON object, with the balance of saved and spent seconds."""
+    saved, spent = tier.saved_seconds, tier.spent_seconds
+    gained = None if saved is None or spent is None else saved - spent
+    return asdict(tier) | {"used_share": tier.used_share, "gained_seconds": gained}
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:

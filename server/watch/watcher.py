@@ -160,6 +160,8 @@ class Watcher:
     def _watched(self, run: _Run, reading: Reading) -> Observation:
         now = time.monotonic()
         before = run.looks[-1] if run.looks else None
+        if reading.tier is not None:
+            reading = replace(reading, tier=reading.tier.after(None if before is None else before[1].tier))
         run.looks.append((now, reading))
         while now - run.looks[0][0] > _WINDOW_SECONDS:
             run.looks.popleft()

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_invariants
 from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import (
@@ -206,7 +207,7 @@ def advance(manager: KVCacheManager, sequence: int, lengths: dict[int, tuple[int
 
 
 @pytest.mark.parametrize(("budget", "peak"), [(64, 808), (16, 834)])
-def test_chunked_prefill_case_that_overflows_the_lockstep_peak_rule(budget: int, peak: int) -> None:
+def test_request_whose_chunked_prefill_overflows_the_pool_waits(budget: int, peak: int) -> None:
     """Admit requests of (1,600 + 3,200) and (8,000 + 1,600) tokens in a pool of 805 blocks; the second waits.
 
     A peak rule that assumes whole-prompt prefill admits both. With decodes first and the rest of the budget for
@@ -304,11 +305,11 @@ def test_reservations_suffice_under_every_schedule(
         assert stats.used <= stats.reserved <= stats.usable
         fullest = max(fullest, stats.used / stats.usable)
         if lengths[sequence][0] == lengths[sequence][1]:
-            manager.check_invariants()
+            check_invariants(manager)
             manager.free([sequence])
             del lengths[sequence], to_fork[sequence]
             finished += 1
-    manager.check_invariants()
+    check_invariants(manager)
     assert finished == arrivals
     assert forked > 5
     assert len(never) < 30

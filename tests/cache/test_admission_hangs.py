@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from invariants import check_invariants, check_step
 
 from tonnage.cache.admission import (
     AdmissionMode,
@@ -38,7 +39,7 @@ SETUP = Setup(
     max_tokens=200,
     policy=Policy(),
     step_time=StepTime(1, 1, 0.0, 1.0, 1e30, overhead=0.0),  # one second a step
-    check=True,
+    check=check_step,
 )
 
 
@@ -114,7 +115,7 @@ def test_small_requests_do_not_starve_a_large_one(mode: AdmissionMode) -> None:
     """Admit a request for 94 of 100 blocks among a stream of small requests that could fill the pool."""
     small = [(float(at), 100, 60, 60) for at in range(300)]
     trace = trace_of(*small[:20], (20.0, 1400, 100, 100), *small[20:])
-    simulator = Logged(trace, replace(SETUP, policy=Policy(mode), check=False))
+    simulator = Logged(trace, replace(SETUP, policy=Policy(mode), check=None))
     simulator.run()
     start = next(step for step, id, answer in simulator.answers if id == 20 and answer == "Admitted")
     assert start < 20 + 3 * 60
@@ -152,7 +153,7 @@ def take(queue: WaitingQueue, manager: KVCacheManager) -> int | None:
         request = entry.request
         return manager.admit(entry.id, [entry.id] * request.prompt_tokens, request.max_tokens, head=head)
 
-    taken = queue.take(ask, lambda entry: manager.start_of(entry.request), step=0)
+    taken = queue.take(ask, manager.admission.start_of, step=0)
     return None if taken is None else taken[0].id
 
 
@@ -167,7 +168,7 @@ def test_tenant_quota_is_kept_and_blocks_no_other_tenant(mode: AdmissionMode) ->
     assert (never.reason, never.needed_blocks, never.usable_blocks) == (NeverReason.TENANT_QUOTA, 21, 20)
     manager.free([0])
     assert isinstance(manager.admit(2, [2] * 80, 16, tenant="a"), Admitted)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_cancelled_queue_head_lets_the_next_request_start() -> None:
@@ -209,11 +210,11 @@ def test_abort_after_preemption_releases_everything() -> None:
     victim = manager.admission.victim(manager.running())
     manager.free([victim])
     queue.push(Waiting(victim, AdmissionRequest(at, 400, produced=100), 0.0))
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.grant([1 - victim], [at + 1]).tolist() == [at + 1]
     queue.remove(victim)  # the client disconnected
     manager.free([1 - victim])
-    manager.check_invariants()
+    check_invariants(manager)
     stats = manager.stats()
     assert (stats.used, stats.reserved, len(queue)) == (0, 0, 0)
 
@@ -222,7 +223,7 @@ def test_abort_after_preemption_releases_everything() -> None:
 def test_decisions_do_not_depend_on_future_outputs(mode: AdmissionMode) -> None:
     rng = random.Random(3)
     trace = trace_of(*[(0.0, rng.randint(20, 400), rng.randint(1, 60), 80) for _ in range(40)])
-    setup = replace(SETUP, policy=Policy(mode), leap=False, check=False)
+    setup = replace(SETUP, policy=Policy(mode), leap=False, check=None)
     first = Logged(trace, setup)
     first.run()
     until = first.steps // 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from invariants import check_invariants
 from kv_calls import append
 
 from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Policy, Wait
@@ -39,7 +40,7 @@ def test_sliding_window_model_admits_while_all_reservations_fit(mode: AdmissionM
     assert len(running) == (40 - reserve) // reservation > 1
     assert isinstance(answer, Wait)
     assert answer.blocks_short == reservation - (40 - reserve) % reservation
-    head = manager.start_of(AdmissionRequest(20, 100))
+    head = manager.admission.start_of(AdmissionRequest(20, 100))
     assert isinstance(manager.admit(99, [1], 1, head=head), Wait)  # first come, first served
     for end in range(8, 121, 8):  # every request runs to its end without a stall
         ids = list(running)
@@ -50,7 +51,7 @@ def test_sliding_window_model_admits_while_all_reservations_fit(mode: AdmissionM
         assert manager.grant(ids, wanted).tolist() == wanted
         manager.extend(ids, wanted)
         manager.commit(ids, wanted)
-        manager.check_invariants()
+        check_invariants(manager)
         running = dict.fromkeys(ids, end)
     for number in running:
         manager.free([number])

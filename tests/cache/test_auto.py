@@ -97,7 +97,7 @@ def test_step_costs_are_unknown_before_a_prompt_and_never_negative() -> None:
 # -- rehearsals ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [VLLM, Rule(0.7), Rule(0.6, fresh=False)])
+@pytest.mark.parametrize("rule", [VLLM, Rule(0.7), Rule(0.6)])
 def test_rehearsal_serves_every_token_once(rule: Rule) -> None:
     load = load_of(64)
     outcome = rehearse(load, ENGINE, CPU, rule)
@@ -125,7 +125,7 @@ def test_rehearsal_without_prefix_caching_recomputes_whole_requests() -> None:
     assert whole.recomputed > cached.recomputed > 0
 
 
-def test_holding_back_gains_with_costly_recompute_and_loses_with_cheap() -> None:
+def test_holding_requests_back_gains_only_if_recompute_is_costly() -> None:
     load = load_of(128)
     gain = {
         name: rehearse(load, ENGINE, cost, Rule(0.7)).tokens_per_second
@@ -158,10 +158,36 @@ def test_best_rule_keeps_ttft_and_time_between_tokens() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
-def test_large_gain_needs_a_smaller_margin_between_tokens(tokens: float, rule: Rule) -> None:
+def test_large_throughput_gain_allows_an_equal_time_to_the_first_token(tokens: float, rule: Rule) -> None:
+    own = outcome(100)
+    held = Choice(Rule(0.7), outcome(tokens, first=1.0, between=0.05), own)
+    assert best([Choice(VLLM, own, own), held], None).rule == rule
+
+
+@pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
+def test_large_throughput_gain_allows_less_margin_in_token_latency(tokens: float, rule: Rule) -> None:
     own = outcome(100)
     held = Choice(Rule(0.7), outcome(tokens, first=0.9, between=0.098), own)
     assert best([Choice(VLLM, own, own), held], None).rule == rule
+
+
+@pytest.mark.parametrize("cost", [CPU, StepCost(0.040, 0.003, 0.0002, 5e-7)])
+def test_bounds_exceed_the_scatter_of_vllms_rule(cost: StepCost) -> None:
+    ratios = []
+    for seed in range(24):
+        load, more = load_of(64, 300, seed), load_of(64, 300, seed)
+        more.prompt[seed] += ENGINE.block_size
+        one, other = (rehearse(each, ENGINE, cost, VLLM) for each in (load, more))
+        ratios.append(
+            [
+                getattr(other, name) / getattr(one, name)
+                for name in ("tokens_per_second", "first_p50", "first_p99", "between_p99")
+            ]
+        )
+    tokens, first_p50, first_p99, between = np.std(ratios, axis=0)
+    assert 0 < 4 * tokens < START[0].tokens - 1
+    assert 0 < max(first_p50, first_p99) < 1 - START[0].first
+    assert 0 < 2 * between < 1 - START[0].between
 
 
 def test_target_itl_trades_throughput_for_time_between_tokens() -> None:
@@ -190,7 +216,7 @@ def taught(cost: StepCost, in_system: int, target: float | None = None) -> Auto:
     return auto
 
 
-def test_cold_auto_uses_vllms_rule() -> None:
+def test_auto_mode_starts_with_vllms_rule() -> None:
     auto = Auto(ENGINE, background=False)
     assert auto.rule(100) == VLLM
     auto.ended(10, 10, 100)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import xxhash
+from order_invariants import check_order
 
 from tonnage.cache.eviction.order import EvictionOrder
-from tonnage.cache.laws.order import check_order
 
 BLOCK = 4
 

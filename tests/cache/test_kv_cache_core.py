@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,18 +14,21 @@ from pathlib import Path
 
 import numba
 import numpy as np
+import pool_lists
 import pytest
 import xxhash
+from invariants import check_invariants
 from kv_calls import commit, extend
+from own_hash import xxh64_block
 
 from tonnage.cache.blocks.state import BY_RESET, columns
 from tonnage.cache.errors import NoFreeBlocks
 from tonnage.cache.eviction.model import CLASSES, LEARNED, LRU, SCORES
-from tonnage.cache.laws import readers
 from tonnage.cache.laws import sampled as laws
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.prefix.hashing import hash_tokens, xxh64_block
+from tonnage.cache.prefix.hashing import hash_tokens
 from tonnage.cache.prefix.index import evict
+from tonnage.cache.prefix.keyed import hash_keyed
 from tonnage.cache.replay.trace import read_trace
 from tonnage.cache.sequences.steps import wanted_blocks
 from tonnage.planner.model.layout import KVGroup, KVLayout
@@ -68,6 +72,31 @@ def test_compiled_hash_equals_xxhash(count: int) -> None:
         seed = int(random_ids.integers(0, 2**63)) * 2 + 1
         expected = xxh64_block(tokens[3:].data.cast("B"), seed)
         assert int(hash_tokens(tokens, 3, count, np.uint64(seed))) == expected
+
+
+@pytest.mark.skipif(sys.hash_info.algorithm != "siphash13", reason="this Python hashes bytes otherwise")
+def test_keyed_hash_equals_pythons_siphash() -> None:
+    random_ids = np.random.default_rng(0)
+    messages = [random_ids.integers(0, 2**31, count + 2).astype(np.int32) for count in (0, 1, 2, 7, 16, 256)]
+    program = "import sys; print([hash(bytes.fromhex(text)) % 2**64 for text in sys.argv[1:]])"
+    out = subprocess.run(
+        [sys.executable, "-c", program, *(message.tobytes().hex() for message in messages)],
+        env={"PYTHONHASHSEED": "0"},  # CPython then hashes with a key of zeros (Python/pyhash.c)
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    zero = np.uint64(0)
+    for message, expected in zip(messages, json.loads(out), strict=True):
+        seed = message[:2].view(np.uint64)[0]
+        assert int(hash_keyed(message, 2, message.size - 2, seed, zero, zero, 1, 3)) == expected
+
+
+def test_keyed_hash_equals_vector_of_siphash_paper() -> None:
+    # vector of length 16 with key 00..0f and message 00..0f (vectors.h of the reference implementation)
+    words = np.arange(16, dtype=np.uint8).view(np.uint64)
+    message = np.arange(16, dtype=np.uint8).view(np.int32)
+    assert int(hash_keyed(message, 2, 2, words[0], words[0], words[1], 2, 4)) == 0x3F2ACC7F57C29BDB
 
 
 TWIN = """
@@ -225,7 +254,7 @@ def test_allowed_prefix_is_shared_between_salts_and_the_rest_is_not() -> None:
     assert compute(manager, 4, system[:8] + question) == 8  # no salt: the shared blocks, not a tenant's
     stats = manager.stats()
     assert (stats.hit_tokens, stats.shared_hit_tokens) == (8 + 16 + 8, 8 + 8 + 8)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_prompt_that_ends_inside_an_allowed_prefix_keeps_its_salt() -> None:
@@ -251,7 +280,7 @@ def test_salt_ids_are_reused_and_never_shared() -> None:
         compute(manager, number, [1] * 9, salt=f"tenant {number}")
         manager.free([number])
         if number % 97 == 0:
-            manager.check_invariants()
+            check_invariants(manager)
     assert len(manager.prefix.salts._salts) < 300
     for number in range(1000, 1003):
         assert compute(manager, number, [1] * 9, salt=f"tenant {number}") == 0
@@ -271,7 +300,7 @@ def test_private_block_counts_follow_sharing() -> None:
     running = manager.running()
     assert running.held.tolist() == [4]
     assert running.private.tolist() == [1]  # a lower bound: the three blocks were not counted again
-    manager.check_invariants()
+    check_invariants(manager)
     manager.free([2])
     compute(manager, 3, [*range(12), 99])
     assert manager.running().private.tolist() == [4]  # cached blocks without a reference
@@ -293,7 +322,7 @@ def test_forked_sequences_count_shared_blocks_once() -> None:
     manager.free([2])
     assert manager.running().held.tolist() == [6]
     assert manager.running().output.tolist() == [1]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_step_without_free_blocks_changes_nothing() -> None:
@@ -330,12 +359,12 @@ def test_compiled_laws_detect_violations() -> None:
         manager = fresh()
         getattr(getattr(manager, part), field)[at] = value
         found = manager.sample_invariants()
-        assert manager.stats().violations == 1
+        assert manager.violations == 1
         return found
 
     block = int(fresh().tables[0][0, 0])
-    cached = readers.all_cached(fresh().core)
-    ends = [block for kind in range(CLASSES) for block in readers.listed(fresh().core, kind)]
+    cached = pool_lists.all_cached(fresh().core)
+    ends = [block for kind in range(CLASSES) for block in pool_lists.listed(fresh().core, kind)]
     assert damage("core", "refs", block, 1) == "reference counts"
     assert damage("counts", "free", 0, 3) == "conservation"
     assert damage("core", "next", cached[0], cached[0]) == "conservation"
@@ -346,8 +375,7 @@ def test_compiled_laws_detect_violations() -> None:
     assert damage("rows", "published", 0, 1) == "prefix index"
     assert damage("requests", "private", 0, 1) == "reservation"
     assert set(laws.LAWS[1:]) <= {
-        line.split("  ")[0]
-        for line in (sys.modules["tonnage.cache.laws.invariants"].__doc__ or "").splitlines()
+        line.split("  ")[0] for line in (sys.modules["invariants"].__doc__ or "").splitlines()
     }
 
 
@@ -391,7 +419,7 @@ def hits(manager: KVCacheManager, requests: list[list[int]]) -> list[int]:
     for number, tokens in enumerate(requests):
         out.append(compute(manager, number, tokens))
         manager.free([number])
-    manager.check_invariants()
+    check_invariants(manager)
     return out
 
 
@@ -424,12 +452,12 @@ def test_only_the_tail_of_a_chain_is_evictable() -> None:
     manager.free([1])
     compute(manager, 2, [*range(8), 99, 98, 97, 96, 95])
     manager.free([2])
-    ends = [block for kind in range(CLASSES) for block in readers.listed(manager.core, kind)]
-    assert manager.pool.cached == len(readers.all_cached(manager.core)) == 4 + 1
+    ends = [block for kind in range(CLASSES) for block in pool_lists.listed(manager.core, kind)]
+    assert manager.pool.cached == len(pool_lists.all_cached(manager.core)) == 4 + 1
     assert len(ends) == 2
     evict(manager.core, 4, BY_RESET)  # both branches, from their ends, and half of what they share
     assert compute(manager, 3, list(range(17))) == 4
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def conversations(count: int) -> list[list[int]]:

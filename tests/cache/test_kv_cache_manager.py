@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pool_lists
 import pytest
+from invariants import check_invariants
 from kv_calls import append, commit, extend
 from kv_small import FULL, SLIDING, blocks_of, make, start
+from own_hash import xxh64_block
 
 from tonnage.cache.blocks.pool import enlist, unlink
 from tonnage.cache.blocks.state import BY_RESET, columns
@@ -22,9 +25,7 @@ from tonnage.cache.errors import (
     SequenceFinished,
     UnknownSequence,
 )
-from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, BlockCopy, KVCacheManager
-from tonnage.cache.prefix.hashing import xxh64_block
 from tonnage.cache.prefix.index import evict
 from tonnage.planner.model.layout import KVGroup
 
@@ -50,7 +51,7 @@ def test_request_ids_resolve_to_their_current_rows() -> None:
     assert [manager.row(1), manager.row(2)] == before[::-1]
     manager.extend([1, 2], [6, 9])
     assert [int(manager.rows.slots[manager.row(id)]) for id in (1, 2)] == [6, 9]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_prefix_hit_shares_blocks_of_running_and_finished_sequences() -> None:
@@ -95,7 +96,8 @@ def test_each_cache_salt_has_an_isolated_prefix_cache() -> None:
 
 
 def test_without_prefix_caching_no_block_is_cached() -> None:
-    for manager in (make(caching=False), make(SLIDING)):  # no full group: see tonnage.cache.prefix.index
+    # windows and states alone have no chain of blocks: see tonnage.cache.prefix.index
+    for manager in (make(caching=False), make(SLIDING, KVGroup("state", (2,)))):
         assert not manager.prefix.enabled
         start(manager, 1, list(range(16)))
         manager.free([1])
@@ -117,7 +119,7 @@ def test_fork_copies_shared_partial_block_at_first_write() -> None:
     assert blocks_of(manager, 3)[2] == last
     assert len({blocks_of(manager, s)[2] for s in (1, 2, 3)}) == 3
     assert {tuple(blocks_of(manager, s)[:2]) for s in (1, 2, 3)} == {tuple(blocks_of(manager, 1)[:2])}
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.extend([1, 2, 3], [12, 12, 12]) == ()
 
 
@@ -126,7 +128,7 @@ def test_fork_on_block_boundary_copies_nothing() -> None:
     start(manager, 1, list(range(8)), n=2)
     manager.fork(1, 2)
     assert extend(manager, 1, 9) == extend(manager, 2, 9) == ()
-    manager.check_invariants()
+    check_invariants(manager)
     assert blocks_of(manager, 1)[2] != blocks_of(manager, 2)[2]
 
 
@@ -143,7 +145,7 @@ def test_slots_extended_before_a_fork_are_extended_again_after_it() -> None:
         manager.slots(1, 0, 10, 11)
     assert len(extend(manager, 1, 11)) == 1
     commit(manager, 1, 11)
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("extended", [False, True])
@@ -155,15 +157,15 @@ def test_fork_before_any_computed_token_shares_no_state(extended: bool) -> None:
     first, second = manager.row(1), manager.fork(1, 2)
     assert (manager.states[0][first] != 0) == extended
     assert manager.states[0][second] == 0
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.extend([2, 1], [3, 3]) == ()  # nothing was written: nothing is copied
     assert manager.states[0][first] != manager.states[0][second] != 0
     manager.commit([1, 2], [3, 3])
-    manager.check_invariants()
+    check_invariants(manager)
     assert manager.decode([1, 2], [7, 8]) == ()
-    manager.check_invariants()
+    check_invariants(manager)
     manager.free([1])
-    manager.check_invariants()
+    check_invariants(manager)
     manager.free([2])
     assert manager.stats().used == 0
 
@@ -179,7 +181,7 @@ def test_fork_copies_recurrent_state_at_next_write(ahead: int) -> None:
     own = int(manager.states[0][manager.row(1 if ahead else 2)])
     assert copies == (BlockCopy(state, own),)  # on a block border the state alone
     assert own != state
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_extend_never_removes_slots() -> None:
@@ -189,7 +191,7 @@ def test_extend_never_removes_slots() -> None:
     manager.extend([1, 2], [9, 9])
     manager.extend([1, 2], [7, 10])
     assert [len(manager.slots(s, 0, 0, stop)) for s, stop in ((1, 9), (2, 10))] == [9, 10]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_batched_extend_equals_single_extends() -> None:
@@ -208,7 +210,7 @@ def test_batched_extend_equals_single_extends() -> None:
         many.append(range(4), [7] * 4)
         assert many.extend(range(4), lengths) == ()
         many.commit(range(4), lengths)
-        many.check_invariants()
+        check_invariants(many)
         for table, other in zip(one.tables, many.tables, strict=True):
             assert (table == other).all()
     assert one.stats() == many.stats()
@@ -226,7 +228,7 @@ def test_batched_append_of_many_tokens_equals_single_appends() -> None:
     for manager in (one, many):
         manager.extend([1, 2], [11, 11])
         manager.commit([1, 2], [11, 11])
-        manager.check_invariants()
+        check_invariants(manager)
     assert (one.core.tokens == many.core.tokens).all()
     assert one.stats() == many.stats()
     for wrong in (np.zeros((2, 4), np.int32), np.zeros((3, 1), np.int32), np.full((2, 1), -1)):
@@ -241,7 +243,7 @@ def test_sliding_group_frees_blocks_outside_the_window() -> None:
     for end in range(8, 41, 8):
         extend(manager, 1, end)
         commit(manager, 1, end)
-        manager.check_invariants()
+        check_invariants(manager)
     # The last step computed 32..39 and looked back to 32 - 7 = 25, in block 6: blocks 0..5 are gone.
     assert blocks_of(manager, 1, group=1)[:6] == [0] * 6
     assert all(blocks_of(manager, 1, group=1)[6:])
@@ -263,7 +265,7 @@ def test_prefix_hit_needs_only_last_window_of_sliding_group() -> None:
     assert admitted.cached_tokens == 40
     # The next query, position 40, looks back to 33, in block 8.
     assert np.flatnonzero(manager.tables[1][admitted.row]).tolist() == [8, 9]
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_prefix_hit_ends_where_sliding_window_is_cached() -> None:
@@ -279,16 +281,59 @@ def test_prefix_hit_ends_where_sliding_window_is_cached() -> None:
     lost = int(manager.core.node_blocks[1, deepest])
     _oldest(manager, lost)
     evict(manager.core, 1, BY_RESET)
-    assert lost not in readers.all_cached(manager.core)
+    assert lost not in pool_lists.all_cached(manager.core)
     admitted = manager.admit(3, list(range(25)), 8)
     assert isinstance(admitted, Admitted)
     assert admitted.cached_tokens == 20  # the full group has 24, the last sliding block is gone
     extend(manager, 3, 25)
     commit(manager, 3, 25)  # and is there again: the node takes the block just computed
-    manager.check_invariants()
+    check_invariants(manager)
     again = manager.admit(4, list(range(25)), 8)
     assert isinstance(again, Admitted)
     assert again.cached_tokens == 24
+
+
+@pytest.mark.parametrize("windows", [(8,), (8, 12)], ids=["one window", "two windows"])
+def test_repeated_prompt_hits_its_last_window_without_full_attention(windows: tuple[int, ...]) -> None:
+    groups = [KVGroup("sliding", (at,), window=window) for at, window in enumerate(windows)]
+    manager = make(*groups, blocks=40, budget=8)
+    tokens = list(range(40))
+    manager.admit(1, tokens, 8)
+    for end in range(8, 41, 8):
+        extend(manager, 1, end)
+        commit(manager, 1, end)
+        check_invariants(manager)
+    manager.free([1])
+    other = manager.admit(2, [7, *tokens[1:], 99], 8)  # equal to the last window, not to the prefix before it
+    assert isinstance(other, Admitted)
+    assert other.cached_tokens == 0
+    manager.free([2])
+    admitted = manager.admit(3, [*tokens, 99], 8)
+    assert isinstance(admitted, Admitted)
+    assert admitted.cached_tokens == 40
+    for group, window in enumerate(windows):  # the next query, position 40, looks back to 41 - window
+        needed = list(range((41 - window) // 4, 10))
+        assert np.flatnonzero(manager.tables[group][admitted.row]).tolist() == needed
+    check_invariants(manager)
+
+
+def test_hit_without_full_attention_ends_where_a_whole_window_is_cached() -> None:
+    manager = make(KVGroup("sliding", (0,), window=8), blocks=40, budget=8)
+    tokens = list(range(40))
+    manager.admit(1, tokens, 8)
+    for end in range(8, 41, 8):
+        extend(manager, 1, end)
+        commit(manager, 1, end)
+    last = int(manager.tables[0][manager.row(1), 9])
+    manager.free([1])
+    _oldest(manager, last)
+    evict(manager.core, 1, BY_RESET)
+    assert last not in pool_lists.all_cached(manager.core)
+    admitted = manager.admit(2, [*tokens, 99], 8)
+    assert isinstance(admitted, Admitted)
+    assert admitted.cached_tokens == 36
+    check_invariants(manager)
+    assert manager.prefix.hit_tokens == 36
 
 
 def test_eviction_takes_unhashed_blocks_first_then_the_oldest_tail() -> None:
@@ -300,8 +345,8 @@ def test_eviction_takes_unhashed_blocks_first_then_the_oldest_tail() -> None:
     assert (manager.stats().cached, manager.stats().free) == (4, 8)
     start(manager, 3, list(range(200, 236)), 4)  # 9 blocks: all 8 free ones, then the tail of the oldest
     assert manager.stats().evictions == 1
-    manager.check_invariants()
-    kept = {int(manager.core.node_tokens[node, 0]) for node in readers.nodes(manager.core)}
+    check_invariants(manager)
+    kept = {int(manager.core.node_tokens[node, 0]) for node in pool_lists.nodes(manager.core)}
     assert kept == {100, 0, 4, *range(200, 236, 4)}  # 104, the tail of the older one, is gone
 
 
@@ -314,7 +359,7 @@ def test_duplicates_are_merged_when_they_are_published() -> None:
     assert not set(blocks_of(manager, 1)) & set(blocks_of(manager, 2))
     for sequence in (1, 2):
         commit(manager, sequence, 8)
-        manager.check_invariants()
+        check_invariants(manager)
     assert blocks_of(manager, 1) == blocks_of(manager, 2)
     assert (manager.stats().used, manager.stats().merged) == (2, 2)
 
@@ -412,7 +457,7 @@ def test_refusals_are_typed_and_change_nothing(case: str) -> None:
     start(manager, 5, list(range(8)), 1)
     append(manager, 5, [1])
     manager.free([3])
-    manager.check_invariants()
+    check_invariants(manager)
     before = state(manager)
     error, call = REFUSALS[case]
     with pytest.raises(error) as caught:
@@ -420,7 +465,7 @@ def test_refusals_are_typed_and_change_nothing(case: str) -> None:
     assert type(caught.value) is error
     assert caught.value.field
     assert state(manager) == before
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, -3])
@@ -459,7 +504,7 @@ def test_batched_free_equals_single_frees() -> None:
         start(manager, 4, list(range(10)))
         for call in calls:
             manager.free(call)
-            manager.check_invariants()
+            check_invariants(manager)
         stats = manager.stats()
         assert (stats.used, stats.reserved, stats.sequences, manager.reservations.sequences) == (0, 0, 0, 0)
         found.append(start(manager, 5, list(range(10))))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from bisect import insort
+
 import pytest
 
 from tonnage.cache.admission import AdmissionRequest, Head, Wait, WaitReason
@@ -60,7 +63,7 @@ def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) 
             behind.append(waiting.id)
         return waits.get(waiting.id, "admitted")
 
-    taken = queue.take(ask, lambda waiting: Head(waiting.request, 10, start), step)
+    taken = queue.take(ask, lambda request: Head(request, 10, start), step)
     return (None if taken is None else taken[0].id), behind
 
 
@@ -90,3 +93,19 @@ def test_without_a_free_sequence_no_further_request_is_considered() -> None:
     queue.push(entry(0, 0.0))
     queue.push(entry(1, 1.0))
     assert answers(queue, {0: Wait(WaitReason.SEQUENCES, 0, 1)}, start=1, step=0) == (None, [])
+
+
+def test_order_is_that_of_a_sorted_list_after_removals_anywhere() -> None:
+    draw, queue, expected = random.Random(2), WaitingQueue(), list[tuple[float, int]]()
+    for number in range(3000):
+        if expected and draw.random() < 0.45:
+            # mostly near the head, as admission removes entries
+            place = min(len(expected) - 1, draw.choice((0, 0, 0, 1, 5, draw.randrange(len(expected)))))
+            assert queue.remove(expected.pop(place)[1]).id not in queue
+        else:
+            arrival = float(draw.randrange(1000))
+            queue.push(entry(number, arrival))
+            insort(expected, (arrival, number))
+        assert len(queue) == len(expected)
+        if number % 100 == 0:
+            assert order_of(queue) == [id for _, id in expected]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from invariants import check_invariants, check_step
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.replay.page import page
@@ -107,7 +108,7 @@ def test_replay_serves_every_request_and_frees_every_block(mode: AdmissionMode) 
     prompts = sum(request.prompt_tokens for request in trace.requests)
     assert result.prompt_tokens - result.recomputed_tokens <= prompts <= result.prompt_tokens
     assert simulator.manager.stats().used == 0
-    simulator.manager.check_invariants()
+    check_invariants(simulator.manager)
     if mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
         assert result.preemptions == 0
     if mode is AdmissionMode.GREEDY:
@@ -119,7 +120,9 @@ def test_committed_peak_fits_at_every_replayed_step(chunk: int, quantile: float)
     """Replay with ``check``, which raises where the law of guaranteed mode or any invariant is broken."""
     trace = read_trace(AZURE, limit=40)
     policy = Policy(length_quantile=quantile)
-    setup = replace(SETUP, policy=policy, num_blocks=401, budget=chunk, scale=None, check=True, lookahead=2)
+    setup = replace(
+        SETUP, policy=policy, num_blocks=401, budget=chunk, scale=None, check=check_step, lookahead=2
+    )
     result = Simulator(trace, setup).run()
     assert (result.finished, result.preemptions) == (40, 0)
 
@@ -140,6 +143,15 @@ def test_replay_hits_shared_prefixes(tmp_path: Path) -> None:
     assert (result.query_tokens, result.hit_tokens) == (1100 + 1536, 1024)
     off = Simulator(read_trace(tmp_path / "m.jsonl"), replace(SETUP, enable_prefix_caching=False)).run()
     assert off.hit_tokens == 0
+
+
+def test_replay_draws_no_random_hash_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learned eviction samples blocks by their hashes, so two replays with random keys would differ."""
+    keys = iter(range(100))
+    monkeypatch.setattr("secrets.randbits", lambda bits: next(keys))
+    trace = Trace("t", "made", (TraceRequest(0.0, 64, 2, hash_ids=(1,), hash_block=64),))
+    first, second = (Simulator(trace, SETUP).manager.core for _ in range(2))
+    assert first.seeds[0] == second.seeds[0]
 
 
 def test_replay_search_finds_the_smallest_pool() -> None:
@@ -212,7 +224,8 @@ def test_hybrid_model_hits_prefixes_with_their_states(
     """Replay with ``check``; in the small pool all requests arrive at once, so that states are evicted."""
     checked = blocks < 200 and mode is AdmissionMode.GUARANTEED
     trace = share_of(_sharing(tmp_path), 2 if checked else 1)
-    setup = replace(SETUP, layout=HYBRID, num_blocks=blocks, scale=scale, policy=Policy(mode), check=checked)
+    check = check_step if checked else None
+    setup = replace(SETUP, layout=HYBRID, num_blocks=blocks, scale=scale, policy=Policy(mode), check=check)
     cached = Simulator(trace, setup).run()
     plain = Simulator(trace, replace(setup, enable_prefix_caching=False)).run()
     assert cached.finished == plain.finished == len(trace.requests)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from invariants import check_invariants
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.errors import InvariantViolation
@@ -51,7 +52,7 @@ def test_stalled_scheduler_preempts_only_in_preempting_modes(
         step = scheduler.step()
         assert ([s.id for s in step.preempted], step.admitted, step.picked) == ([0], [], [])
         assert manager.stats().used == 0
-    manager.check_invariants()
+    check_invariants(manager)
 
 
 def test_default_policy_evicts_no_sequence() -> None:

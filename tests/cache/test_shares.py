@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from invariants import check_invariants
 
 from tonnage.cache.admission import AdmissionMode, AdmissionRequest, Limits, Policy
-from tonnage.cache.admission.shares import KeyUse, Shares, divided
+from tonnage.cache.admission.shares import KeyUse, Shares
 from tonnage.cache.errors import CacheConfigError
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.scheduler import Scheduler, Sequence
+from tonnage.cache.scheduler.chunks import divided
 from tonnage.cache.scheduler.sequence import Step
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
@@ -58,7 +60,7 @@ def run(scheduler: Scheduler[Numbered]) -> Step[Numbered]:
             going.append(sequence)
     if going:
         scheduler.append(going, np.ones(len(going), np.int32))
-    scheduler.manager.check_invariants()
+    check_invariants(scheduler.manager)
     return step
 
 
@@ -107,7 +109,7 @@ def test_seats_go_to_the_key_below_its_share_until_both_have_half(mode: Admissio
     assert min(running(scheduler).values()) >= 15
 
 
-def test_weights_divide_the_seats() -> None:
+def test_seats_are_divided_by_key_weights() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=2)
     for _ in range(300):
         arrive(scheduler, "one", weight=1.0)
@@ -140,7 +142,7 @@ def test_request_that_needs_the_reserve_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_long_prompts_of_one_key_leave_a_part_of_each_step_to_a_short_prompt_of_another(
+def test_long_prompts_leave_a_part_of_each_step_to_other_keys(
     mode: AdmissionMode,
 ) -> None:
     scheduler = scheduler_of(mode, keys=2)
@@ -159,7 +161,7 @@ def test_long_prompts_of_one_key_leave_a_part_of_each_step_to_a_short_prompt_of_
     assert taken <= 6  # 600 tokens at half of 256 a step
 
 
-def test_no_key_waits_forever() -> None:
+def test_requests_of_every_key_finish() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=3, blocks=200)
     for at in range(60):
         arrive(scheduler, f"key-{at % 3}", prompt=1 + 37 * at % 700, most=1 + 13 * at % 90, forks=at % 4)
@@ -193,7 +195,7 @@ def test_prompts_of_a_hybrid_end_although_many_keys_share_the_budget() -> None:
     assert running(scheduler) == {"stream": 1}
 
 
-def test_share_counts_one_further_key_until_all_are_there() -> None:
+def test_shares_leave_a_part_for_a_key_that_may_still_arrive() -> None:
     shares, wish = Shares(3, LIMITS), AdmissionRequest(1, 1, tenant="a")
     assert shares.within({"a": KeyUse(15, 0)}, wish, 1)
     assert not shares.within({"a": KeyUse(16, 0)}, wish, 1)
@@ -203,7 +205,7 @@ def test_share_counts_one_further_key_until_all_are_there() -> None:
     assert shares.within({"b": KeyUse(32, 640)}, AdmissionRequest(9, 9, 9, "a"), 99)  # runs nothing yet
 
 
-def test_keys_of_equal_priority_go_by_what_they_hold_for_their_weight() -> None:
+def test_keys_of_equal_priority_are_ordered_by_use_per_weight() -> None:
     shares = Shares(4, LIMITS)
     uses = {"a": KeyUse(2, 10), "b": KeyUse(4, 10, weight=4.0), "c": KeyUse(1, 80), "d": KeyUse(31, 0)}
     order = sorted("dcab", key=lambda key: shares.rank(uses, AdmissionRequest(1, 1, tenant=key), 1))
@@ -212,7 +214,7 @@ def test_keys_of_equal_priority_go_by_what_they_hold_for_their_weight() -> None:
     assert shares.rank(uses, better, 1) < shares.rank(uses, AdmissionRequest(1, 1, tenant="b"), 1)
 
 
-def test_kept_is_nothing_for_one_key_alone_or_within_its_share() -> None:
+def test_key_keeps_seats_free_only_above_its_share() -> None:
     wish = AdmissionRequest(1, 1, tenant="a")
     assert Shares(1, LIMITS).kept({"a": KeyUse(31, 639)}, wish, 1) == (0, 0)
     assert Shares(2, LIMITS).kept({}, AdmissionRequest(1, 1, 32, "a"), 640) == (0, 0)

@@ -44,5 +44,5 @@ def test_target_that_no_rule_keeps_is_logged_once_with_the_best_forecast(
     assert "against vLLM's rule" in line
 
 
-def test_without_target_itl_no_price_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_throughput_cost_is_logged_only_with_target_itl(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog, busy()) == []

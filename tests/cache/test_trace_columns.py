@@ -109,6 +109,6 @@ def test_missing_trace_column_is_named(text: str, columns: str | None, says: str
     assert says in str(caught.value)
 
 
-def test_trace_time_with_seven_fractional_digits() -> None:
+def test_trace_time_with_seven_fractional_digits_is_parsed() -> None:
     assert seconds("2023-11-16 18:15:46.6805900") - seconds("2023-11-16 18:15:46") == pytest.approx(0.68059)
     assert seconds("2023-11-16T18:15:46Z") == seconds("2023-11-16 18:15:46")

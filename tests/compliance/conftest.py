@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import toolcalls
-from safetensors.torch import load_file, save_file
 from serving import serving
-
-from tonnage.server.demo.model import ensure_demo
+from sharpened import sharpen
 
 # The suites want answers that end by themselves, and send neither a temperature nor a limit. So the model is
-# shown short answers, and has logits so much larger that temperature 1 is greedy. By a power of two: exact in
-# bfloat16.
-SHARPER = 64.0
+# shown short answers, and its logits are scaled.
 SHOWN = """\
 {%- for asked, said in [
   ("Say hi.", "Hi!"), ("What is two and two?", "Four."), ("Where is Oslo?", "In Norway."),
@@ -43,13 +38,8 @@ def llm_comply() -> Path:
 @pytest.fixture(scope="session")
 def model(llm_comply: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create the demo model with logits scaled by a power of two."""
-    demo, folder = ensure_demo(), tmp_path_factory.mktemp("model")
-    for file in demo.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    tensors = load_file(demo / "model.safetensors")
-    tensors["model.norm.weight"] *= SHARPER
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = tmp_path_factory.mktemp("model")
+    sharpen(folder)
     return folder
 
 

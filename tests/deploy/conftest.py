@@ -24,14 +24,15 @@ def rules() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the URL of a real server of the demo model on the hf engine, kept busy throughout.
 
     The scope is one module, because the server takes the cores from other tests.
     """
     command = [sys.executable, "-m", "tonnage.server.cli", "serve", "demo", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "48MiB", "--max-model-len", "1024", "--max-num-seqs", "6"]
-    command += ["--max-num-batched-tokens", "256"]
+    command += ["--max-num-batched-tokens", "256", "--kv-offloading-size", "0.05"]
+    command += ["--kv-offloading-disk", f"{tmp_path_factory.mktemp('kv')},64MiB"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

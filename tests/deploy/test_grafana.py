@@ -32,7 +32,7 @@ def test_committed_dashboards_equal_generated_ones(dashboards: Dashboards) -> No
     assert {path.name for path in (GRAFANA / "dashboards").glob("*.json")} == set(dashboards)
 
 
-def test_six_dashboards(dashboards: Dashboards) -> None:
+def test_dashboard_folder_has_six_dashboards(dashboards: Dashboards) -> None:
     assert {built["title"].removeprefix("Tonnage / ") for built in dashboards.values()} == {
         "Overview",
         "Memory",

@@ -35,7 +35,7 @@ def test_page_of_alerts_is_generated_from_the_rules() -> None:
         for group in yaml.safe_load((PROMETHEUS / "rules/alerts.yml").read_text())["groups"]
         for rule in group["rules"]
     ]
-    assert len(alerts) == 13
+    assert len(alerts) == 15
     assert all(f"\n### {alert}\n" in text for alert in alerts)
     assert text.count("**What to do.**") == len(alerts)
     assert "{{" not in text

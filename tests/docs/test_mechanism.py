@@ -35,7 +35,7 @@ def mechanism() -> Any:
     del sys.modules["mechanism"]
 
 
-def test_mechanism_has_at_most_300_lines_of_code() -> None:
+def test_mechanism_page_has_at_most_300_lines_of_code() -> None:
     code = "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 300
 
@@ -83,7 +83,7 @@ def test_mechanism_decisions_equal_block_manager_on_1000_random_steps(
         layout, NUM_BLOCKS, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=BUDGET, policy=Policy(AdmissionMode.GUARANTEED), eviction="lru",
     )  # fmt: skip
-    real: Scheduler[Known] = Scheduler(manager, budget=BUDGET, most_logits=BUDGET, lookahead=0)
+    real: Scheduler[Known] = Scheduler(manager, budget=BUDGET, lookahead=0)
     plain = mechanism.Scheduler(NUM_BLOCKS, BLOCK_SIZE, BUDGET, MAX_NUM_SEQS, MAX_MODEL_LEN)
     exact, exact_counts = mechanism.grant_exactly, []
     monkeypatch.setattr(mechanism, "grant_exactly", lambda *state: exact_counts.append(1) or exact(*state))

@@ -12,9 +12,11 @@ import pytest
 from metric_families import AUTO_FAMILIES, AUTO_LEARNED_FAMILIES, FAMILIES
 from shown import ROOT, pages
 
+from tonnage.cache.disk.metrics import METRICS, metric_name
 from tonnage.server.cli import COMMANDS, parser_of
 from tonnage.server.engines.hf.model.support import served
 from tonnage.server.engines.vllm.params import KEY, WEIGHT
+from tonnage.server.observe.metrics.tier import HOST_METRICS, host_metric_name
 from tonnage.server.security.keys import load_keys
 
 # Besides `tonnage serve`: metrics of a watch (server/watch/exporter.py), of our plug-in in vLLM
@@ -25,6 +27,7 @@ ELSEWHERE = {
 }  # fmt: skip
 # Flags of other programs, which the tests that run these read.
 FOREIGN = {
+    "lmcache": {"--l1-size-gb"},
     "vllm": {
         "--additional-config", "--api-server-count", "--disable-log-stats", "--max-num-active-seqs",
         "--prefill-schedule-interval", "--scheduler-cls",
@@ -71,7 +74,16 @@ def test_package_readme_names_every_module(package: str) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_documented_metrics_exist(page: Path) -> None:
-    known = {*FAMILIES, *AUTO_FAMILIES, *AUTO_LEARNED_FAMILIES, *ELSEWHERE, KEY, WEIGHT}
+    known = {
+        *FAMILIES,
+        *AUTO_FAMILIES,
+        *AUTO_LEARNED_FAMILIES,
+        *ELSEWHERE,
+        KEY,
+        WEIGHT,
+        *map(metric_name, METRICS),
+        *map(host_metric_name, HOST_METRICS),
+    }
     for name in re.findall(r"\btonnage_[a-z0-9_]+\b\*?", page.read_text()):
         assert any(each.startswith(name[:-1]) for each in known) if name.endswith("*") else name in known, name
 

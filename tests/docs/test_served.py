@@ -55,7 +55,7 @@ def test_pages_with_server_commands_are_found() -> None:
         ('tonnage_pool_bytes{state="free"} 1.0', 'tonnage_pool_bytes{state="free"} 2.0'),
     ],
 )
-def test_different_values_compare_unequal(shown: str, printed: str) -> None:
+def test_output_with_another_fixed_value_is_reported(shown: str, printed: str) -> None:
     assert compared([shown]) != compared([printed])
 
 
@@ -69,5 +69,5 @@ def test_different_values_compare_unequal(shown: str, printed: str) -> None:
         ('x{device="cpu",component="free"} 2.4e+10', 'x{device="cpu",component="free"} 23.0'),
     ],
 )
-def test_varying_values_compare_equal(shown: str, printed: str) -> None:
+def test_output_that_differs_in_measured_values_is_equal(shown: str, printed: str) -> None:
     assert compared([shown]) == compared([printed])

@@ -3,6 +3,8 @@
 A block that is run begins with ```` ```console ````. Each of its lines that begins with ``$ `` is a command;
 the lines below are its output or its error. A line with only ``[...]`` stands for omitted lines.
 
+A command that begins with ``COLUMNS=80`` prints as to a terminal of so many columns, without colours.
+
 The commands run in a folder with ``traces``, ``logs`` and the configs of the page's models
 (``Qwen/Qwen3-8B/config.json`` ...), so that a model's name finds the hub's config there. ``tonnage`` is this
 checkout's. Blocks that query a server run with the servers of `served`, page after page. Values that vary there
@@ -69,15 +71,31 @@ def _watched(place: Path) -> None:
         (place / file.name).symlink_to(file)
 
 
+class _Terminal(io.StringIO):
+    """A text file that says that it is a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
 def output(command: str) -> list[str]:
-    """Lines that ``command`` prints, as to a pipe."""
+    """Lines that ``command`` prints, as to a pipe, or with COLUMNS as to a terminal."""
     from tonnage.server.cli import main
 
     words = shlex.split(command)
+    columns = words.pop(0).partition("=")[2] if words[0].startswith("COLUMNS=") else ""
     assert words[0] == "tonnage", command
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        main(words[1:])
+    out, err = (_Terminal() if columns else io.StringIO()), io.StringIO()
+    before = dict(os.environ)
+    os.environ.update({"COLUMNS": columns, "NO_COLOR": "1"} if columns else {})
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main(words[1:])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     return (out.getvalue() or err.getvalue()).rstrip("\n").split("\n")  # err: a refusal; else how far it is
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from invariants import check_invariants
 from kv_calls import commit, extend
+from own_hash import HashBlock, set_hash
 
 from tonnage.cache.manager import Admitted, KVCacheManager
-from tonnage.cache.prefix.hashing import HashBlock
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
 FULL = KVGroup("full", (0,))
@@ -24,15 +25,17 @@ def make(
     hash_block: HashBlock | None = None,
 ) -> KVCacheManager:
     layout = KVLayout(groups or (FULL,), block_size, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
-    return KVCacheManager(
+    manager = KVCacheManager(
         layout,
         blocks,
         max_num_seqs=seqs,
         max_model_len=length,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
-        hash_block=hash_block,
     )
+    if hash_block is not None:
+        set_hash(manager, hash_block)
+    return manager
 
 
 def start(
@@ -43,7 +46,7 @@ def start(
     assert isinstance(admitted, Admitted)
     extend(manager, sequence, len(tokens))
     commit(manager, sequence, len(tokens))
-    manager.check_invariants()
+    check_invariants(manager)
     return admitted.cached_tokens
 
 

@@ -68,7 +68,7 @@ FAMILIES = {
 
 # Of the admission mode auto alone, from the start and once steps, lengths and rehearsals are known.
 AUTO_FAMILIES = {
-    "tonnage_admission_holding": ("gauge", {"requests"}),
+    "tonnage_admission_holding": ("gauge", set()),
     "tonnage_admission_fallbacks_total": ("counter", set()),
 }
 AUTO_LEARNED_FAMILIES = {

@@ -20,7 +20,7 @@ def teach(auto: Auto) -> None:
     """Teach ``auto`` 128 requests and steps, with a tenth of the seconds spent on recomputed tokens."""
     for number in range(128):
         prefill = 32 if number % 2 else 0
-        auto.stepped(16 + prefill, 16, 2000 + 10 * number, 0.017 + 0.001 * prefill, 40)
+        auto.stepped(16 + prefill, 16, 2000 + 10 * number, 0.017 + 0.001 * prefill, 64)
     auto.recomputed(400)
     for number in range(128):
         auto.ended(32, 60 + 37 * number % 280, 400)

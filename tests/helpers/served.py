@@ -8,12 +8,16 @@ others answer with recorded pages of vLLM, SGLang and llama-server (tests/data/S
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,12 +101,12 @@ class Servers:
             address = self._addresses[name]
         # A demo minds no setting of another server.
         foreign = {"TONNAGE_MAX_MODEL_LEN": "16"} if command == "tonnage demo" else {}
+        environment = _environment() | foreign | {"PATH": f"{self._bin}:{os.environ['PATH']}"}
+        command = command.replace(name, address)
+        if command.startswith("COLUMNS="):
+            return self._shown(_on_terminal(command, environment), name).rstrip("\n").split("\n")
         done = subprocess.run(
-            ["bash", "-c", command.replace(name, address)],
-            capture_output=True,
-            text=True,
-            timeout=2 * PATIENCE,
-            env=_environment() | foreign | {"PATH": f"{self._bin}:{os.environ['PATH']}"},
+            ["bash", "-c", command], capture_output=True, text=True, timeout=2 * PATIENCE, env=environment
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         return self._shown(done.stdout, name).rstrip("\n").split("\n")
@@ -134,6 +138,25 @@ class Servers:
 def servers() -> Iterator[Servers]:
     with ExitStack() as stack:
         yield Servers(stack)
+
+
+def _on_terminal(command: str, environment: dict[str, str]) -> str:
+    """Return what ``command`` prints on a terminal without colours; it begins with the columns."""
+    ours, theirs = pty.openpty()
+    columns = int(command.partition(" ")[0].removeprefix("COLUMNS="))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+    process = subprocess.Popen(
+        ["bash", "-c", command], stdout=theirs, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
+        env=environment | {"NO_COLOR": "1", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # EIO when the command has ended
+        while part := os.read(ours, 65_536):
+            said += part
+    os.close(ours)
+    assert process.wait(2 * PATIENCE) == 0, command
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode()).replace("\r\n", "\n")
 
 
 def _environment() -> dict[str, str]:

@@ -62,7 +62,8 @@ def serving(
     that executes the command in its arguments.
     """
     start = [str(Path(__file__).with_name("after.py")), before] if before else ["-m", "tonnage.server.cli"]
-    command = [*under, sys.executable, *start, "serve", model, "--port", "0", *flags]
+    python = os.environ.get("TONNAGE_PYTHON", sys.executable)  # where pytest has an environment of its own
+    command = [*under, python, *start, "serve", model, "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     family: list[psutil.Process] = []

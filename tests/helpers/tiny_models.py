@@ -9,15 +9,21 @@ import numpy as np
 import torch
 import transformers
 from hf_steps import finish, publish_and_fork
+from invariants import check_invariants
 from transformers import AutoModelForCausalLM
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.plans import Plan
+from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
+
+# Families whose output layer reads other states than those of the base model: their prompts are scored with one
+# forward for each part.
+REPEATED = {"opt"}
 
 
 def write_tiny(folder: Path, config: transformers.PretrainedConfig) -> Path:
@@ -58,8 +64,34 @@ def complete(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> list
         drawn = sample(logits, [s.params for s in sequences], [s.random for s in sequences])
         for chunk in finish(scheduler, draws, drawn):
             said[chunk.request_id] += chunk.token_ids
-        scheduler.manager.check_invariants()
+        check_invariants(scheduler.manager)
     return list(said.values())
+
+
+def check_logits_in_parts(runner: ModelRunner) -> None:
+    """Compare logits computed in parts with those of one forward, with a forward for each step only."""
+    tokens = 40
+    blocks = np.arange(1, 1 + tokens // 16 + 1, dtype=np.int32)
+    slots = blocks[np.arange(tokens) // 16].astype(np.int64) * 16 + np.arange(tokens) % 16
+    groups = len(runner.plan.kv_cache.layout.groups)
+    batch = Batch(
+        token_ids=np.arange(3, 3 + tokens),
+        positions=np.arange(tokens),
+        query_start=np.array([0, tokens]),
+        kv_len=np.array([tokens]),
+        slots=(slots,) * groups,
+        tables=(blocks[None],) * groups,
+        logits_at=np.arange(tokens),
+    )
+    whole = runner.forward(batch)
+    layers: list[int] = []
+    embedding = runner.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda *_: layers.append(1))
+    parts = list(runner.forward_in_parts(batch))
+    hook.remove()
+    assert len(parts) > 1
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-4, atol=1e-4)
+    assert len(layers) == (len(parts) if runner.model.config.model_type in REPEATED else 1)
 
 
 def check_tokens_of_generate(runner: ModelRunner, folder: Path, lengths: tuple[int, ...], tokens: int) -> None:

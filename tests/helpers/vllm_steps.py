@@ -69,7 +69,8 @@ def _speculation(drafts: int, length: int) -> SpeculativeConfig:
 
 
 @cache
-def _hasher(block_size: int) -> Callable[[Request], list[Any]]:
+def hasher(block_size: int) -> Callable[[Request], list[Any]]:
+    """Return vLLM's function from a request to its block hashes."""
     init_none_hash(sha256)
     return get_request_block_hasher(block_size, sha256)
 
@@ -144,7 +145,7 @@ def request(
     )  # fmt: skip
     sampling.update_from_generation_config({}, EOS)
     return Request(
-        name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=_hasher(block_size),
+        name, tokens, sampling, None, arrival_time=arrival, priority=priority, block_hasher=hasher(block_size),
         cache_salt=salt,
         lora_request=LoRARequest(str(adapter), adapter, f"/adapters/{adapter}") if adapter else None,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from invariants import check_invariants
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -130,7 +131,7 @@ def run(subject: Subject, order: list[int]) -> HFScheduler:
             assert chunk.error is None, chunk.error
             said[chunk.request_id] += chunk.token_ids
             scored[chunk.request_id] += [one.logprob for one in chunk.logprobs]
-        loop.scheduler.manager.check_invariants()
+        check_invariants(loop.scheduler.manager)
     for number in order:
         assert said[str(number)] == subject.tokens[number], f"prompt of {LENGTHS[number]} tokens"
         assert scored[str(number)] == pytest.approx(subject.logprobs[number], rel=0, abs=1e-4)

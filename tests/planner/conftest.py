@@ -21,9 +21,13 @@ def table(name: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cpu_without_amx() -> Iterator[None]:
-    """Plan for a CPU without AMX, as vLLM's stored answers do: with AMX its MLA has blocks of 128 tokens."""
+def cpu_of_stored_answers() -> Iterator[None]:
+    """Plan for the CPU of vLLM's stored answers, which has AVX-512 with AVX512-BF16 and no AMX.
+
+    With AMX its MLA has blocks of 128 tokens. Without AVX512-BF16 it keeps recurrent states in 16 bits.
+    """
     features = frozenset(name for name in host.cpu_features() if not name.startswith("amx"))
+    features |= {"avx512f", "avx512_bf16"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "cpu_features", lambda: features)
         yield

@@ -61,5 +61,8 @@ def test_advice_names_the_smallest_layout(config_of, folder_with, capsys, name, 
 def test_target_beyond_one_machine_names_smallest_layouts(config_of, folder_with, capsys):
     folder = folder_with(config_of("Qwen/Qwen3.8-2.4T-A95B"))
     asked = ["--engine-version", "0.32.0", "--request", "4000+500", "--target-concurrency", "20"]
-    assert run([folder, *asked, "--gpu", "h200-141g"]) == 1
-    assert "h200-141g: --tensor-parallel-size 8 --pipeline-parallel-size 5 (40 GPUs" in capsys.readouterr().out
+    assert run([folder, *asked, "--gpu", "h200-141g"]) == 0
+    out = capsys.readouterr().out
+    assert "GPUs needed:\n  40 x h200-141g\n" in out
+    assert "--tensor-parallel-size 8 --pipeline-parallel-size 5" in out
+    assert "with --nnodes 5" in out

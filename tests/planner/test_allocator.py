@@ -31,7 +31,7 @@ REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"
         ([13 * MiB - 512 * 1024, MiB + 512 * 1024], 0),  # the second uses the remainder of the first
     ],
 )
-def test_unsplit_bytes_of_block_sizes(sizes: list[int], extra: int) -> None:
+def test_remainder_too_small_to_split_counts_as_allocated(sizes: list[int], extra: int) -> None:
     assert unsplit_bytes(sizes) == extra
 
 

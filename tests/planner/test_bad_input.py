@@ -151,12 +151,12 @@ def test_missing_config_field_gives_plan_or_error_naming_it(config_of, folder_wi
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        ("", "not a name"),
+        ("", "not the name of a model"),
         ("no such thing", "neither a folder"),
         ("x" * 5000, "name too long"),
         ("~nobody-of-this-name/model", "home directory"),
         ("/dev/null", "not a .gguf"),
-        ("a\0b", "not a name"),
+        ("a\0b", "not the name of a model"),
         ("/nonexistent/path/model", "neither a folder"),
     ],
 )

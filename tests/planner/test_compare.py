@@ -110,6 +110,7 @@ def test_vllm_v1_rejects_context_that_v0_accepted(folder, capsys):
     """
     model = folder("configs/meta-llama__Llama-3.1-70B-Instruct.json")
     flags = ("--gpu", "rtx-4090", "--tensor-parallel-size", "8", "--gpu-memory-utilization", "0.95")
+    flags += ("--device-memory", "23.63GiB")  # with a driver of the versions' time (field_reports.jsonl)
     out = compared(capsys, model, "0.7.3", "0.8.2", *flags, "--max-model-len", "116160")
     assert out["terms"]["fits"] == {"from": True, "to": False}
     assert out["terms"]["max_num_seqs"] == {"from": 256, "to": 1024}
@@ -220,7 +221,7 @@ def test_vllm_mamba_states_per_prefix_block_by_version(folder, capsys):
     asked = compared(capsys, model, "0.28.0", "0.31.0", *flags, "--mamba-cache-mode", "all")
     assert asked["terms"]["bytes_per_sequence"]["from"] > 2 * out["terms"]["bytes_per_sequence"]["from"]
     assert run([model, "--gpu", "h100-80g", "--engine-version", "0.32.0", "--mamba-cache-mode", "all"]) == 2
-    assert "no all from 0.32 on" in capsys.readouterr().err
+    assert "not know the value all from 0.32 on" in capsys.readouterr().err
 
 
 def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
@@ -264,7 +265,7 @@ def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_pat
     assert ("the draft's own, not 16,384" in capsys.readouterr().out) == (length < 16384)
 
 
-def test_version_steps_are_ordered_and_add_up_in_both_directions(folder, capsys):
+def test_version_differences_are_ordered_and_add_up(folder, capsys):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     flags = ("--max-model-len", "8192")
     out = compared(capsys, model, "0.10.2", "0.32.0", *flags)
@@ -294,7 +295,7 @@ def test_compare_shows_newer_version_that_drops_model_class(folder, capsys):
     assert "was supported in vLLM until v0.23.0" in out["stops_with"]["to"]
 
 
-def test_compare_text_and_html_output(folder, capsys, tmp_path):
+def test_compare_html_page_equals_text_output(folder, capsys, tmp_path):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     arguments = [model, "--gpu", "h100-80g", "--compare", "0.19.0", "0.20.0", "--max-model-len", "8192"]
     assert run(arguments) == 0

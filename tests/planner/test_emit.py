@@ -69,7 +69,7 @@ def test_compose_env_variables_exist_in_compose_file(plan) -> None:
     assert int(env["MEMORY_LIMIT"]) == int(env["MEMORY"]) == memory_limit_bytes(plan)
 
 
-def test_k8s_resources_for_cpu_and_gpu(plan) -> None:
+def test_k8s_resources_follow_cpu_and_gpu_plans(plan) -> None:
     limit = f"{memory_limit_bytes(plan) // MIB}Mi"
     assert yaml.safe_load(emit(plan, "k8s-resources")) == {
         "resources": {"requests": {"memory": limit}, "limits": {"memory": limit}}

@@ -304,7 +304,7 @@ def test_class_that_vllm_never_had_is_refused_by_name(tmp_path, config, name, ve
 @pytest.mark.parametrize(
     "name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel", "LlamaForCausalLM"]
 )
-def test_class_with_another_suffix_is_the_models_own(name):
+def test_vllm_class_with_another_suffix_is_accepted(name):
     """_normalize_arch of vLLM replaces the suffix and adds a pooling adapter."""
     architecture = build_architecture(json.loads((DATA / "configs" / f"{LLAMA}.json").read_text()))
     assert startup_failures.class_of(replace(architecture, declared=(name,)), (0, 33, 0)) is not None
@@ -319,3 +319,15 @@ def test_class_that_falls_back_to_transformers_modules_is_noted(tmp_path):
     assert new.fits
     assert any("no class HeliumForCausalLM: it runs transformers' modules" in note for note in new.notes)
     assert not old.fits
+
+
+def test_states_do_not_limit_sequences_without_full_graphs(tmp_path):
+    """FlashInfer's attention leaves no full graphs of drafts, so vLLM does not compare sequences with blocks."""
+    flags = {
+        "engine": "vllm", "engine_version": "0.32.0", "gpu": "a100-80g", "kv_cache_dtype": "fp8",
+        "max_num_seqs": 2048, "max_num_batched_tokens": 8192, "max_model_len": 8192,
+    }  # fmt: skip
+    model = folder(tmp_path, HYBRID)
+    assert "Mamba cache blocks" in make_plan(model, Deployment(**flags)).stops_with
+    drafts = make_plan(model, Deployment(**flags, num_speculative_tokens=2))
+    assert drafts.stops_with is None

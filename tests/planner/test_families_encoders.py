@@ -124,24 +124,47 @@ def test_encoder_weight_bytes_equal_vllm_classes(tmp_path):
         config["position_embedding_type"] = "absolute"  # as published; vLLM's config of XLM-R reads it
         (folder / "config.json").write_text(json.dumps(config))
         folders[str(folder)] = make_plan(str(folder), Deployment(engine="vllm", dtype="float32"))
-    for found in ORACLE.says("all", SIZES | MODERN, lambda: ask_vllm(list(folders))):
+    for found in ORACLE.says("all", SIZES | MODERN, lambda: ask_vllm("float32", list(folders))):
         plan = folders[str(tmp_path / found["folder"])]
         assert plan.rank.weights_bytes == found["bytes"], found
         assert plan.kv_cache.num_blocks == 1  # vLLM's null block
 
 
-def ask_vllm(folders: list[str]) -> list[dict]:
+@pytest.mark.oracle
+def test_encoder_classifier_weight_bytes_equal_vllm_classes(tmp_path):
+    """In bfloat16, because vLLM keeps the heads of classifiers in float32."""
+    folders = {}
+    for model_type in ("bert", "roberta", "modernbert"):
+        for suffix in ("ForSequenceClassification", "ForTokenClassification"):
+            class_name = FAMILIES[model_type][0] + suffix
+            folder = tmp_path / class_name
+            folder.mkdir()
+            config = config_of(model_type, class_name, id2label=dict(enumerate("abc")))
+            (folder / "config.json").write_text(json.dumps(config))
+            folders[class_name] = make_plan(str(folder), Deployment(engine="vllm", dtype="bfloat16"))
+    paths = [str(tmp_path / name) for name in folders]
+    for found in ORACLE.says("classifiers", SIZES | MODERN, lambda: ask_vllm("bfloat16", paths)):
+        plan = folders[found["folder"]]
+        assert plan.deployment.runner in ("auto", "pooling")
+        assert plan.rank.weights_bytes == found["bytes"], found
+
+
+def ask_vllm(dtype: str, folders: list[str]) -> list[dict]:
     child = Path(__file__).with_name("vllm_encoder_child.py")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(child), *folders], capture_output=True, text=True, timeout=600, env=environment
+        [sys.executable, str(child), dtype, *folders],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
     )
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(folders), done.stderr[-2000:]
     return [answer | {"folder": Path(answer["folder"]).name} for answer in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("class_name", ["DistilBertModel", "MPNetModel", "BertForMaskedLM"])
+@pytest.mark.parametrize("class_name", ["DistilBertModel", "MPNetModel", "DistilBertForMaskedLM"])
 def test_encoder_class_missing_in_vllm_is_named_in_error(class_name, tmp_path):
     model_type = next(m for m, (name, _) in FAMILIES.items() if class_name.startswith(name))
     (tmp_path / "config.json").write_text(json.dumps(config_of(model_type, class_name)))

@@ -72,6 +72,7 @@ SIZES = {
 
 # Transformers would store these buffers, but the published files lack them.
 STORES_OTHERS = {"minimax": "decay tables computed from sizes"}
+AUDIO = ("voxtral", "qwen2_audio", "qwen3_asr", "glmasr", "audioflamingo3")
 
 
 def class_name(model_type: str) -> str:
@@ -80,8 +81,9 @@ def class_name(model_type: str) -> str:
     seq2seq = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     return (
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
-        or (seq2seq.get(model_type) if model_type.endswith(("t5", "t5gemma")) else None)
+        or (seq2seq.get(model_type) if model_type.endswith(("t5", "t5gemma", "flamingo3")) else None)
         or auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        or (auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type) if model_type in AUDIO else None)
         or auto.MODEL_MAPPING_NAMES[model_type]
     )
 

@@ -227,10 +227,10 @@ def test_gpu_is_asked_for_if_the_total_does_not_decide(folder_with, config_of, t
         (79.22, "a100-80g"),
         (39.56, "a100-40g"),
         (139.81, "h200-141g"),
-        (23.63, "rtx4090-24g"),
+        (23.52, "rtx4090-24g"),
     ],
 )
-def test_totals_of_known_gpus(total, gpu):
+def test_gpu_is_inferred_from_published_totals(total, gpu):
     found, _ = infer_gpu(total * GIB)
     assert found[0].name == gpu
 

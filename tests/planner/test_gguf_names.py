@@ -34,7 +34,7 @@ def test_file_types_have_the_published_sizes(config_of, kind):
     assert size == pytest.approx(PUBLISHED[kind] - 0.008, abs=0.006)
 
 
-def test_known_file_types_and_names():
+def test_gguf_file_types_are_recognized_in_model_names():
     assert file_type("q4_k_m") == file_type("Q4-K") == "Q4_K_M"
     assert file_type("int4") is file_type("fp8") is file_type("mxfp4") is None
     assert hub_model("unsloth/Qwen3-8B-GGUF:Q4_K_M") == HubModel("unsloth/Qwen3-8B-GGUF", "main", "Q4_K_M")
@@ -103,7 +103,7 @@ def hub(monkeypatch, tmp_path):
     server.server_close()
 
 
-def test_tag_and_link_read_the_header_from_the_hub(hub, tmp_path, capsys):
+def test_gguf_tag_and_link_read_the_header_from_the_hub(hub, tmp_path, capsys):
     data = llama_file(tmp_path / "m.gguf").read_bytes()
     names = ["README.md", "m-Q4_K_M.gguf", "m-UD-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-F16.gguf"]
     hub.files = {"main?recursive=true": json.dumps([{"type": "file", "path": name} for name in names]).encode()}
@@ -120,7 +120,7 @@ def test_tag_and_link_read_the_header_from_the_hub(hub, tmp_path, capsys):
         resolve_model("org/m-GGUF:Q5_K_M")
 
 
-def test_tag_without_hub_uses_the_shipped_config(hub):
+def test_gguf_tag_without_hub_uses_the_shipped_config(hub):
     hub.shutdown()
     hub.server_close()
     found = plan("unsloth/Qwen3-8B-GGUF:Q4_K_M", gpu="rtx4090-24g", max_model_len=8192)
@@ -162,7 +162,7 @@ def test_every_file_type_is_planned(config_of):
     assert max(sizes) == sizes[0]
 
 
-def test_table_compares_file_types(config_of, folder_with, capsys):
+def test_plan_table_compares_gguf_file_types(config_of, folder_with, capsys):
     folder = folder_with(config_of("Qwen/Qwen3-8B"))
     flags = ["--gpu", "rtx4090-24g,l4-24g", "--max-model-len", "8192"]
     assert run([folder, "-q", "q4_k_m,q8_0", *flags, "--json"]) == 0

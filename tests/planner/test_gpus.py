@@ -55,6 +55,7 @@ def test_every_gpu_figure_has_a_source():
             assert variant["source"]
         assert "usd_per_hour" not in entry  # prices.json
         assert ("speed_source" in entry) == ("memory_gb_per_s" in entry) == ("dense_16bit_tflops" in entry)
+        assert ("link" in entry) == ("link_gb_per_s" in entry) >= ("link_mesh" in entry)
         assert ("compute_capability" in entry) == (entry["vendor"] == "nvidia")
     names = [name.lower() for e in ENTRIES for name in (e["name"], *e["aliases"])]
     assert len(names) == len(set(names))
@@ -84,11 +85,40 @@ def test_gpu_memory_is_bytes_that_device_reports():
     [
         ("l40s", 44.39), ("l4", 22.03), ("a10g", 22.06), ("a40", 44.35), ("a6000", 47.40), ("rtx-5090", 31.36),
         ("rtx-pro-6000", 94.97), ("h200", 139.81), ("b300", 267.69), ("r9700", 31.86),
+        ("rtx-4090", 23.52),
     ],
 )  # fmt: skip
 def test_total_is_what_driver_prints(name, gib):
     assert find_gpu(name).memory_bytes == int(gib * (1 << 30))
     assert find_gpu(name).basis == "reported"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("A100-80GB", "a100-80g"), ("A100-SXM4-80GB", "a100-80g"), ("A100-SXM-80GB", "a100-80g"),
+        ("A100-PCIE-40GB", "a100-40g"), ("NVIDIA A100 80GB", "a100-80g"), ("H100-80GB", "h100-80g"),
+        ("H100 80GB HBM3", "h100-80g"), ("H100-SXM5-80GB", "h100-80g"), ("H200-141GB", "h200-141g"),
+        ("GeForce RTX 4090", "rtx4090-24g"), ("RTX 4090 24GB", "rtx4090-24g"), ("T4-16GB", "t4-16g"),
+        ("MI300X-192GB", "mi300x-192g"), ("V100-32GB", "v100-32g"),
+    ],
+)  # fmt: skip
+def test_name_with_gb_or_without_vendor_is_found(name, known):
+    assert find_gpu(name).name == known
+
+
+def test_no_two_gpus_share_a_plain_name():
+    for gpu in catalogue():
+        for name in (gpu.name, *gpu.aliases):
+            assert find_gpu(name) == gpu, name
+
+
+def test_total_of_r9700_with_ecc_is_named():
+    """ECC takes 1/16 of 32 GiB: a log with a pool of 15.33 GiB at 0.98 excludes 29.86 GiB without it."""
+    (size, setting) = find_gpu("r9700").variants[0]
+    assert size == int(29.86 * (1 << 30))
+    assert "ECC" in setting
+    assert find_gpu("r9700").memory_bytes - size == pytest.approx((32 << 30) // 16, rel=1e-6)
 
 
 def test_every_gpu_that_vllm_runs_on_has_a_published_total():
@@ -177,7 +207,26 @@ def test_invalid_price_is_rejected(text):
 def test_sxm_and_pcie_variants_have_own_bandwidth():
     assert find_gpu("h100").bandwidth == 3350e9
     assert find_gpu("h100-pcie").bandwidth == 2000e9
-    assert find_gpu("rtx-4090").bandwidth is None
+    assert find_gpu("m4-max").bandwidth is None  # Apple publishes no operations per second
+
+
+def test_every_gpu_of_vllm_has_speeds_and_their_relations_hold():
+    for gpu in catalogue():
+        if gpu.vendor == "apple":
+            continue
+        assert gpu.bandwidth is not None, gpu.name
+        assert gpu.flops is not None, gpu.name
+        # FP8 has twice the peak of 16 bits on every GPU but Gaudi 3, and needs compute capability 8.9
+        if gpu.fp8_flops is not None and gpu.vendor != "intel":
+            assert gpu.fp8_flops / gpu.flops == pytest.approx(2, rel=0.03), gpu.name
+        if gpu.vendor == "nvidia":
+            assert (gpu.fp8_flops is not None) == (gpu.capability >= (8, 9)), gpu.name
+        # bytes per second to operations per second: between an H20's and an RTX PRO 6000's
+        assert 30 < gpu.flops / gpu.bandwidth < 1000, gpu.name
+    assert find_gpu("a40").link == 32e9
+    assert find_gpu("h100").link == 450e9
+    assert find_gpu("mi300x").link_among(2) == 64e9
+    assert find_gpu("mi300x").link_among(8) == 448e9
 
 
 def test_compute_capability_is_found_by_driver_name():

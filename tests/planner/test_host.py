@@ -154,7 +154,7 @@ def test_host_memory_parts_lie_within_bounds_and_add_up(plan_of, name, flags) ->
     assert ("/dev/shm" in line) == bool(host.shared_bytes)
 
 
-def test_host_memory_added_by_each_flag(plan_of) -> None:
+def test_each_flag_adds_its_host_memory(plan_of) -> None:
     """Each case changes one flag and checks the host bytes that follow from it."""
     plain = plan_of(LLAMA, max_model_len=8192)
     assert {each.name for each in plain.host.parts if each.shared} == set()
@@ -305,7 +305,8 @@ def test_shared_memory_covers_message_queues_and_kv_tier(plan_of) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--kv-offloading-size", "8", "--engine", "hf"], "is a setting of vllm, not of hf"),
+        (["--kv-offloading-size", "8", "--engine", "hf"], "the hf engine keeps a KV tier on a CPU only"),
+        (["--kv-offloading-size", "8", "--engine", "sglang"], "is a setting of hf, vllm, not of sglang"),
         (["--cache-ram", "512"], "is a setting of llama.cpp, not of vllm"),
         (["--load-format", "runai_streamer"], "'runai_streamer' is not one of auto, safetensors, pt, dummy"),
         (["--mm-processor-cache-gb", "-1"], "is not a size in GiB"),

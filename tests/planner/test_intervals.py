@@ -15,7 +15,7 @@ from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
-from tonnage.planner.units import GiB
+from tonnage.planner.units import GiB, MiB
 from tonnage.server.engines.capacity import held_to
 
 DATA = Path(__file__).parent.parent / "data"
@@ -32,7 +32,7 @@ ON_GPU = {"engine": "vllm", "gpu": "h100-80g", "device": "cuda", "max_model_len"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
-def test_figures_derived_from_estimates_have_intervals(engine):
+def test_plan_figures_derived_from_estimates_have_intervals(engine):
     found = plan(**ON_GPU | {"engine": engine})
     shown = plan_to_dict(found)["intervals"]
     values = {
@@ -151,3 +151,26 @@ def test_gpus_and_engines_without_logs_have_wider_intervals():
     assert reach(**seen | {"engine": "hf", "engine_version": None})[1] > reach(**seen)[1]
     small = reach(gpu="rtx4080-16g", max_model_len=1024, kv_cache_memory_bytes=GiB, device_memory=8 * GiB)
     assert min(small) >= 0.32002 * GiB  # an RTX 3090's start, report 41 of tests/data/field_reports.jsonl
+
+
+def test_interval_of_sampler_holds_flashinfer_from_0_10_0_to_0_11_0():
+    """Qwen2-7B on 0.10.1.1 logs "Using FlashInfer for top-p & top-k sampling": 0.5 GiB, not 1.4 for a sort.
+
+    0.11.1 needs VLLM_USE_FLASHINFER_SAMPLER=1 for it (v1/sample/ops/topk_topp_sampler.py).
+    """
+
+    def planned(version, gpu="rtx-4090"):
+        flags = {"engine": "vllm", "engine_version": version, "gpu": gpu, "max_model_len": 16384}
+        return plan("configs/Qwen__Qwen2-7B", **flags)
+
+    rows, vocabulary = 256, 152064
+    taken = rows * (vocabulary * (2 + 3 * 4) + 2 * 3584 * 2)
+    for version in ("0.10.0", "0.10.1.1", "0.11.0"):
+        found = planned(version)
+        assert found.rank.activation_bytes > 1.3 * GiB
+        low, _ = found.intervals["activation_bytes"]
+        assert taken <= low < taken + 32 * MiB  # hidden states and workspace of a step
+        pool = found.rank.kv_pool_bytes + found.rank.activation_bytes - low
+        assert pool <= found.intervals["kv_pool_bytes"][1]
+    for version, gpu in (("0.9.2", "rtx-4090"), ("0.11.1", "rtx-4090"), ("0.10.2", "r9700")):
+        assert planned(version, gpu).intervals["activation_bytes"][0] > 1.2 * GiB

@@ -190,7 +190,7 @@ def test_hf_engine_stores_mla_latents_expanded(config_of):
         ("LiquidAI/LFM2-1.2B", r"layer 0 \(state\)"),
         ("XiaomiMiMo/MiMo-V2-Flash", "V narrower than K"),
         ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "chunked"),
-        ("BAAI/bge-large-en", "an encoder generates nothing"),
+        ("BAAI/bge-large-en", "an encoder generates no tokens"),
     ],
 )
 def test_hf_engine_rejects_unsupported_cache_layers(name, match, config_of):

@@ -97,7 +97,7 @@ def test_kv_bytes_are_monotone_in_length_ranks_and_dtype(name, config_of):
         assert share.kv_cache.bytes_per_sequence <= before <= ranks * share.kv_cache.bytes_per_sequence
 
 
-def test_kv_bytes_per_sequence_of_known_models(config_of):
+def test_kv_bytes_per_sequence_equal_known_values(config_of):
     """8,192 tokens take 549 MiB in DeepSeek-V3, 1,056 in Gemma-3-27B and 4,096 in Llama-2-7B.
 
     gpt-oss-20b takes 195 MiB.

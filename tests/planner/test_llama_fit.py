@@ -70,7 +70,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("case", MADE, ids=str)
-def test_compute_buffer_with_mlp_larger_than_logits(case, folder_with, tiny_llama) -> None:
+def test_compute_buffer_equals_llama_cpp_where_mlp_exceeds_logits(case, folder_with, tiny_llama) -> None:
     (hidden, inner, vocab, heads, kv_heads), context = case
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab, "num_hidden_layers": 3,
              "num_attention_heads": heads, "num_key_value_heads": kv_heads,
@@ -123,6 +123,7 @@ def test_compute_buffer_follows_widest_tensor_of_layer(case) -> None:
     plan = plan_source(ModelSource("it", "it", config, "folder"), flags)
     said, (low, high) = SERVED[case] * MiB, plan.intervals["activation_bytes"]
     assert low - ROUNDED <= said <= high + ROUNDED
+    low += 512 * hidden * 4  # older releases hold one residual less
     assert abs(low - said) <= 0.1 * said + ROUNDED  # below it only without flash attention
 
 
@@ -137,7 +138,7 @@ LATENT = {
 
 
 @pytest.mark.parametrize("case", LATENT, ids=str)
-def test_compute_buffer_of_mla_queries(case) -> None:
+def test_compute_buffer_of_mla_queries_equals_llama_cpp(case) -> None:
     (hidden, inner, heads, latent, rotated, plain, value), flash = case
     config = {
         "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": hidden,
@@ -160,7 +161,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("case", STATES, ids=str)
-def test_compute_buffer_of_recurrent_layers(case) -> None:
+def test_compute_buffer_of_recurrent_layers_equals_llama_cpp(case) -> None:
     (keys, values), sequences = case
     config = {
         "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 1024,
@@ -188,7 +189,7 @@ WINDOWS = {(1, False): (12 + 11.25, 19.02), (4, False): (12 + 45, 13.02), (4, Tr
 
 
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
-def test_separate_and_unified_kv_cache_of_sequences(case) -> None:
+def test_separate_and_unified_kv_caches_equal_llama_cpp(case) -> None:
     (sequences, shared), (cache, compute) = case, WINDOWS[case]
     config = {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 512,
@@ -215,7 +216,7 @@ def test_unified_kv_cache_is_shared_by_sequences() -> None:
     assert [plan.kv_cache.law.floor_blocks for plan in (apart, shared)] == [4096, 1]
 
 
-def test_gpu_holds_cuda_context_and_no_embedding(folder_with, tiny_llama) -> None:
+def test_llama_cpp_plan_keeps_embedding_in_host_memory(folder_with, tiny_llama) -> None:
     """A log of Llama 8B has 281.81 of its 4,437.80 MiB CPU_Mapped, which is the embedding."""
     folder = folder_with({**tiny_llama, "tie_word_embeddings": False})
     flags = {"engine": "llama.cpp", "max_model_len": 128}
@@ -309,3 +310,12 @@ def test_embedding_stays_in_host_memory_with_gpu(device, of_file, held) -> None:
     file = tuple(HeaderTensor(name, "F16", (4, 4), 32) for name in names)
     found = engine_of("llama.cpp").stored_tensors(file, Deployment(engine="llama.cpp", device=device))
     assert found == tuple(file[place] for place in held)
+
+
+def test_interval_holds_older_releases_with_one_residual_less(tiny_llama, folder_with):
+    """A start of Qwen2.5-3B prints n_ubatch x n_embd x 4 bytes less than newer releases hold."""
+    flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=8192)
+    # The MLP is wider than the logits, so that no other bound covers the difference.
+    plan = make_plan(folder_with({**tiny_llama, "intermediate_size": 8192, "vocab_size": 256}), flags)
+    residual = 512 * tiny_llama["hidden_size"] * 4
+    assert plan.intervals["activation_bytes"][0] <= plan.rank.activation_bytes - residual

@@ -32,19 +32,13 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "n
 # Families of transformers 5.19 that no adapter builds: rotary, sliding layers, tied and not, learned positions
 UNKNOWN = {
     "nanochat": SMALL,
-    "cwm": {**SMALL, "layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 32},
     "biogpt": {**SMALL, "num_key_value_heads": 4},
     "gpt_neox_japanese": SMALL,
     "xglm": {"d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "vocab_size": 128},
 }
-# Image-text and audio models, which other auto classes build
+# Image-text models, which another auto class builds
 SEES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
         "image_size": 28, "patch_size": 14}  # fmt: skip
-HEARS = {**SEES, "num_mel_bins": 16, "max_source_positions": 20}
-WHISPERS = {
-    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 16,
-    "max_source_positions": 20,
-}  # fmt: skip
 
 
 def beside(text: str, **given: Any) -> dict[str, Any]:
@@ -53,20 +47,9 @@ def beside(text: str, **given: Any) -> dict[str, Any]:
 
 TOWERS = {
     "aya_vision": beside("cohere2", vision_config={"model_type": "siglip_vision_model", **SEES}),
-    "internvl": beside(
-        "qwen3", vision_config={"model_type": "internvl_vision", **SEES, "image_size": [28, 28]}
-    ),
     "vipllava": beside("llama", vision_config={"model_type": "clip_vision_model", **SEES}),
     "lighton_ocr": beside("qwen3", vision_config={"model_type": "pixtral", **SEES, "head_dim": 16}),
-    "paligemma": beside(
-        "gemma", vision_config={"model_type": "siglip_vision_model", **SEES}, projection_dim=64
-    ),
-    "qwen2_audio": beside("qwen2", audio_config={"model_type": "qwen2_audio_encoder", **WHISPERS}),
-    "audioflamingo3": beside("qwen2", audio_config={"model_type": "audioflamingo3_encoder", **HEARS}),
-    "voxtral": beside("llama", audio_config={"model_type": "voxtral_encoder", **HEARS}),
 }
-AUTO = {"qwen2_audio": "AutoModelForMultimodalLM", "voxtral": "AutoModelForMultimodalLM",
-        "audioflamingo3": "AutoModelForSeq2SeqLM"}  # fmt: skip
 GEMMA = {
     **SMALL, "num_hidden_layers": 8, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 96, "sliding_window": 32,
@@ -79,8 +62,8 @@ SHARED = {
 
 
 def auto_class(model_type: str) -> Any:
-    fallback = "AutoModelForImageTextToText" if model_type in TOWERS else "AutoModelForCausalLM"
-    return getattr(transformers, AUTO.get(model_type, fallback))
+    name = "AutoModelForImageTextToText" if model_type in TOWERS else "AutoModelForCausalLM"
+    return getattr(transformers, name)
 
 
 def config_of(model_type: str, given: dict[str, Any]) -> dict[str, Any]:

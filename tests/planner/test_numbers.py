@@ -9,7 +9,12 @@ import random
 import pytest
 
 from tonnage.planner.numbers.command import read_value, run
-from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, float_format, nearest_nf4
+from tonnage.planner.numbers.formats import BLOCKS, FLOATS, NF4_LEVELS, FloatFormat, nearest_nf4
+
+
+def float_format(name: str) -> FloatFormat:
+    """Return the floating-point format called `name`."""
+    return next(each for each in FLOATS if each.name == name)
 
 
 def test_bf16_fields_decode_to_known_value():
@@ -142,7 +147,7 @@ def test_numbers_command_prints_table_and_fields(capsys):
         (["--bits", "1,2,3"], ["--bits", "--format"]),
     ],
 )
-def test_numbers_command_bad_input_is_one_line(capsys, arguments, words):
+def test_dtype_command_reports_bad_input_in_one_line(capsys, arguments, words):
     assert run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1

@@ -181,7 +181,7 @@ def test_tower_of_disabled_modality_is_not_loaded(limit, left):
 def test_buffers_of_deepstack_grow_with_the_tokens_of_a_step(plan_of, tokens):
     """Published starts of Qwen3-VL with a hidden size of 2,048 had 0.024 and 0.095 GiB more weights."""
     plan = plan_of("Qwen/Qwen3-VL-8B-Instruct", max_num_batched_tokens=tokens)
-    (term,) = [term for term in plan.terms if term.name == "weights.deepstack_buffers"]
+    (term,) = [term for term in plan.terms if term.name == "weights.step_buffers"]
     assert term.value == 3 * tokens * 4096 * 2
     less = plan_of("Qwen/Qwen3-VL-8B-Instruct", max_num_batched_tokens=tokens - 512)
     assert plan.rank.weights_bytes - less.rank.weights_bytes == 3 * 512 * 4096 * 2
@@ -189,7 +189,7 @@ def test_buffers_of_deepstack_grow_with_the_tokens_of_a_step(plan_of, tokens):
 
 def test_ranks_without_the_vision_tower_have_no_buffers_of_deepstack(plan_of):
     texts = plan_of("Qwen/Qwen3-VL-8B-Instruct", limit_mm_per_prompt='{"image": 0, "video": 0}')
-    assert not [term for term in texts.terms if term.name == "weights.deepstack_buffers"]
+    assert not [term for term in texts.terms if term.name == "weights.step_buffers"]
     more, less = (
         plan_of("Qwen/Qwen3-VL-8B-Instruct", pipeline_parallel_size=2, max_num_batched_tokens=tokens).ranks
         for tokens in (8192, 4096)

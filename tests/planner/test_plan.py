@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from components import check_components
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.host import host_memory
@@ -15,7 +16,6 @@ from tonnage.planner.engines.runtime.grammars import GRAMMAR_LIMIT_BYTES
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.output.terminal import plain_lines
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import check_components
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def test_plan_json_has_contract_keys():
     assert (out["model"]["attention"], out["model"]["via"]) == ("GQA", "adapter")
     (rank,) = out["ranks"]
     parts = ("weights_bytes", "kv_pool_bytes", "activation_bytes", "cuda_graph_bytes", "framework_bytes")
-    parts += ("lora_bytes", "draft_bytes")
+    parts += ("lora_bytes", "draft_bytes", "kv_tier_bytes")
     assert set(rank) >= {*parts, "free_bytes", "total_bytes"}
     assert all(type(value) is int for value in rank.values())
     assert sum(rank[part] for part in parts) + rank["free_bytes"] == rank["total_bytes"]
@@ -65,6 +65,7 @@ def test_plan_json_has_contract_keys():
         "quantization", "gpu", "calibration", "num_gpu_blocks_override", "speculative_model", "num_gpus",
             "mem_fraction_static", "n_gpu_layers",
             "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
+                "hicache_ratio", "hicache_size", "hicache_storage_backend", "kv_offloading_disk",
     }  # fmt: skip
     assert None not in {v for k, v in out["deployment"].items() if k not in optional}
 
@@ -196,7 +197,7 @@ def test_default_kv_pool_is_capped_at_need_of_max_num_seqs():
     )
 
 
-def test_cuda_graph_memory_only_for_vllm():
+def test_only_vllm_plans_have_cuda_graph_memory():
     flags = Deployment(device="cuda", device_memory=80 * GIB)
     assert make_plan("demo", flags).rank.cuda_graph_bytes == 0
     assert make_plan("demo", replace(flags, engine="vllm")).rank.cuda_graph_bytes > 0

@@ -135,7 +135,7 @@ def test_redirect_to_same_host_is_followed(hub):
 
 
 def test_missing_hub_model_error_says_what_to_do(hub):
-    with pytest.raises(ModelNotFound, match=r"org/nothing: there is no config\.json.*local folder"):
+    with pytest.raises(ModelNotFound, match=r"org/nothing: the model has no config\.json.*local folder"):
         resolve_model("org/nothing")
     hub.shutdown()
     hub.server_close()
@@ -168,7 +168,7 @@ def test_unreachable_hub_is_replaced_by_shipped_config(hub, capsys):
 
 
 def test_shipped_config_is_used_offline_but_not_if_the_hub_answers(hub, monkeypatch):
-    with pytest.raises(ModelNotFound, match=r"there is no config\.json"):
+    with pytest.raises(ModelNotFound, match=r"the model has no config\.json"):
         resolve_model("Qwen/Qwen3-8B")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "HF_HUB_OFFLINE is set" in resolve_model("Qwen/Qwen3-8B").notes[0]

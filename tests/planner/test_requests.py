@@ -133,7 +133,7 @@ def test_requests_on_unsupported_cache_layout_are_rejected(model):
 
 def test_encoder_holds_no_requests(model):
     found = plan(model("BAAI/bge-large-en"), engine="vllm", device_memory=24 << 30)
-    with pytest.raises(UnsupportedArchitecture, match="an encoder keeps nothing between steps"):
+    with pytest.raises(UnsupportedArchitecture, match="an encoder keeps no KV cache between steps"):
         found.hold(100, 10)
 
 
@@ -177,7 +177,7 @@ def test_plan_hold_checks_request_lengths(model):
             found.hold(*lengths)
 
 
-def test_requests_held_by_llama_cpp_and_sglang(model):
+def test_number_of_concurrent_requests_of_llama_cpp_and_sglang(model):
     folder = model("meta-llama/Llama-3.2-1B")
     slots = plan(folder, engine="llama.cpp", max_model_len=4096, max_num_seqs=4, device_memory=24 << 30)
     assert slots.hold(10, 10).at_once == slots.hold(4000, 90).at_once == 4

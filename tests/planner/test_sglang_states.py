@@ -152,7 +152,7 @@ def test_too_few_state_slots_do_not_fit(folder):
         (QWEN, {"pipeline_parallel_size": 2}, "pipeline stages"),
         ("transformers-default__recurrent_gemma", {}, "states beside windows"),
         ("transformers-default__jamba", {}, "states like ssm"),
-        ("transformers-default__mamba2", {}, "states alone"),
+        ("transformers-default__mamba2", {}, "whose layers all have recurrent states"),
     ],
 )
 def test_unsupported_sglang_states_are_rejected(name, flags, said, folder):
@@ -160,7 +160,7 @@ def test_unsupported_sglang_states_are_rejected(name, flags, said, folder):
         make_plan(folder(name), Deployment(engine="sglang", gpu="h100-80g", **flags))
 
 
-def test_sglang_draft_layers_and_weights_of_dense_models(folder):
+def test_sglang_draft_weights_reduce_the_pool(folder):
     """Draft layers are budgeted like the model's, draft weights reduce the pool, and 48 requests run.
 
     Versions before 0.5.15 do not, and are rejected.
@@ -181,7 +181,7 @@ def test_sglang_draft_layers_and_weights_of_dense_models(folder):
         make_plan(folder(name), Deployment(**asked, speculative_model="mtp", engine_version="0.5.9"))
 
 
-def test_sglang_running_request_limit_of_dense_models(folder):
+def test_sglang_running_request_limit_follows_context_and_flag(folder):
     """resolve_max_num_reqs allows 512 per context that fits, from 2,048 to 4,096, and at most the flag."""
     name = "meta-llama__Meta-Llama-3.1-8B"
     for flags, running in (
@@ -269,3 +269,11 @@ def test_settings_missing_in_sglang_serve_line_add_notes(folder):
     untold = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "whole GiB")
     for word in untold:
         assert any(word in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_that_compress_tokens_are_refused_by_their_field(stages):
+    flags = Deployment(engine="sglang", gpu="b200-180g", pipeline_parallel_size=stages)
+    with pytest.raises(UnsupportedArchitecture, match="compress tokens") as refused:
+        make_plan(str(DATA / "deepseek-ai__DeepSeek-V4-Flash.json"), flags)
+    assert refused.value.field == "compress_ratios"

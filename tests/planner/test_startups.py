@@ -207,7 +207,7 @@ def test_later_pipeline_stage_has_received_hidden_states():
 
 
 @pytest.mark.parametrize(("seqs", "count"), [(1024, 51), (256, 51), (255, 50), (32, 11), (2, 3), (1, 2)])
-def test_cuda_graph_batch_size_count(seqs, count):
+def test_number_of_cuda_graph_batch_sizes_follows_max_num_seqs(seqs, count):
     assert len(graphs.capture_sizes(sized(LLAMA, max_num_seqs=seqs, max_model_len=8192).chosen)) == count
 
 

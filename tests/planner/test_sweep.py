@@ -76,16 +76,23 @@ def test_sweep_row_with_lora_and_draft_equals_plan(added, llama, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["openai__gpt-oss-20b", "google__gemma-2-2b", "deepseek-ai__DeepSeek-V4-Flash"]
+    "name",
+    [
+        "openai__gpt-oss-20b",
+        "google__gemma-2-2b",
+        "deepseek-ai__DeepSeek-V4-Flash",
+        "Qwen__Qwen3-VL-8B-Instruct",
+        "zai-org__GLM-5.1-FP8",
+    ],
 )
 def test_sweep_row_with_gpu_specific_formats_equals_plan(name, tmp_path):
     """The cases are MXFP4 padded by kernel, GPUs without bfloat16, and configs without a dtype.
 
-    One config has a cache format of its own.
+    One config has a cache format of its own, two have buffers for the tokens of a step.
     """
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     source = resolve_model(str(tmp_path))
-    gpus = (find_gpu("t4"), find_gpu("a100-80g"), find_gpu("h100"))
+    gpus = tuple(map(find_gpu, ("t4", "a100-80g", "h100", "b200", "rtx5090", "gb10")))
     for row in sweep(source, FLAGS, Grid(gpus, ("as is",), ("auto", "fp8"), (1, 8))):
         flags = replace(FLAGS, gpu=row.gpu, kv_cache_dtype=row.kv_cache_dtype, tensor_parallel_size=row.gpus)
         if row.refused:

@@ -26,7 +26,7 @@ from tonnage.planner.training.tricks import tricks
 A100 = find_gpu("a100-80g").memory_bytes
 
 
-def test_train_json_output(folder, capsys):
+def test_train_json_totals_equal_sums_of_lines(folder, capsys):
     assert run([folder, "--json", "--explain", "--strategy", "zero3", "--gpus", "8", "--gpu", "a100-80g"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] == 8_030_261_248
@@ -145,7 +145,7 @@ def test_tricks_are_combined_if_none_is_enough(planner):
     assert not any(t.fits for t in rows[1:])
 
 
-def test_training_sweep_rows_and_rejections(planner):
+def test_training_sweep_row_equals_plan_or_states_rejection(planner):
     axes = [parse_axis("micro-batch=1,2"), parse_axis("strategy=ddp,zero3"), parse_axis("tensor-parallel=1,3")]
     rows = list(sweep(planner, TrainingSetup(gpus=3, device_memory=A100), axes))
     assert [r.values for r in rows][:3] == [(1, "ddp", 1), (1, "ddp", 3), (1, "zero3", 1)]

@@ -199,7 +199,7 @@ def test_paged_optimizer_states_fit_full_gpu(folder, capsys):
     assert run([*arguments, "--device-memory", "16GiB"]) == 2  # --gpu says it already
 
 
-def test_emitted_trainer_arguments_of_stack(planner):
+def test_emitted_trainer_arguments_follow_the_stack(planner):
     setup = TrainingSetup(
         stack="transformers", precision="bf16", optimizer="galore-adamw-8bit", optimizer_in_backward=True,
         compile=True,

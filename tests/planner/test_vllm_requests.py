@@ -130,7 +130,7 @@ def test_readme_states_number_of_request_cases() -> None:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_requests_held_equal_vllm_block_manager(case, answers):
+def test_number_of_concurrent_requests_equals_vllm_block_manager(case, answers):
     folders, found = answers
     theirs = found[case]
     assert "error" not in theirs, theirs

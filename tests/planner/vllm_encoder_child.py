@@ -1,4 +1,4 @@
-"""Print the bytes of vLLM's encoder classes on the meta device; one JSON line per folder.
+"""Print the bytes of vLLM's encoder classes in a dtype on the meta device; one JSON line per folder.
 
 The bytes are counted before a CPU packs them. There are no weights and no engine.
 """
@@ -10,7 +10,7 @@ import tempfile
 import torch
 
 
-def main(folders: list[str]) -> None:
+def main(dtype: str, folders: list[str]) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -20,7 +20,7 @@ def main(folders: list[str]) -> None:
     ready = False
     for folder in folders:
         arguments = EngineArgs(
-            model=folder, runner="pooling", dtype="float32", skip_tokenizer_init=True, enforce_eager=True,
+            model=folder, runner="pooling", dtype=dtype, skip_tokenizer_init=True, enforce_eager=True,
             max_model_len=64,
         )  # fmt: skip
         config: VllmConfig = arguments.create_engine_config()
@@ -30,7 +30,7 @@ def main(folders: list[str]) -> None:
                 init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
                 initialize_model_parallel(1, 1)
                 ready = True
-            with set_default_torch_dtype(torch.float32), torch.device("meta"):
+            with set_default_torch_dtype(getattr(torch, dtype)), torch.device("meta"):
                 model = initialize_model(vllm_config=config)
         held = {id(t): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
         names = {n: tuple(t.shape) for n, t in model.named_buffers()}
@@ -39,4 +39,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

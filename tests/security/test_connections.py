@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from resource import RLIM_INFINITY
 from typing import Any
 
@@ -158,6 +160,26 @@ async def test_idle_connections_are_closed_for_new_connections(server, monkeypat
 def test_file_descriptors_are_reserved_beside_connections(monkeypatch, files: int, most: int) -> None:
     monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
     assert max_connections() == most
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"), [(1024, 4096, 2144), (64, 64, 64), (256, 1024, 1024), (4096, 4096, 4096)]
+)
+def test_soft_limit_of_open_files_is_raised(soft: int, hard: int, raised: int) -> None:
+    code = "import resource; from tonnage.server.http.protocol import raise_file_limit; raise_file_limit(); "
+    code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    done = subprocess.run(
+        ["prlimit", f"--nofile={soft}:{hard}", sys.executable, "-c", code], capture_output=True, text=True
+    )
+    assert int(done.stdout) == raised, done.stderr
+
+
+def test_too_few_open_files_are_refused_by_name() -> None:
+    command = ["prlimit", "--nofile=40:40", sys.executable, "-m", "tonnage.server.cli", "serve", "demo"]
+    done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert "the process may open 40 files; the server needs at least 64 (ulimit -n 2144" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 async def test_busy_connections_stay_open_and_the_next_one_is_rejected(

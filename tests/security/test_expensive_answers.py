@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tonnage.server.api import endpoint
-from tonnage.server.api.body import parse_body
+from tonnage.server.api.body import parse_steps
 from tonnage.server.api.chat import protocol as chat
 from tonnage.server.api.logprobs import COMPLETION_LISTS, JsonLists, with_logprobs
 from tonnage.server.api.responses import protocol as responses
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http import outbox
+from tonnage.server.http.bodies import completed
 from tonnage.server.http.outbox import HeldAnswer, Outboxes
 from tonnage.server.text import chat_template
 from tonnage.server.text.chat_template import ChatTemplate, TemplateRefused
@@ -128,26 +129,26 @@ async def test_values_inside_arguments_of_tool_calls_are_counted_before_parsing(
 def test_fields_without_effect_are_not_kept() -> None:
     large = ["x" * 1000] * 10
     message = HELLO | {"parsed": large, "annotations": large, "provider_specific_fields": {"a": large}}
-    body, _ = parse_body(json.dumps({"model": "demo", "messages": [message]}).encode(), chat.FIELDS)
+    body, _ = completed(parse_steps(json.dumps({"model": "demo", "messages": [message]}).encode(), chat.FIELDS))
     (kept,) = body.messages
     assert (kept.parsed, kept.annotations, kept.provider_specific_fields) == (None, None, None)
     part = {"type": "output_text", "text": "a", "parsed": large, "annotations": []}
     answer = {"type": "message", "role": "assistant", "id": "1", "status": "completed", "content": [part]}
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "parsed_arguments": large}
     text = json.dumps({"model": "demo", "input": [answer, call]}).encode()
-    assert "xxx" not in repr(parse_body(text, responses.FIELDS)[0])
+    assert "xxx" not in repr(completed(parse_steps(text, responses.FIELDS))[0])
 
 
 async def test_waiting_request_keeps_no_conversation(server, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[chat.ChatRequest] = []
-    plain = endpoint.parse_body
+    plain = endpoint.parse_steps
 
     def recorded(*arguments: Any, **named: Any) -> Any:
-        found = plain(*arguments, **named)
+        found = yield from plain(*arguments, **named)
         seen.append(found[0])
         return found
 
-    monkeypatch.setattr(endpoint, "parse_body", recorded)
+    monkeypatch.setattr(endpoint, "parse_steps", recorded)
     tools = [{"type": "function", "function": {"name": "f", "description": "x" * 1000}}]
     body = {"model": "demo", "messages": [HELLO], "tools": tools, "tool_choice": "none", "max_tokens": 1}
     assert (await server.http.post(CHAT, json=body)).status_code == 200

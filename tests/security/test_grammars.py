@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 from hostile_grammars import CHAIN, HOSTILE
+from invariants import check_invariants
 from serving import PATIENCE
 
 from tonnage.planner.deployment import Deployment
@@ -64,7 +65,7 @@ def until(loop: EngineLoop, done: Callable[[list[Chunk]], bool]) -> list[Chunk]:
     while not done(chunks):
         assert time.monotonic() < deadline
         chunks += loop.step()
-        loop.scheduler.manager.check_invariants()
+        check_invariants(loop.scheduler.manager)
     return chunks
 
 

@@ -12,7 +12,7 @@ KEY = "first-key-of-the-tests"
 
 
 @pytest.mark.parametrize("path", ["/", "/memory", "/v1/models", "/openapi.json", "/health"])
-async def test_name_of_another_site_is_refused_with_the_flag(server, checked, path: str) -> None:
+async def test_host_of_another_site_is_rejected_naming_the_flag(server, checked, path: str) -> None:
     error = checked(await server.http.get(path, headers={"host": "evil.example:8000"}))
     assert error.code == ErrorCode.PERMISSION_DENIED
     assert "--allowed-hosts evil.example" in error.message
@@ -21,11 +21,11 @@ async def test_name_of_another_site_is_refused_with_the_flag(server, checked, pa
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "[::1]:8000", "localhost.", "box:8000"]
 )
-async def test_names_of_loopback_are_answered(server, host: str) -> None:
+async def test_loopback_names_in_host_header_are_answered(server, host: str) -> None:
     assert (await server.http.get("/memory", headers={"host": host})).status_code == 200
 
 
-async def test_name_of_the_flag_is_answered(run_server, small_plan) -> None:
+async def test_host_named_by_the_flag_is_answered(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), allowed_hosts=("llm.example",)) as server:
         for host, status in (("llm.example:443", 200), ("localhost", 200), ("other.example", 403)):
             assert (await server.http.get("/memory", headers={"host": host})).status_code == status
@@ -37,7 +37,7 @@ async def test_server_with_keys_is_answered_under_any_name(run_server, small_pla
         assert (await server.http.get("/memory", headers=headers)).status_code == 200
 
 
-def test_servers_on_other_addresses_are_not_checked_without_the_flag() -> None:
+def test_host_is_not_checked_on_other_addresses_without_the_flag() -> None:
     assert allowed_hosts("0.0.0.0", (), keys=False) is None
     assert allowed_hosts("127.0.0.1", (), keys=True) is None
     assert allowed_hosts("127.0.0.2", (), keys=False) == {"127.0.0.2", "localhost", "127.0.0.1", "::1"}

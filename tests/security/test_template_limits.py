@@ -66,7 +66,7 @@ def test_template_within_the_limits_renders_as_in_jinja(source: str, text: str) 
     assert ChatTemplate(source).render(HELLO) == text
 
 
-def test_rounds_are_counted_for_each_rendering_alone() -> None:
+def test_loop_iterations_are_limited_per_rendering() -> None:
     template = ChatTemplate("{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}done")
     assert [template.render(HELLO) for _ in range(3)] == ["done"] * 3
 
@@ -79,7 +79,7 @@ def test_template_nested_too_deeply_is_refused_at_the_start(tmp_path: Path) -> N
             ChatTemplate.from_folder(tmp_path, path)
 
 
-def test_memory_error_while_rendering_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_error_while_rendering_a_template_is_a_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages }}")
 
     def full(**more: Any) -> None:

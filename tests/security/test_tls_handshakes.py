@@ -103,7 +103,7 @@ async def test_requests_over_tls_are_answered(certificate: tuple[Path, Path]) ->
         assert handshakes.waiting == {}
 
 
-async def test_silent_connections_give_way_to_a_request(
+async def test_silent_tls_connections_are_closed_for_a_request(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "max_connections", lambda: 20)
@@ -111,6 +111,8 @@ async def test_silent_connections_give_way_to_a_request(
     async with serving(certificate) as (url, handshakes), client(certificate) as http:
         held = [await silent(url) for _ in range(20)]
         await until_waiting(handshakes, 20)
+        # A connection that has sent nothing has no state of OpenSSL (48 KiB).
+        assert all(each._task is None for each in handshakes.waiting)
         assert (await http.get(url)).text == "https "
         closed = 0
         for reader, _ in held[:5]:  # the oldest are closed, and only these
@@ -122,7 +124,7 @@ async def test_silent_connections_give_way_to_a_request(
         await until_waiting(handshakes, 0)
 
 
-async def test_handshake_that_does_not_come_is_closed(
+async def test_connection_without_tls_handshake_is_closed(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.2)
@@ -138,7 +140,7 @@ async def test_handshake_that_does_not_come_is_closed(
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x00"]
 )
-async def test_bytes_that_are_no_handshake_end_the_connection(
+async def test_bytes_that_are_no_tls_handshake_end_the_connection(
     certificate: tuple[Path, Path], said: bytes
 ) -> None:
     async with serving(certificate) as (url, handshakes), client(certificate) as http:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -26,28 +27,37 @@ async def test_openapi_document_is_serialised_once(server, monkeypatch: pytest.M
 
 
 async def test_files_beyond_the_limit_are_refused_until_others_are_read(
-    server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The kernel can hold a whole file of the documentation, so clients that do not read are made here."""
     monkeypatch.setattr(docs, "MOST_FILES", 2)
-    opened = []
-    for _ in range(2):  # two clients that do not read
-        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(server.url).port, limit=2**10)
-        writer.write(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await reader.readline()
-        opened.append(writer)
-    refused = await server.http.get("/docs/swagger-ui.css")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
-    for writer in opened:
-        writer.close()
-    for _ in range(200):
-        answer = await server.http.get("/docs/swagger-ui.css")
-        if answer.status_code == 200:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("never served again")
+    path, sending, read = tmp_path / "script.js", docs._Sending(), asyncio.Event()
+    path.write_bytes(b"x" * 1_000_000)
+
+    async def ask() -> int:
+        """Return the status of the answer, once its client has read it."""
+        statuses = []
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            elif statuses == [200]:
+                await read.wait()
+
+        scope = {"type": "http", "method": "GET", "path": "/docs/script.js", "headers": []}
+        await docs._CountedFile(path, sending)(scope, asyncio.Event().wait, send)
+        return statuses[0]
+
+    unread = [asyncio.create_task(ask()) for _ in range(2)]
+    while sending.files < 2:  # noqa: ASYNC110  (a count, there is no event to wait for)
+        await asyncio.sleep(0.01)
+    assert await ask() == 503
+    read.set()
+    assert await asyncio.gather(*unread) == [200, 200]
+    assert await ask() == 200
 
 
-async def test_request_whose_client_is_gone_before_its_turn_never_starts() -> None:
+async def test_request_of_a_disconnected_client_never_starts() -> None:
     started = []
 
     class Connection:

@@ -24,6 +24,6 @@ def test_requests_over_a_tenant_quota_do_not_block_other_tenants(lookahead: int)
         asked.append(entry.id)
         return Wait(WaitReason.TENANT_QUOTA, 1) if entry.request.tenant == "full" else "admitted"
 
-    taken = queue.take(ask, lambda entry: Head(entry.request, 10, 5), 0)
+    taken = queue.take(ask, lambda request: Head(request, 10, 5), 0)
     assert taken is not None
     assert (taken[0].id, asked) == (100, [*range(lookahead + 1), 100])

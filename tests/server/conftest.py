@@ -21,6 +21,7 @@ import psutil
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from invariants import check_invariants
 from openai.types.shared import ErrorObject
 from serving import PATIENCE
 
@@ -161,7 +162,7 @@ async def _run(
             await task
     running.state.accounts.check()
     assert running.state.accounts.in_flight == 0
-    engine.manager.check_invariants()
+    check_invariants(engine.manager)
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
 

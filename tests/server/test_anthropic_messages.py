@@ -170,7 +170,7 @@ def test_tool_with_a_long_name_is_used(client: anthropic.Anthropic) -> None:
     assert again.content[0].name == tool["name"]
 
 
-def test_tools_are_counted(client: anthropic.Anthropic, url: str) -> None:
+def test_count_tokens_includes_tools(client: anthropic.Anthropic, url: str) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "description": WEATHER["description"],
             "parameters": WEATHER["input_schema"]}}  # fmt: skip
     same = chat(url, tools=[tool], tool_choice="required", max_tokens=1)
@@ -287,7 +287,7 @@ def test_every_honoured_field_has_a_check() -> None:
 
 
 @pytest.mark.parametrize("field", FIELD_CHECKS)
-def test_field_has_its_effect(client: anthropic.Anthropic, field: str) -> None:
+def test_honoured_anthropic_field_has_its_effect(client: anthropic.Anthropic, field: str) -> None:
     FIELD_CHECKS[field](client)
 
 
@@ -354,7 +354,7 @@ async def test_every_event_matches_the_types_of_the_package(server) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-async def test_key_is_taken_from_any_of_three_headers(run_server, small_plan) -> None:
+async def test_api_key_is_taken_from_any_of_three_headers(run_server, small_plan) -> None:
     body: dict[str, Any] = {"model": "demo", "max_tokens": 2, "messages": ASK}
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
         for headers in ({"x-api-key": KEY}, {"api-key": KEY}, {"authorization": f"Bearer {KEY}"}):

@@ -82,7 +82,7 @@ async def test_chat_output_equals_completion_of_the_rendered_prompt(server) -> N
     assert response.output_text == plain.choices[0].text
 
 
-async def test_developer_role_content_parts_and_final_message_continuation(server) -> None:
+async def test_developer_message_and_content_parts_render_as_system_text(server) -> None:
     async def text(**body: Any) -> str:
         tokens = (await server.http.post("/tokenize", json=body)).json()["tokens"]
         return (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]

@@ -155,15 +155,20 @@ async def test_generated_tool_calls_are_parsed_in_responses(
         assert refused.json()["error"]["param"].startswith("tools.0")
 
 
+NAMESPACE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close_agent"}]}
+
+
 async def test_defaults_of_codex_are_ignored_with_a_note(server) -> None:
     body: dict[str, Any] = {
         "model": "demo", "input": "hello", "max_output_tokens": 2, "store": False,
         "include": ["reasoning.encrypted_content"],
-        "tools": [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}],
+        "tools": [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}, NAMESPACE],
+        "client_metadata": {"session_id": "1"},
     }  # fmt: skip
     answer = await server.http.post("/v1/responses", json=body)
     assert answer.status_code == 200
-    assert answer.headers["x-ignored-fields"] == "tools.0 (custom), tools.1 (web_search), include, store"
+    ignored = "tools.0 (custom), tools.1 (web_search), tools.2 (namespace), include, store, client_metadata"
+    assert answer.headers["x-ignored-fields"] == ignored
     assert answer.json()["tools"] == []
     for change, param in (
         ({"tool_choice": {"type": "custom", "name": "apply_patch"}}, "tool_choice"),

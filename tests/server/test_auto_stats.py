@@ -60,7 +60,7 @@ async def test_auto_mode_without_learned_costs_defers_no_request(
     assert report["admission"] == {
         "mode": "auto",
         "auto": {
-            "step_cost_seconds": None, "holds_back": None, "share": None, "rehearsed_gain": None,
+            "step_cost_seconds": None, "holds_back": False, "share": None, "rehearsed_gain": None,
             "fallbacks": 0,
         },
     }  # fmt: skip
@@ -83,7 +83,7 @@ async def test_all_reports_show_equal_learned_costs_and_admission_rule(
         assert auto is not None
         auto.background = False
         teach(auto)
-        auto.rule(40)
+        auto.rule(64)
         told = engine.stats().auto
         assert told is not None
         page = (await server.http.get("/metrics")).text
@@ -140,10 +140,6 @@ def test_auto_status_line_shows_deferred_requests_and_step_cost() -> None:
             AutoStats(cost, 0.8, gain=1.07),
             f"auto: holds requests back at share 0.8, +7 % tokens/s rehearsed, {step}",
         ),
-        (
-            AutoStats(None, 0.75, fresh=False, gain=1.05),
-            "auto: holds preempted requests back at share 0.75, +5 % tokens/s rehearsed",
-        ),
     ):
         assert auto_text(told.to_dict()) == line
 
@@ -151,16 +147,16 @@ def test_auto_status_line_shows_deferred_requests_and_step_cost() -> None:
 def test_auto_stats_of_several_engines_are_merged() -> None:
     first = AutoStats(StepCost(0.02, 0.001, 0.0, 0.0), 0.9, gain=1.06, fallbacks=1)
     second = AutoStats(StepCost(0.04, 0.003, 0.0, 0.0), 0.6, gain=1.1)
-    preempted, cold = AutoStats(None, 0.5, fresh=False, gain=1.05), AutoStats(fallbacks=2)
-    both = total_auto([first, second, preempted, cold])
+    third, cold = AutoStats(None, 0.8, gain=1.05), AutoStats(fallbacks=2)
+    both = total_auto([first, second, third, cold])
     assert both is not None
     assert both.cost is not None
     assert (both.cost.fixed, both.cost.prefill) == pytest.approx((0.03, 0.002))
-    assert (both.share, both.fresh, both.fallbacks) == (0.6, True, 3)
+    assert (both.share, both.fallbacks) == (0.6, 3)
     assert both.gain == pytest.approx(1.07)
-    assert total_auto([preempted, cold]) == AutoStats(None, 0.5, fresh=False, gain=1.05, fallbacks=2)
+    assert total_auto([third, cold]) == AutoStats(None, 0.8, gain=1.05, fallbacks=2)
     assert total_auto([]) is None
-    assert read_auto(Samples(page_of(first, second, preempted, cold))) == both
+    assert read_auto(Samples(page_of(first, second, third, cold))) == both
     assert read_auto(Samples(page_of(cold))) == cold
     assert read_auto(Samples("")) is None
 

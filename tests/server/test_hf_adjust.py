@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from invariants import check_invariants
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -63,7 +64,7 @@ def ask(loop: EngineLoop, n: int = 1, prompt: tuple[int, ...] = PROMPT, **params
     chunks = loop.add(GenerationRequest("x", prompt, SamplingParams(**settings), n=n))
     while not loop.idle:
         chunks += loop.step()
-        loop.scheduler.manager.check_invariants()
+        check_invariants(loop.scheduler.manager)
     return [[chunk for chunk in chunks if chunk.index == index] for index in range(n)]
 
 

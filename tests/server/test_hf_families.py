@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import check_tokens_of_generate, tiny_plan, write_tiny
+from tiny_models import check_logits_in_parts, check_tokens_of_generate, tiny_plan, write_tiny
 from transformers import AutoConfig
 
 from tonnage.server.engines.hf.model.runner import ModelRunner
@@ -105,6 +105,7 @@ def test_family_tokens_equal_generate_and_weights_equal_plan(model_type: str, tm
     folder = tiny(tmp_path, model_type)
     runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4
+    check_logits_in_parts(runner)
     check_tokens_of_generate(runner, folder, (1, 17, 33, 120), 8)
     served = ModelRunner(tiny_plan(folder, "bfloat16"))  # through the kernels, on a CPU that has them
     assert served.weights_bytes == served.plan.rank.weights_bytes

@@ -23,7 +23,7 @@ from tonnage.planner.plans import Plan
 from tonnage.planner.quantization.read import quantized_to
 from tonnage.planner.source.resolve import cache_folder, resolve_model
 from tonnage.server.demo.model import GGUF_NAME, WHEEL, ensure_demo
-from tonnage.server.engines.hf.model.formats import require_loadable
+from tonnage.server.engines.hf.model.formats import load_options, require_loadable
 from tonnage.server.engines.hf.model.fuse import fuse
 
 pytestmark = pytest.mark.timeout(900)
@@ -75,7 +75,7 @@ def warm_weights(plan: Plan, what: str) -> int:
 
 @pytest.mark.parametrize("what", ["gguf", "int8", "nf4", "nf4-double"])
 def test_quantized_model_served_over_http_holds_planned_bytes_after_load_and_warmup(
-    what: str, gguf: Path
+    what: str, gguf: Path, tmp_path: Path
 ) -> None:
     ensure_demo()
     flags = ["--kv-cache-memory-bytes", "32MiB", "--max-model-len", "512", "--max-num-seqs", "8", "--port", "0"]
@@ -83,7 +83,10 @@ def test_quantized_model_served_over_http_holds_planned_bytes_after_load_and_war
     command = [sys.executable, "-m", "tonnage.server.cli", "serve"]
     command += [str(gguf)] if what == "gguf" else ["demo", "--quantization", what]
     plan = plan_for(str(gguf)) if what == "gguf" else plan_for("demo", quantization=what)
-    process = psutil.Popen([*command, *flags, "--served-model-name", "m"], stdout=subprocess.PIPE, text=True)
+    command += [*flags, "--served-model-name", "m"]
+    errors = tmp_path / "stderr"
+    with errors.open("w") as file:
+        process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
     try:
         url = next(line.split()[-1] for line in process.stdout if line.startswith("ready on "))
         report = httpx.get(f"{url}/memory", timeout=PATIENCE).json()
@@ -98,6 +101,19 @@ def test_quantized_model_served_over_http_holds_planned_bytes_after_load_and_war
     finally:
         process.terminate()
         process.wait(PATIENCE)
+    assert "MatMul8bitLt" not in errors.read_text()
+
+
+def test_int8_forward_writes_no_warning_about_its_casts(caplog: pytest.LogCaptureFixture) -> None:
+    from bitsandbytes.nn import Linear8bitLt
+
+    ensure_demo()
+    load_options(plan_for("demo", quantization="int8"), torch.bfloat16)
+    # in evaluation, as the engine loads it: a layer in training takes another path, without the warning
+    layer = Linear8bitLt(16, 16, bias=False, has_fp16_weights=False).to("cpu").eval()
+    with torch.no_grad():
+        layer(torch.ones(1, 16, dtype=torch.bfloat16))
+    assert not [record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]
 
 
 @pytest.mark.parametrize("method", ["fp8", "fbgemm_fp8", "compressed-tensors", "mxfp4", "hqq", "torchao"])

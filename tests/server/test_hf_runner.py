@@ -14,7 +14,15 @@ import pytest
 import torch
 import transformers
 from hf_steps import finish, publish_and_fork
-from tiny_models import check_tokens_of_generate, complete, requests, tiny_plan, write_tiny
+from invariants import check_invariants
+from tiny_models import (
+    check_logits_in_parts,
+    check_tokens_of_generate,
+    complete,
+    requests,
+    tiny_plan,
+    write_tiny,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -29,6 +37,7 @@ from tonnage.server.engines.hf.model.loading import storage_bytes
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.model.selfcheck import TOLERANCE, self_check
 from tonnage.server.engines.hf.model.support import require_supported, served
+from tonnage.server.engines.hf.sampling.draw import most_likely
 from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
@@ -72,6 +81,7 @@ def test_tiny_models_of_each_family_equal_transformers_generate(family: str, tmp
     folder = tiny(tmp_path, family)
     runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4
+    check_logits_in_parts(runner)
     check_tokens_of_generate(runner, folder, (1, 5, 17, 33, 70, 120), 20)
 
 
@@ -103,6 +113,28 @@ def test_bytes_per_token_equal_transformers_dynamic_cache(family: str, tmp_path:
     )
     assert tiny_plan(folder).kv_cache.layout.bytes_per_token == held // tokens
     assert held % tokens == 0
+
+
+def test_repeated_prompt_of_sliding_model_hits_cache_and_gets_equal_tokens(tmp_path: Path) -> None:
+    runner = ModelRunner(tiny_plan(tiny(tmp_path, "mistral-window")))
+    scheduler = HFScheduler(runner.plan)
+    prompt, said, cached = list(range(3, 123)), [], []
+    for prompt_ids in ([5, *prompt[1:]], prompt, prompt):  # the first differs before the window only
+        (request,) = requests([prompt_ids], 20)
+        scheduler.add(request)
+        tokens: list[int] = []
+        while not scheduler.idle:
+            batch, picked, _ = scheduler.schedule()
+            assert batch is not None
+            (drawn, _) = most_likely(runner.forward(batch))
+            for chunk in finish(scheduler, publish_and_fork(scheduler, picked), drawn):
+                tokens += chunk.token_ids
+                hit = chunk.cached_tokens
+            check_invariants(scheduler.manager)
+        said.append(tokens)
+        cached.append(hit)
+    assert cached == [0, 0, 112]  # whole blocks below the last token
+    assert said[1] == said[2]
 
 
 def tensors() -> list[torch.Tensor]:
@@ -240,7 +272,7 @@ def test_nan_logits_fail_only_their_own_request(tmp_path: Path) -> None:
         assert first.error == "the model produced NaN or infinite logits"
         assert len(second.token_ids) == 1
         assert len(loop.scheduler.running) == 1
-        loop.scheduler.manager.check_invariants()
+        check_invariants(loop.scheduler.manager)
 
 
 def test_blocks_of_failed_request_are_not_reused_from_prefix_cache(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hf_steps import finish, publish_and_fork
+from invariants import check_invariants
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.deployment import Deployment
@@ -17,12 +18,12 @@ from tonnage.planner.plans import Plan
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.grammars.library import GrammarError
-from tonnage.server.engines.hf.pace import LEAST_TOKENS
 from tonnage.server.engines.hf.scheduler import HFScheduler
 from tonnage.server.engines.hf.sequence import HFSequence
 from tonnage.server.engines.pool_stats import LAWS_EVERY, sample_laws
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.stats import AutoStats
+from tonnage.server.engines.step_pace import LEAST_TOKENS
 from tonnage.server.text.grammar import Grammar
 
 
@@ -50,7 +51,7 @@ def step(scheduler: HFScheduler) -> list[Chunk]:
             assert batch.token_ids[span].tolist() == np.asarray(sequence.tokens)[batch.positions[span]].tolist()
         draws = publish_and_fork(scheduler, picked)
         chunks += finish(scheduler, draws, [following(draw.sequence) for draw in draws])
-    scheduler.manager.check_invariants()
+    check_invariants(scheduler.manager)
     return chunks
 
 
@@ -115,7 +116,7 @@ def test_abort_frees_waiting_running_and_preempted_requests() -> None:
     for request in todo:
         reasons = [chunk.finish_reason for chunk in scheduler.abort(request.request_id)]
         assert set(reasons) <= {"abort"}
-        scheduler.manager.check_invariants()
+        check_invariants(scheduler.manager)
     assert scheduler.idle
     stats = scheduler.stats()
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
@@ -188,7 +189,7 @@ def test_finished_sequence_of_n_frees_its_blocks_immediately() -> None:
     before = scheduler.manager.stats()
     assert [(c.index, c.finish_reason) for c in scheduler.abort("x", 1)] == [(1, "abort")]
     assert scheduler.abort("x", 1) == []
-    scheduler.manager.check_invariants()
+    check_invariants(scheduler.manager)
     after = scheduler.manager.stats()
     assert after.used < before.used
     assert after.reserved < before.reserved
@@ -217,7 +218,7 @@ def test_preempted_sequence_of_n_can_be_aborted_alone() -> None:
     assert ended == {(name, index) for name in "ab" for index in range(2)}
 
 
-def test_logits_per_step_never_exceed_the_plan() -> None:
+def test_scored_prompts_take_as_many_steps_as_chunked_prefill() -> None:
     """Several prompts request the log probabilities of every token at once."""
     scheduler = HFScheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
     params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
@@ -225,14 +226,17 @@ def test_logits_per_step_never_exceed_the_plan() -> None:
         plain = SamplingParams(max_tokens=9, temperature=0.0)
         prompt = tuple(range(10 * number + 3, 10 * number + 40))
         scheduler.add(GenerationRequest(str(number), prompt, plain if number % 3 == 2 else params))
-    most = 0
+    steps = rows = 0
     while not scheduler.idle:
         batch, picked, _ = scheduler.schedule()
         assert batch is not None
-        most = max(most, len(batch.logits_at))
+        steps += any(s.length == s.prompt for s in picked)
+        rows += sum(len(s.logits_at) for s in picked if s.scores)
+        assert len(batch.logits_at) == sum(len(s.logits_at) for s in picked)
         draws = publish_and_fork(scheduler, picked)
         finish(scheduler, draws, [following(draw.sequence) for draw in draws])
-    assert most <= 8
+    assert rows == 4 * 37
+    assert steps == 4  # 6 prompts of 37 tokens, at most 64 tokens a step
 
 
 def test_failed_request_ends_each_of_its_sequences_once() -> None:
@@ -244,7 +248,7 @@ def test_failed_request_ends_each_of_its_sequences_once() -> None:
         failing = [draw.sequence for draw in publish_and_fork(scheduler, picked)] if forked else picked
         assert sorted(chunk.index for chunk in scheduler.fail(failing, "no")) == [0, 1, 2]
         assert scheduler.idle
-        scheduler.manager.check_invariants()
+        check_invariants(scheduler.manager)
 
 
 def test_grammar_rejecting_a_sampled_token_fails_only_its_own_request() -> None:

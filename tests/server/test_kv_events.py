@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
+import pool_lists
 import pytest
 import zmq
+from invariants import check_invariants
 from kv_calls import commit, extend
 from serving import PATIENCE
 from vllm.distributed import kv_events as vllm_events
 
 from tonnage.cache.errors import CacheBusy, CacheConfigError
-from tonnage.cache.laws import readers
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.cache.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from tonnage.cache.replay.trace import read_trace
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.kv_events import END, KVEventPublisher, encode
 
@@ -74,7 +77,7 @@ def test_subscribed_events_reproduce_the_prefix_index() -> None:
         while len(live) > pick.randint(0, 3):
             manager.free([live.pop(0)])
         index = manager.core
-        nodes = readers.nodes(manager.core)
+        nodes = pool_lists.nodes(manager.core)
         known = {
             int(index.node_hash[n]): (
                 int(index.node_hash[index.parent[n]]) if index.parent[n] else None,
@@ -88,7 +91,27 @@ def test_subscribed_events_reproduce_the_prefix_index() -> None:
         manager.free([live.pop()])
     manager.reset_prefix_cache()
     assert (router.blocks, router.cleared, manager.stats().cached) == ({}, 1, 0)
-    manager.check_invariants()
+    check_invariants(manager)
+
+
+def test_published_events_are_a_trace_for_replay(tmp_path: Path) -> None:
+    """Two prompts have four equal blocks, which the second one hits; only its other blocks are stored."""
+    manager = make(blocks=65)
+    payloads: list[bytes] = []
+    manager.subscribe(lambda events: payloads.append(encode(events, 10.0 + len(payloads))))
+    first, second = list(range(100, 124)), [*range(100, 116), *range(200, 217)]
+    for number, prompt in enumerate((first, second)):
+        assert isinstance(manager.admit(number, prompt, 4), Admitted)
+        extend(manager, number, len(prompt))
+        commit(manager, number, len(prompt))
+        manager.free([number])
+    path = tmp_path / "events.msgpack"
+    path.write_bytes(b"".join(payloads))
+    one, two = read_trace(path).requests
+    assert (one.prompt_tokens, two.prompt_tokens, one.hash_block) == (24, 32, 4)
+    assert one.hash_ids is not None
+    assert two.hash_ids is not None
+    assert [a == b for a, b in zip(one.hash_ids, two.hash_ids, strict=False)] == [True] * 4 + [False] * 2
 
 
 def test_subscribing_without_kv_events_enabled_is_rejected() -> None:

@@ -7,6 +7,7 @@ import shutil
 from asyncio.subprocess import PIPE, STDOUT
 
 import pytest
+from components import check_components
 from metric_families import FAMILIES
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,7 +16,6 @@ from tonnage.cache.results import EVICTION_CAUSES
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.planning.build import make_plan
-from tonnage.planner.plans import check_components
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory

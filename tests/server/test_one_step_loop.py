@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from invariants import check_invariants, check_step
 
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.replay.simulator import Setup, Simulator
@@ -146,7 +147,7 @@ def replayed(plan: Plan, trace: Trace, policy: Policy, scale: float) -> tuple[li
         scale=scale,
         enable_prefix_caching=plan.deployment.enable_prefix_caching,
         leap=False,
-        check=True,
+        check=check_step,
     )
     simulator = Simulator(trace, setup)
     log, given = recorded(simulator.scheduler), []
@@ -183,7 +184,7 @@ def faked(plan: Plan, given: list[Arrival], policy: Policy) -> list[Decisions]:
             each = todo.pop(0)
             engine.add(each.request, each.arrival)
         engine.step()
-        engine.manager.check_invariants()
+        check_invariants(engine.manager)
     return log
 
 
@@ -210,7 +211,7 @@ def served(loop: EngineLoop, plan: Plan, given: list[Arrival], policy: Policy) -
             each = todo.pop(0)
             loop.scheduler.add(each.request, each.arrival)
         assert all(chunk.finish_reason != "error" or "fit" in str(chunk.error) for chunk in loop.step())
-    loop.scheduler.manager.check_invariants()
+    check_invariants(loop.scheduler.manager)
     return log
 
 

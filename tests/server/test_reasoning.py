@@ -123,6 +123,33 @@ async def test_chat_completion_has_its_reasoning_apart(
 
 
 @needs_vllm
+@pytest.mark.parametrize(
+    ("parser", "before", "between"),
+    [
+        ("granite", "Here is my thought process:", "Here is my response:"),
+        ("olmo3", "<think>", "</think>"),
+    ],
+)
+async def test_reasoning_between_words_is_counted(
+    saying, model, parser: str, before: str, between: str
+) -> None:
+    """These parsers compare the text, and do not know which tokens are content."""
+    body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200}
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    count = len(Tokenizer.from_folder(model).encode(before + THOUGHT, add_special_tokens=False))
+    text = f"{before}{THOUGHT}{between}{SAID}"
+    async with saying(text, "{{ messages[-1].content }}", reasoning_parser=parser) as server:
+        answer = await server.openai.chat.completions.create(**body)
+        message = answer.choices[0].message
+        assert message.model_extra["reasoning_content"].strip() == THOUGHT
+        assert message.content.strip() == SAID
+        chunks = [chunk async for chunk in await server.openai.chat.completions.create(**body | usage)]
+        assert (thought_of(chunks).strip(), joined(chunks)[0].strip()) == (THOUGHT, SAID)
+        for counted in (answer.usage, chunks[-1].usage):
+            assert abs(counted.completion_tokens_details.reasoning_tokens - count) <= 1  # a token on the border
+
+
+@needs_vllm
 async def test_answer_without_reasoning_is_all_content(saying) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200, "reasoning_effort": "none"}
     for parser in ("qwen3", "deepseek_r1"):
@@ -147,6 +174,19 @@ async def test_tool_calls_follow_the_reasoning(saying) -> None:
         chunks = [chunk async for chunk in await server.openai.chat.completions.create(**body, stream=True)]
         assert thought_of(chunks) == THOUGHT
         assert joined(chunks)[1:] == (told(message), "tool_calls")
+
+
+@needs_vllm
+@pytest.mark.parametrize("thought", [f"Here is my thought process:{THOUGHT}Here is my response:", ""])
+async def test_tool_calls_are_found_where_the_end_of_reasoning_is_text(saying, thought: str) -> None:
+    body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200, "tools": [WEATHER]}
+    flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "granite"}
+    async with saying(f"{thought}{CALL}", **flags) as server:
+        message = (await server.openai.chat.completions.create(**body)).choices[0].message
+        assert told(message) == [("get_weather", {"city": "Paris", "days": 1})]
+        chunks = [chunk async for chunk in await server.openai.chat.completions.create(**body, stream=True)]
+        assert joined(chunks) == (message.content or "", told(message), "tool_calls")
+        assert thought_of(chunks) == message.model_extra.get("reasoning_content", "") == THOUGHT * bool(thought)
 
 
 @needs_vllm
@@ -181,7 +221,7 @@ async def test_responses_have_a_reasoning_item(saying) -> None:
 
 
 @needs_vllm
-async def test_messages_have_a_thinking_block(saying) -> None:
+async def test_anthropic_message_has_a_thinking_block(saying) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200}
     async with saying(f"<think>{THOUGHT}</think>{SAID}") as server:
         client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)

@@ -69,12 +69,19 @@ def test_auto_mode_replay_runs_rehearsals_synchronously(
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "zai-org__GLM-5.1"])
 def test_step_time_counts_kv_bytes_per_token_once(name: str, tmp_path: Path) -> None:
-    """The models include GLM, whose blocks hold pages of two sizes: latents and the keys of its indexer."""
+    """Eight ranks read the K/V of all of them in an eighth of the time.
+
+    The models include GLM, whose blocks hold pages of two sizes: latents and the keys of its indexer.
+    """
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{name}.json").read_text())
     on = Deployment(engine="vllm", gpu="h200", tensor_parallel_size=8, num_gpu_blocks_override=1000)
     plan = make_plan(str(tmp_path), on)
     times = _step_time(parser().parse_args([TRACE, "--model", str(tmp_path), "--gpu", "h200-141g"]), plan)
-    assert times.kv_bytes_per_token == plan.kv_cache.layout.bytes_per_token
+    assert times.devices == 8
+    assert times.kv_bytes_per_token == 8 * plan.kv_cache.layout.bytes_per_token
+    assert times.weights_bytes == 8 * plan.rank.weights_bytes
+    assert times.parameters == plan.model.active_parameters
+    assert (times.parameters < plan.model.parameters / 10) is ("GLM" in name)  # 8 of 256 experts
 
 
 @pytest.mark.parametrize("where", [(), ("--gpu", "h100-80g"), ("--gpu-memory-utilization", "0.5")])
@@ -120,6 +127,9 @@ def test_gpu_search_returns_a_number_of_gpus(model: str, capsys: pytest.CaptureF
     flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192", "--limit", "60"]
     assert main(["replay", *flags, "--search-gpus", "--wait-target", "1s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 1
+    assert main(["replay", *flags, "-tp", "2", "--search-gpus", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpus"], list(found["waits_p99"])) == (2, ["2"])
 
 
 @pytest.mark.parametrize(

@@ -13,69 +13,29 @@ import openai
 import pytest
 from anthropic.types.beta.message_create_params import MessageCreateParamsBase as BetaMessageParams
 from anthropic.types.message_count_tokens_params import MessageCountTokensParams
-from openai.types import Completion, CompletionChoice, EmbeddingCreateParams, Model
+from openai.types import Completion, EmbeddingCreateParams, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from openai.types.shared import ErrorObject
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
+from strict_types import OPEN_FIELDS, CompletionChunk, OpenResponse, strictly, unknown
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import FIELDS as CHAT_FIELDS
 from tonnage.server.api.completions.protocol import FIELDS as COMPLETION_FIELDS
 from tonnage.server.api.embeddings.protocol import FIELDS as EMBEDDING_FIELDS
-from tonnage.server.api.fields import TABLES, FieldRule, Standing
+from tonnage.server.api.fields import POOLING_PATHS, TABLES, FieldRule, Standing
 from tonnage.server.api.messages.protocol import COUNT_FIELDS
 from tonnage.server.api.messages.protocol import FIELDS as MESSAGES_FIELDS
+from tonnage.server.api.pooling.protocol import CLASSIFICATION_FIELDS, POOLING_FIELDS
 from tonnage.server.api.responses.protocol import FIELDS as RESPONSES_FIELDS
+from tonnage.server.api.scores.protocol import RERANK_FIELDS, SCORE_FIELDS
 from tonnage.server.engines.fake import FakeEngine
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-
-
-class ChunkChoice(CompletionChoice):
-    """A choice whose ``finish_reason`` may be null.
-
-    OpenAI's own streams of /v1/completions send null until the last chunk; openai's type does not permit it.
-    """
-
-    finish_reason: Any
-
-
-class CompletionChunk(Completion):
-    choices: list[ChunkChoice]  # type: ignore[assignment]
-
-
-class OpenResponse(Response):
-    """A response with the fields beyond openai's type that Open Responses requires and OpenAI sends."""
-
-    store: bool
-    presence_penalty: float
-    frequency_penalty: float
-
-
-OPEN_FIELDS = {f".response.{name}" for name in OpenResponse.__annotations__}
-
-
-def strictly(model: type[BaseModel], document: dict[str, Any]) -> None:
-    """Check a document against a type: no conversion, no unknown fields, only permitted nulls."""
-    parsed = model.model_validate_json(json.dumps(document), strict=True)
-    extra = unknown(parsed)
-    assert extra == set(), extra
-
-
-def unknown(value: Any, path: str = "") -> set[str]:
-    found: set[str] = set()
-    if isinstance(value, BaseModel):
-        found |= {f"{path}.{name}" for name in (value.model_extra or {})}
-        for name in type(value).model_fields:
-            found |= unknown(getattr(value, name), f"{path}.{name}")
-    elif isinstance(value, list):
-        for item in value:
-            found |= unknown(item, path)
-    return found
 
 
 async def events(server, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -209,6 +169,11 @@ CLIENTS = {
     "/v1/messages": BetaMessageParams,
     "/v1/messages/count_tokens": MessageCountTokensParams,
     "/v1/embeddings": EmbeddingCreateParams,
+    # of vLLM, without a client of OpenAI
+    "/v1/score": object,
+    "/v1/rerank": object,
+    "/pooling": object,
+    "/classify": object,
 }
 HEADERS = {"betas"}  # parameters of the anthropic package that it sends as headers
 FIELDS = {
@@ -218,13 +183,19 @@ FIELDS = {
     "/v1/messages": MESSAGES_FIELDS,
     "/v1/messages/count_tokens": COUNT_FIELDS,
     "/v1/embeddings": EMBEDDING_FIELDS,
+    "/v1/score": SCORE_FIELDS,
+    "/v1/rerank": RERANK_FIELDS,
+    "/pooling": POOLING_FIELDS,
+    "/classify": CLASSIFICATION_FIELDS,
 }
-NO_STREAM = ("/v1/embeddings", "/v1/messages/count_tokens")
+NO_STREAM = (*POOLING_PATHS, "/v1/messages/count_tokens")
 
 
 @pytest.mark.parametrize("path", TABLES)
 def test_every_field_of_the_clients_is_classified(path: str) -> None:
-    names = set(CLIENTS[path].__annotations__) | ({"stream"} if path not in NO_STREAM else set())
+    names = set(getattr(CLIENTS[path], "__annotations__", ())) | (
+        {"stream"} if path not in NO_STREAM else set()
+    )
     assert names - TABLES[path].keys() - HEADERS == set()
 
 
@@ -245,7 +216,16 @@ def test_every_vllm_field_is_classified() -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.pooling.classify.protocol import ClassificationCompletionRequest
     from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
+    from vllm.entrypoints.pooling.pooling.protocol import PoolingCompletionRequest
+    from vllm.entrypoints.pooling.scoring.protocol import (
+        RerankRequest,
+        ScoreDataRequest,
+        ScoreQueriesDocumentsRequest,
+        ScoreQueriesItemsRequest,
+        ScoreTextRequest,
+    )
 
     for path, model in (
         ("/v1/completions", CompletionRequest),
@@ -254,6 +234,13 @@ def test_every_vllm_field_is_classified() -> None:
         ("/v1/messages", AnthropicMessagesRequest),
         ("/v1/messages/count_tokens", AnthropicCountTokensRequest),
         ("/v1/embeddings", EmbeddingCompletionRequest),
+        ("/v1/score", ScoreQueriesDocumentsRequest),
+        ("/v1/score", ScoreQueriesItemsRequest),
+        ("/v1/score", ScoreDataRequest),
+        ("/v1/score", ScoreTextRequest),
+        ("/v1/rerank", RerankRequest),
+        ("/pooling", PoolingCompletionRequest),
+        ("/classify", ClassificationCompletionRequest),
     ):
         assert set(model.model_fields) - TABLES[path].keys() == set(), path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,22 @@ import pytest
 from pages import Stored, recorded
 from watched import LLAMA, QWEN, SGLANG, VLLM, llama, look, sglang, vllm
 
+from tonnage.cache.disk.store import DiskCounts
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.fake import FakeEngine
+from tonnage.server.engines.stats import TierStats
 from tonnage.server.observe.memory_report import planned_components
+from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.headroom import Headroom
+from tonnage.server.observe.metrics.tier import tier_families
 from tonnage.server.watch.client import Client, WatchError
-from tonnage.server.watch.records import Counters
+from tonnage.server.watch.export import _tier as exported_tier
+from tonnage.server.watch.records import Counters, TierReading
 from tonnage.server.watch.samples import Samples
+from tonnage.server.watch.servers.tonnage import _tier as tonnage_tier
+from tonnage.server.watch.servers.vllm import _tier as vllm_tier
+from tonnage.server.watch.text import tier_line
 from tonnage.server.watch.watcher import Watcher
 
 
@@ -237,6 +246,28 @@ def test_sglang_pool_and_plan_are_read_from_its_metrics(qwen: str) -> None:
     assert found.headroom.requests == 13_480 // 120  # 100 + 20 tokens each
 
 
+HICACHE = """
+sglang:hicache_host_used_tokens{tp_rank="0"} 30720
+sglang:hicache_host_used_tokens{tp_rank="1"} 30720
+sglang:hicache_host_total_tokens{tp_rank="0"} 40960
+sglang:hicache_host_total_tokens{tp_rank="1"} 40960
+sglang:load_back_tokens_total{tp_rank="0"} 1000
+sglang:load_back_tokens_total{tp_rank="1"} 1000
+sglang:load_back_duration_seconds_sum{tp_rank="0"} 1.5
+"""
+
+
+def test_sglang_hicache_is_read_once_over_its_ranks(qwen: str) -> None:
+    """Names and types are those of SGLang's metrics_collector.py."""
+    with sglang() as server:
+        assert look(server, qwen).reading.tier is None
+        server.paths["/metrics"] = Stored(recorded(SGLANG, "metrics_0.5.txt") + HICACHE)
+        tier = look(server, qwen).reading.tier
+    assert tier is not None
+    assert (tier.used_share, tier.hit_tokens, tier.spent_seconds) == (0.75, 1000, 1.5)
+    assert tier_line(tier) == "KV tier host 75 % full, 1,000 tokens hit, 1.5 s spent"
+
+
 def test_older_sglang_metrics_are_read(qwen: str) -> None:
     """The metric names are from SGLang's documentation; its arguments are under /get_server_info."""
     with sglang("0.4", get_server_info=recorded(SGLANG, "server_info.json")) as server:
@@ -255,6 +286,68 @@ def test_disabled_sglang_metrics_are_reported(qwen: str) -> None:
             WatchError, match=r"SGLang, but its metrics are off \(start it with --enable-metrics\)"
         ):
             look(server, qwen)
+
+
+# -- KV tiers
+
+
+def test_saved_seconds_never_fall_when_prompts_become_faster() -> None:
+    """Each increase of the hits is valued at the pace of its time."""
+    first = TierReading(hit_tokens=100, token_seconds=0.5).after(None)
+    second = TierReading(hit_tokens=110, token_seconds=0.1).after(first)
+    assert (first.saved_seconds, second.saved_seconds) == (50.0, 51.0)
+    unknown = TierReading(hit_tokens=120).after(second)
+    assert unknown.saved_seconds is None  # no prompt was computed
+    reported = TierReading(hit_tokens=120, saved_seconds=3.0)
+    assert reported.after(second) is reported
+
+
+def test_tiers_of_vllm_are_read_from_its_page() -> None:
+    """18 prompts of six sessions: 3,848 tokens computed in 18.9 s of prefill, 5,568 loaded in 1.3 s."""
+    with vllm("full") as server:
+        assert look(server).reading.tier is None
+    with vllm("tiers") as server:
+        tier = look(server, gpu="cpu").reading.tier
+    assert tier is not None
+    assert (tier.hit_tokens, tier.loaded_bytes, tier.stored_bytes) == (5568, 5568 * 46_080, 159_252_480)
+    assert (tier.disk_used, tier.disk_size) == (160_120_320, 1 << 30)
+    assert tier.used_share is None  # vLLM does not report how full its host memory is
+    assert tier_line(tier) == (
+        "KV tier disk 152.7 MiB of 1.00 GiB, 5,568 tokens hit, 27.3 s of prefill saved, 1.4 s spent: +25.9 s"
+    )
+
+
+def test_tier_size_of_vllm_is_that_of_its_flag() -> None:
+    page = 'vllm:kv_offload_load_time_total 0\nvllm:cache_config_info{kv_offloading_size="%s",engine="%d"} 1\n'
+    for text, size in (("64.0", 64 << 30), ("0.5", 1 << 29), ("None", None), ("x", None), ("1e400", None)):
+        tier = vllm_tier(Samples(page % (text, 0)))
+        assert tier is not None
+        assert tier.host_size == size, text
+    two = vllm_tier(Samples(page % ("8", 0) + (page % ("8", 1)).split("\n", 1)[1]))
+    assert two is not None
+    assert two.host_size == 16 << 30  # each data-parallel engine has its own
+
+
+def test_tier_of_a_tonnage_server_is_read_and_exported() -> None:
+    """The page is written by the server's own function, and the exported one names the same values."""
+    disk = DiskCounts(**{part.name: 0 for part in fields(DiskCounts)} | {"size": 1 << 40, "used": 1 << 30})
+    stats = TierStats(64 << 30, 16 << 30, 10, 12, 2, 3, 0.5, 9.0, 1.25, disk)
+    page = Page(model="m")
+    tier_families(page, stats, 16)
+    served = page.take()
+    tier = tonnage_tier(Samples(served))
+    assert tier == TierReading(
+        64 << 30, 16 << 30, None, 1 << 40, 1 << 30, hit_tokens=48, spent_seconds=1.25, saved_seconds=9.0
+    )
+    assert tier_line(tier) == (
+        "KV tier host 16.00 GiB of 64.00 GiB, disk 1.00 GiB of 1,024.00 GiB, 48 tokens hit, "
+        "9.0 s of prefill saved, 1.2 s spent: +7.8 s"
+    )
+    page = Page(model="m")
+    exported_tier(page, tier)
+    lines = set(page.take().splitlines())
+    assert lines <= set(served.splitlines())
+    assert len([line for line in lines if not line.startswith("#")]) == 7
 
 
 # -- our own server

@@ -30,14 +30,22 @@ def sources(*folders: str) -> Iterator[tuple[str, str]]:
 
 
 def docstrings() -> list[Text]:
-    """Return the docstrings of modules, classes and functions."""
+    """Return the docstrings of modules, classes and functions, each after its signature."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     return [
-        (f"{name}:{getattr(node, 'lineno', 1)}", f"{getattr(node, 'name', '(module)')}: {text}")
+        (f"{name}:{getattr(node, 'lineno', 1)}", f"{_signature(node)}: {text}")
         for name, source in sources(*PACKAGES)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
     ]
+
+
+def _signature(node: ast.AST) -> str:
+    """Return a class's name, or a function's name, arguments and return type; ``(module)`` for a module."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        return f"{node.name}({ast.unparse(node.args)}){returned}"
+    return node.name if isinstance(node, ast.ClassDef) else "(module)"
 
 
 def comments() -> list[Text]:
@@ -60,9 +68,12 @@ def comments() -> list[Text]:
 
 
 def messages() -> list[Text]:
-    """Return the texts of raised errors; a value in them is shown as `{}`."""
+    """Return the texts of raised errors as a user sees them: ``field: message (hint)``.
+
+    A value in the text is shown as the expression that gives it, for example `{len(shards)}`.
+    """
     return [
-        (f"{name}:{node.lineno}", text)
+        (f"{name}:{node.lineno}", _with_field(node.exc, text))
         for name, source in sources(*PACKAGES)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
@@ -71,16 +82,31 @@ def messages() -> list[Text]:
     ]
 
 
+def _with_field(call: ast.Call, message: str) -> str:
+    """Return a message with the field and the hint that the call of the error's class gives."""
+    given = {each.arg: _shown(each.value) or "{}" for each in call.keywords}
+    field = f"{given['field']}: " if "field" in given else ""
+    hint = f" ({given['hint']})" if "hint" in given else ""
+    return f"{field}{message}{hint}"
+
+
 def _shown(node: ast.expr) -> str:
     """Return a string literal or an f-string as text, or '' for another expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        return "".join(map(_part, node.values))
     return ""
 
 
-def test_names() -> list[Text]:
+def _part(part: ast.expr) -> str:
+    """Return a part of an f-string: its text, or the expression of a value, which hints at the value."""
+    if isinstance(part, ast.FormattedValue):
+        return f"{{{ast.unparse(part.value)[:30]}}}"
+    return str(part.value) if isinstance(part, ast.Constant) else "{}"
+
+
+def names_of_tests() -> list[Text]:
     """Return the names of the test functions."""
     return [
         (f"{name}:{node.lineno}", node.name)
@@ -95,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--where", action="store_true", help="print the file and line of each text")
-    kinds = {"docstrings": docstrings, "comments": comments, "messages": messages, "tests": test_names}
+    kinds = {"docstrings": docstrings, "comments": comments, "messages": messages, "tests": names_of_tests}
     for kind, number in zip(kinds, (100, 30, 40, 40), strict=True):
         parser.add_argument(f"--{kind}", type=int, default=number)
     given = parser.parse_args()

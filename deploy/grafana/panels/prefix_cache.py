@@ -1,16 +1,95 @@
-"""Prefix cache and evictions: saved prefill, and the memory for cached prefixes."""
+"""Prefix cache, evictions and KV tiers: saved prefill, and the memory for cached prefixes."""
 
 from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from panels.parts import ACTIVE, ONE, frame, lines, number, query, rate, reads, stacked
+from panels.parts import (
+    ACTIVE,
+    DASHED,
+    LEGEND,
+    ONE,
+    Panel,
+    frame,
+    lines,
+    nothing,
+    number,
+    query,
+    rate,
+    reads,
+    stacked,
+)
 
 
 def _hit_share(by: str) -> str:
     hits = f"sum by ({by}) ({rate('tonnage_prefix_hit_tokens_total')})"
     asked = f"sum by ({by}) ({rate('tonnage_prefix_query_tokens_total')})"
     return f"{hits} / ({asked} > 0)"
+
+
+def _tier_panels() -> list[Panel]:
+    """Return the panels of KV tiers; they have no data on servers without a tier."""
+    saved, spent = "tonnage_tier_saved_seconds_total", "tonnage_tier_spent_seconds_total"
+    hits = "tonnage_tier_host_hit_tokens_total"
+    return [
+        number(
+            "KV tier: saved for each second spent",
+            f"{saved} over {spent}: seconds of prefill that loads from host memory and disk saved, for each "
+            "second of copies and reads. Below 1 an alert fires: the tier slows requests down.",
+            "short",
+            f"sum({rate(saved)}) / (sum({rate(spent)}) > 0)",
+            steps=((None, "red"), (1, "green")),
+            mappings=(reads(_0=("nothing saved", "red")), nothing("no tier")),
+            width=6,
+        ),
+        number(
+            "Prompt tokens from the KV tier",
+            f"{hits} over tonnage_prefix_query_tokens_total: prompt tokens that only the tier had.",
+            "percentunit",
+            f"sum({rate(hits)}) / (sum({rate('tonnage_prefix_query_tokens_total')}) > 0)",
+            steps=ACTIVE,
+            mappings=(reads(_0=("none", "text")), nothing("no tier")),
+            width=6,
+        ),
+        number(
+            "KV tier: host memory in use",
+            "tonnage_tier_host_used over tonnage_tier_host_size. A full tier is good; see its hits.",
+            "percentunit",
+            f"sum(tonnage_tier_host_used{{{ONE}}}) / sum(tonnage_tier_host_size{{{ONE}}})",
+            steps=ACTIVE,
+            mappings=(reads(_0=("empty", "text")), nothing("no tier")),
+            width=6,
+        ),
+        number(
+            "KV tier: disk in use",
+            "tonnage_tier_used over tonnage_tier_size, the folder as du counts it. It never exceeds its size.",
+            "percentunit",
+            f"sum(tonnage_tier_used{{{ONE}}}) / sum(tonnage_tier_size{{{ONE}}})",
+            steps=ACTIVE,
+            mappings=(reads(_0=("empty", "text")), nothing("no disk tier")),
+            width=6,
+        ),
+        lines(
+            "KV tier: seconds saved and spent",
+            f"{saved} and {spent} per second. If the lines meet, loading takes as long as computing: see the "
+            "speed of the disk, and tonnage replay --tiers.",
+            "s",
+            query(f"sum by (model, instance) ({rate(saved)})", f"saved {LEGEND}"),
+            query(f"sum by (model, instance) ({rate(spent)})", f"spent {LEGEND}"),
+        ).no_value("no tier"),
+        lines(
+            "KV tier: bytes",
+            "tonnage_tier_host_used with tonnage_tier_host_size, and tonnage_tier_used with tonnage_tier_size "
+            "for the folder on disk.",
+            "bytes",
+            query(f"tonnage_tier_host_used{{{ONE}}}", "host memory"),
+            query(f"tonnage_tier_host_size{{{ONE}}}", "host memory, size"),
+            query(f"tonnage_tier_used{{{ONE}}}", "disk"),
+            query(f"tonnage_tier_size{{{ONE}}}", "disk, size"),
+        )
+        .override_by_regexp("/, size$/", [DASHED])
+        .no_value("no tier"),
+    ]
 
 
 def prefix_cache() -> dashboard.Dashboard:
@@ -103,4 +182,5 @@ def prefix_cache() -> dashboard.Dashboard:
             query(f"sum by (state) (tonnage_pool_tokens{{{ONE}}})", "{{state}}"),
             width=24,
         ),
+        *_tier_panels(),
     )

@@ -34,6 +34,22 @@ ACTIVATION_INTERVAL = (0.5, 2.0)
 # longest of a batch, so one long context in a large batch would cost its length for every sequence.
 GATHERED_TOKENS = 16384
 
+# Temporary bytes of one LLM.int8 layer (bitsandbytes 0.50.2): per input value while the input is quantized, and
+# per input and output value while the int32 product is scaled.
+#
+# On a CPU (backends/default/ops.py) the input is quantized from a float16 copy (2), with a mask of the outliers
+# (1) and float32 values before and after rounding (4 + 4). The product is scaled in float32: int32 (4), its
+# float32 copy (4), the product of both scales (4) and the result (4) exist at once, beside the int8 input (1).
+# torch's profiler measured 11.0 bytes per input value and 1 + 16.0 per output value without outliers, and up to
+# 40 % more with outliers in every column (512 tokens, layers of 576 x 1,536 and 1,536 x 576).
+#
+# On a GPU (backends/cuda/ops.py) kernels replace the float32 values: float16 copy (2), quantized input (1),
+# absolute values (2), mask (1); then int32 (4), float16 (2) and the model's dtype, at most float32 (4).
+_INT8_QUANTIZED = {"cpu": 11, "cuda": 6}
+_INT8_SCALED = {"cpu": (1, 16), "cuda": (1, 10)}
+# Without AVX-512, a CPU multiplies in float32: copies of input and weight, and the product.
+_INT8_FLOAT32 = 4
+
 # FlashInfer's workspace for partial results: 128 MiB, as in its documentation and in vLLM's attention backend
 # (flashinfer/prefill.py; vllm/v1/attention/backends/flashinfer.py).
 FLASHINFER_WORKSPACE_BYTES = 128 * MiB
@@ -93,12 +109,34 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     # An encoder returns embeddings from its hidden states, so it has neither logits nor a KV pool.
     if architecture.kind == "encoder":
         logits = gathered = 0
-    value = max(attention + gathered, mlp) + residual + logits
+    quantized = _int8_bytes(architecture, chosen)
+    value = max(attention + gathered, mlp) + residual + logits + quantized
     formula = (
         f"max(attention {attention + gathered:,}, MLP {mlp:,}) + residual {residual:,} for {tokens:,} tokens "
         f"+ logits {seqs:,} x {architecture.vocab_size:,} x 4 x {LOGITS_COPIES} = {logits:,}"
     )
+    if quantized:
+        formula += f" + temporary values of LLM.int8 {quantized:,}"
     return scaled(value, ACTIVATION_INTERVAL, formula, "max_num_batched_tokens, max_num_seqs, vocab_size")
+
+
+def _int8_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """Return the temporary bytes of the largest LLM.int8 layer, or 0 without --quantization int8."""
+    flags, tokens = chosen.flags, chosen.max_num_batched_tokens
+    if flags.quantization != "int8":
+        return 0
+    of_input, (kept, of_output) = _INT8_QUANTIZED[flags.device], _INT8_SCALED[flags.device]
+    largest = 0
+    for tensor in architecture.tensors:
+        if tensor.role == "head" or len(tensor.shape) != 2 or tensor.module_class not in ("Linear", "Conv1D"):
+            continue
+        out, into = tensor.shape if tensor.module_class == "Linear" else tensor.shape[::-1]
+        steps = [tokens * into * of_input, tokens * (into * kept + out * of_output)]
+        if flags.device == "cpu":
+            multiplied = tokens * into + _INT8_FLOAT32 * (tokens * (into + out) + into * out)
+            steps.append(multiplied)
+        largest = max(largest, *steps)
+    return largest
 
 
 def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:

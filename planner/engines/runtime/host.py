@@ -13,6 +13,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.host import HostPart
 from tonnage.planner.model.layout import KVLayout
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tier import KVTier
 from tonnage.planner.plans import RankPlan, Resolved
 from tonnage.planner.units import GiB, MiB
 
@@ -40,6 +41,9 @@ class HostInputs:
         block_bytes: Bytes of one KV cache block, summed over all ranks.
         num_blocks: Number of blocks in the pool.
         tokens: Number of tokens that the pool holds.
+        token_bounds: Lower and upper bound of `tokens`.
+        apart: Bytes of the pool outside its blocks on one rank, for recurrent states.
+        tiers: KV tiers beside the pool.
     """
 
     architecture: Architecture
@@ -53,6 +57,9 @@ class HostInputs:
     block_bytes: int
     num_blocks: int
     tokens: int
+    token_bounds: tuple[int, int]
+    apart: int = 0
+    tiers: tuple[KVTier, ...] = ()
 
 
 def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:

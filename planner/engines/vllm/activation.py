@@ -17,14 +17,15 @@ tests/data/startups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.vllm.encoder import Encoding, encoding
 from tonnage.planner.engines.vllm.multimodal import drops_towers
 from tonnage.planner.engines.vllm.repack import mxfp4_kernel
+from tonnage.planner.engines.vllm.tensors import predicts_tokens
 from tonnage.planner.engines.vllm.versions import VersionRules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
@@ -132,6 +133,44 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     )
 
 
+def compiles(chosen: Resolved) -> bool:
+    """Return whether a first start compiles the model with kernels that Inductor times on the GPU.
+
+    vLLM sets ``benchmark_combo_kernel`` with PyTorch 2.9 and later (config/compilation.py). AMD GPUs have
+    nightly builds of PyTorch, so every version that runs them on V1 counts.
+    """
+    known = rules(chosen.version)
+    timed = known.times_kernels or (is_amd(chosen.flags.gpu) and known.chunked_on_rocm)
+    return timed and not chosen.flags.enforce_eager
+
+
+def compiling(architecture: Architecture, chosen: Resolved) -> int:
+    """Return the bytes that compilation allocates at once in the profile run, 0 without a compilation.
+
+    Inductor times a kernel with random copies of all its arguments (get_args in
+    torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The largest argument is the
+    embedding's table; the kernel's output and the buffer that flushes the L2 cache are added. Only a start that
+    does not find its compiled model pays it (vllm-project/vllm issues 54122 and 54383).
+
+    Logs confirm the copy. On an R9700, the first starts of Qwen3-14B-FP8 and gpt-oss-20b print pools 1.06 and
+    0.47 GiB smaller than later ones (planned 1.12 and 0.64). On two 4090s it is 0.47 GiB for Qwen3-32B-AWQ,
+    whose table has 0.72 GiB per GPU (0.28, pull request 54479). On a Quadro RTX 8000, the peak of Qwen3.8-27B,
+    whose table has 2.37 GiB, is 2.59 GiB (pull request 518 of 1CatAI/1Cat-vLLM).
+    """
+    table = max(
+        (
+            tensor.elements
+            for tensor in architecture.tensors
+            if tensor.role == "embedding" and tensor.layer is None
+        ),
+        default=0,
+    )
+    if not table or not compiles(chosen):
+        return 0
+    step = chosen.max_num_batched_tokens * architecture.hidden_size
+    return (table + step) * DTYPE_BYTES[chosen.flags.dtype] + _L2
+
+
 def _ends(architecture: Architecture) -> tuple[bool, bool]:
     """Return (whether the pipeline stage embeds the tokens, whether it samples)."""
     outside = [tensor.role for tensor in architecture.tensors if tensor.layer is None]
@@ -171,6 +210,18 @@ def sorting(architecture: Architecture, chosen: Resolved, fitted: Coefficients) 
     return int(rows * architecture.vocab_size * fitted.sampler_sort)
 
 
+def unsorted(peak: ProfilePeak, architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> int:
+    """Return the bytes by which the peak is lower if FlashInfer samples instead of a sort.
+
+    Its kernel masks float32 logits and makes probabilities of them (top_k_top_p_sampling_from_logits).
+    """
+    rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
+    size = DTYPE_BYTES[chosen.flags.dtype]
+    kept = rows * (architecture.vocab_size * (size + 3 * 4) + 2 * architecture.hidden_size * size)
+    saved = max(0, sorting(architecture, chosen, fitted) - kept)
+    return peak.total - replace(peak, sampler=max(0, peak.sampler - saved)).total
+
+
 def _forward(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes that are alive at the widest point of a layer's forward pass.
 
@@ -179,6 +230,8 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
     """
     flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
     size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
+    if predicts_tokens(architecture):  # every token's logits, and the pooler's float32 copies of them
+        return tokens * architecture.vocab_size * (size + 4)
     q = architecture.heads * architecture.head_size // ranks
     kv = max(1, architecture.kv_heads // ranks) * architecture.head_size
     around = 2 * architecture.hidden_size + 3 * q + 3 * kv
@@ -222,7 +275,7 @@ def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
 
 def _allocates_inside(chosen: Resolved) -> bool:
 
-    return chosen.flags.quantization == "mxfp4" and mxfp4_kernel(chosen.flags.gpu) == "triton"
+    return chosen.flags.quantization == "mxfp4" and mxfp4_kernel(chosen.flags) in ("triton", "rocm")
 
 
 def _widest(architecture: Architecture, role: str) -> int:

@@ -137,8 +137,13 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     # Features of inner layers (vision.deep) are alive while the layers run; those of the last layer follow.
     running = _running(vision, known, chosen, patches, _one(vision, found), held)
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
-    kept = made + table + (0 if second else given)
-    return Encoding(peak, kept, deep, _formula(found, patches, running, given, made, mask + table))
+    stored = made
+    padded = {"": tokens, "item": found.tokens, "budget": found.budget}[known.padded_embeddings]
+    if padded > tokens:  # the copies exist beside the tower's output
+        stored = found.count * padded * vision.width * size
+        peak = max(peak, given + table + made + stored)
+    kept = stored + table + (0 if second else given)
+    return Encoding(peak, kept, deep, _formula(found, patches, running, given, stored, mask + table))
 
 
 def _per_layer(architecture: Architecture) -> int:
@@ -180,7 +185,7 @@ def _mask(vision: Vision, known: VersionRules, patches: int, size: int) -> int:
 
 
 def _one(vision: Vision, found: Profiled) -> int:
-    """Return the patches of one image, or of one frame of a video."""
+    """Return the patches of one item: an image, or one frame of a video."""
     frames = {item.modality: item.frames for item in vision.others}
     return found.patches // frames.get(found.modality, 1)
 

@@ -27,6 +27,7 @@ from tonnage.planner.engines.vllm import (
     requests,
     serve_line,
     startup_failures,
+    tier,
 )
 from tonnage.planner.engines.vllm.allocator import allocator_rounding
 from tonnage.planner.engines.vllm.graphs import check as check_graphs
@@ -42,6 +43,7 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.requests import RequestLaw
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tier import KVTier
 from tonnage.planner.plans import Failure, Plan, RankPlan, Resolved
 from tonnage.planner.quantization.kv_cache import StoredCache
 from tonnage.planner.quantization.names import VLLM_RELEASES
@@ -141,7 +143,7 @@ class VLLM(Engine):
     def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Return the flags and tokens per step, adjusted for encoders and for MLA on a CPU without AMX.
+        """Return the flags and tokens per step, adjusted for pooling, encoders and MLA on a CPU without AMX.
 
         For MLA on a CPU without AMX, chunked prefill and prefix caching are off. A step then takes
         max(max_model_len, 2048) tokens regardless of the flags (platforms/cpu.py).
@@ -151,6 +153,8 @@ class VLLM(Engine):
         """
         multimodal.check(architecture, flags)
         given_sizes(flags.cuda_graph_sizes)
+        if flags.runner == "auto" and startup_failures.is_pooling_class(architecture):
+            flags = replace(flags, runner="pooling")
         if (
             flags.device == "cpu"
             and any(layer.kind == "mla" for layer in architecture.cache_layers)
@@ -273,12 +277,16 @@ class VLLM(Engine):
         return kernel_padding(architecture, quantization, flags)
 
     def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
-        """Return the bytes of Qwen3-VL's buffers for features of a picture in the first language layers.
+        """Return the bytes of the buffers that the model class allocates for the tokens of a step.
 
-        The model class allocates one for each level (deepstack_input_embeds in qwen3_vl.py, 0.11 to 0.33), on
-        the ranks that have the vision tower.
+        - Qwen3-VL has one for each level of a picture's features (deepstack_input_embeds in qwen3_vl.py, 0.11
+          to 0.33), on the ranks that have the vision tower.
+        - Sparse latent attention has one for the 32-bit indices of the tokens that are read
+          (topk_indices_buffer in deepseek_v2.py, 0.11 to 0.32).
         """
         seen = architecture.vision
+        if architecture.index_topk:
+            return 4 * architecture.index_topk * chosen.max_num_batched_tokens
         if seen is None or not seen.deep:
             return 0
         if not any(tensor.role == "vision" for tensor in self.tensors(architecture, chosen.flags)):
@@ -311,6 +319,10 @@ class VLLM(Engine):
     ) -> Runtime:
         """Return the estimates of framework, activations and CUDA graphs of one rank on a GPU."""
         return budget.terms(architecture, chosen, fitted)
+
+    def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
+        """Return the KV tiers of the configured connector."""
+        return tier.tiers(hosted)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
         """Return the host memory of all processes of one replica on GPUs."""
@@ -379,14 +391,19 @@ class VLLM(Engine):
         return chosen.limit - (rank.used_bytes - rank.kv_pool_bytes)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Raise UnsupportedArchitecture for an encoder model without an embedding class in vLLM 0.32."""
-        if architecture.class_name != family_of(architecture.model_type).vllm.embeddings:
+        """Raise UnsupportedArchitecture for an encoder that no release of vLLM embeds or classifies with."""
+        traits = family_of(architecture.model_type).vllm
+        known = architecture.class_name in (traits.embeddings, traits.masked)
+        if not known and not architecture.is_classifier:
             classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
-                f"vLLM 0.32 gives no embeddings by {architecture.class_name}: it has no class for it",
+                f"vLLM 0.33 is not planned with {architecture.class_name}",
                 field="architectures",
                 hint=f"of the encoders it has {', '.join(filter(None, classes))}",
             )
+
+    def check_classifier(self, architecture: Architecture) -> None:
+        """Accept every classifier, because vLLM adapts its decoders (model_executor/models/adapters.py)."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""
@@ -438,7 +455,7 @@ class VLLM(Engine):
         known, asked = rules(version), flags.mamba_cache_mode
         if asked == "all" and known.cache_mode != "all":
             raise DeploymentError(
-                "vLLM has no all from 0.32 on",
+                "vLLM does not know the value all from 0.32 on",
                 field="--mamba-cache-mode",
                 hint="leave it out: prefix caching decides",
             )
@@ -491,6 +508,13 @@ class VLLM(Engine):
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` and ``vllm serve`` commands of ``plan``."""
         return serve_line.serve_lines(plan, self.quantizes_to)
+
+    def machines_note(self, machines: int) -> str:
+        """Return the options of `vllm serve` on each machine (vllm/engine/arg_utils.py, 0.32)."""
+        return (
+            f"vllm serve runs on each of them with --nnodes {machines} --master-addr HOST --node-rank 0 (the "
+            f"others --node-rank 1 to {machines - 1}, and --headless)."
+        )
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:
         """Return a note if VLLM_CPU_KVCACHE_SPACE is set, which overrides the planned pool on a CPU."""

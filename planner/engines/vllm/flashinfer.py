@@ -23,7 +23,7 @@ _FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # cache formats that FlashA
 
 def charged(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of FlashInfer's workspace on one rank that vLLM counts as CUDA graphs."""
-    if chosen.flags.enforce_eager or not _runs(architecture, chosen):
+    if chosen.flags.enforce_eager or not runs(architecture, chosen):
         return 0
     # TensorRT-LLM's kernels have a separate workspace of fixed size in both of vLLM's model runners.
     if _on_tensorrt(chosen):
@@ -38,8 +38,17 @@ def uncounted(architecture: Architecture, chosen: Resolved) -> int:
 
     The second model runner allocates them together with the pool.
     """
-    known = _runs(architecture, chosen) and _second(architecture, chosen)
+    known = runs(architecture, chosen) and _second(architecture, chosen)
     return _workspace(architecture, chosen) if known else 0
+
+
+def drops_full_graphs(architecture: Architecture, chosen: Resolved) -> bool:
+    """Return whether vLLM captures no CUDA graphs of whole decode steps, because FlashInfer verifies drafts.
+
+    Its backend supports them for single tokens only, except with TensorRT-LLM's kernels
+    (config/compilation.py, 0.20 to 0.30). A start of 0.20.0 on a GB10 says so.
+    """
+    return bool(chosen.flags.num_speculative_tokens) and runs(architecture, chosen) and not _on_tensorrt(chosen)
 
 
 def _second(architecture: Architecture, chosen: Resolved) -> bool:
@@ -50,7 +59,7 @@ def _on_tensorrt(chosen: Resolved) -> bool:
     return (capability_of(chosen.flags.gpu) or (0, 0))[0] == 10
 
 
-def _runs(architecture: Architecture, chosen: Resolved) -> bool:
+def runs(architecture: Architecture, chosen: Resolved) -> bool:
     """Return whether vLLM selects FlashInfer's attention.
 
     FlashAttention has priority except on SM10x (_get_backend_priorities in platforms/cuda.py,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import log2
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of, shares_memory
+from tonnage.planner.devices.catalogue import capability_of, is_amd, shares_memory
 from tonnage.planner.engines.runtime.estimate import Coefficients
 from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.vllm.multimodal import drops_towers
@@ -45,6 +45,9 @@ _CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
 # GPUs with less memory than this need less non-torch memory: logs print 0.02 to 0.08 GiB, on larger GPUs 0.07
 # to 0.11 GiB.
 SMALL = 32 * GiB
+# On an MI300X, vLLM prints 0.66 GiB (0.9.2, tests/data/field_reports.jsonl). No other log of an AMD GPU prints
+# this term, so it is assumed for all of them, and for several ranks.
+_ROCM = int(0.66 * GiB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,8 @@ def _rest(chosen: Resolved, fitted: Coefficients) -> int:
     hopper = is_hopper(flags)
     if shares_memory(flags.gpu):
         return fitted.non_torch_unified
+    if is_amd(flags.gpu):
+        return _ROCM
     if flags.tensor_parallel_size > 1:
         if not hopper:
             return fitted.non_torch_parallel

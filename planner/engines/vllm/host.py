@@ -7,7 +7,6 @@ config/parallel.py).
 
 from __future__ import annotations
 
-from tonnage.planner.devices.catalogue import is_amd
 from tonnage.planner.engines.runtime.api import API_LIMIT_BYTES
 from tonnage.planner.engines.runtime.gpu import has_towers
 from tonnage.planner.engines.runtime.host import HostInputs, page_cache, pinned, reading
@@ -48,8 +47,7 @@ _NCCL_BUFFER, _NCCL_BUFFERS = 9641984, 64
 # vLLM's V0 engine allocated this default of --swap-space per GPU (config.py of 0.7 and worker/cache_engine.py).
 _SWAP = 4 * GiB
 _V1 = (0, 8, 0)
-# Chunks of KV cache offloaded to host memory are whole pages (v1/kv_offload/cpu/shared_offload_region.py).
-_PAGE = 4096
+_SOURCE = "--kv-offloading-size, --kv-transfer-config"
 
 
 def host_memory(hosted: HostInputs) -> HostMemory:
@@ -218,60 +216,14 @@ def _offloaded(hosted: HostInputs) -> list[HostPart]:
     return found
 
 
-def tier_bytes(hosted: HostInputs) -> tuple[int, int, int]:
-    """Return (bytes of a chunk, chunks, copies) of the KV cache that --kv-offloading-size keeps in host memory.
-
-    A chunk holds one block of every rank side by side, padded to whole pages. MLA latents are stored once if
-    every rank has the same (v1/kv_offload/cpu/spec.py, replicated_layout in
-    kv_connector/v1/offloading/config.py).
-    """
-    flags, ranks = hosted.chosen.flags, len(hosted.ranks)
-    latent = all(group.kind == "mla" for group in hosted.layout.groups)
-    once = latent and ranks == flags.tensor_parallel_size > 1 and flags.decode_context_parallel_size == 1
-    copies = 1 if once else ranks
-    block = hosted.block_bytes // ranks * copies
-    chunk = ceil_div(block, _PAGE) * _PAGE
-    return chunk, flags.kv_offloading_bytes // chunk, copies
-
-
-def tier_tokens(hosted: HostInputs, chunks: int) -> int:
-    """Return the tokens that ``chunks`` chunks of offloaded KV cache hold, as vLLM 0.33 counts them.
-
-    The requests have max_model_len tokens. Each chunk belongs to one KV cache group. Sliding layers keep their
-    window, and recurrent states one chunk (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py,
-    kv_connector/v1/offloading/config.py).
-    """
-    length, layout = hosted.chosen.max_model_len, hosted.layout
-    ranks = hosted.chosen.flags.decode_context_parallel_size
-    each = 0
-    for group in layout.groups:
-        tokens = (group.block_size or layout.block_size) * ranks
-        most = 1 if group.kind == "state" else ceil_div(group.window, tokens) if group.window else None
-        whole = ceil_div(length, tokens)
-        each += whole if most is None else min(whole, most)
-    return chunks * length // each
-
-
 def _tier(hosted: HostInputs) -> list[HostPart]:
-    asked, layout = hosted.chosen.flags.kv_offloading_bytes, hosted.layout
-    if not asked or not layout.groups:
-        return []
-    amd = is_amd(hosted.chosen.flags.gpu)
-    # In these cases the offloaded cache is in pinned tensors instead of shared memory (_uses_shared_region in
-    # v1/kv_offload/cpu/spec.py).
-    if hosted.chosen.version < _READ or amd:
-        return [
-            HostPart("KV tier", asked * 3 // 2, asked, 2 * asked, f"{asked:,}, pinned tensors rounded up",
-                     "--kv-offloading-size; 1.92 times in vllm-project/vllm#53042")
-        ]  # fmt: skip
-    chunk, chunks, copies = tier_bytes(hosted)
-    held = chunk * chunks
-    said = f"{chunks:,} blocks x {chunk:,} ({copies} {'copy' if copies == 1 else 'copies'}, whole pages)"
-    if len(layout.groups) > 1:
-        said += f", each for one of {len(layout.groups)} groups"
-    said += f": {tier_tokens(hosted, chunks):,} tokens of requests of {hosted.chosen.max_model_len:,}"
-    source = "--kv-offloading-size; v1/kv_offload/cpu/spec.py"
-    # Pipeline stages with different layers have blocks of different sizes, so the upper bound is the requested
-    # size.
-    high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
-    return [HostPart("KV tier", held, held, high, said, source, "serving", shared=True)]
+    """Return the host memory of KV tiers in the engine's own processes."""
+    return [
+        HostPart(
+            "KV tier" if tier.chunks is not None else "KV tier's buffers", tier.value, tier.low,
+            tier.value if tier.high is None else tier.high, tier.formula, f"{_SOURCE}; {tier.source}",
+            "serving" if tier.shared else "always", shared=tier.shared,
+        )
+        for tier in hosted.tiers
+        if tier.medium == "host" and not tier.outside and tier.value is not None
+    ]  # fmt: skip

@@ -36,6 +36,9 @@ _FLAGS = (
 _COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")
 _MODALITIES = ("image", "video", "audio")
 _UNLIMITED = 999  # default limit of items per prompt (get_limit_per_prompt, config/multimodal.py)
+# Tokens that 0.11 and 0.12 count for each embedding of Qwen3-VL's videos (get_max_video_tokens in
+# models/qwen3_vl.py). A start of 0.11.0 prints a budget of 153,600 tokens, 12.5 x 12,288.
+_FORMATTED = 12.5
 _ASPECT = 200  # largest aspect ratio of Qwen's images (closest_factor_pair in models/qwen2_vl.py)
 _DATA_PARALLEL = (
     "qwen2",
@@ -185,7 +188,7 @@ def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
     sized = _with_kwargs(vision, flags)
     items = {
         name: size
-        for name, size in _largest(sized, chosen.max_model_len).items()
+        for name, size in _counted(architecture, sized, chosen).items()
         if given.get(name, _UNLIMITED) > 0 and size[0] > 0
     }
     if not items:
@@ -226,6 +229,15 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
     if type(found) is not int or not (vision.patch * vision.merge) <= found < 1 << 40:
         raise DeploymentError(f"{shown(found)} is not a size of pictures", field=_KWARGS)
     return replace(vision, image=found, video=found if vision.video else 0)
+
+
+def _counted(architecture: Architecture, vision: Vision, chosen: Resolved) -> dict[str, tuple[int, int]]:
+    """Return modality -> (tokens that the vLLM version counts, patches) of the largest item."""
+    found = _largest(vision, chosen.max_model_len)
+    if rules(chosen.version).formatted_videos and architecture.model_type.startswith("qwen3_vl"):
+        tokens, patches = found["video"]
+        found["video"] = int(tokens * _FORMATTED), patches
+    return found
 
 
 def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:

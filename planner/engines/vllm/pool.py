@@ -303,9 +303,9 @@ def _padded(page: LayerPages, size: int) -> LayerPages:
 
 
 def _promoted(page: LayerPages) -> LayerPages:
-    """Return a sliding layer's page as a full layer's, for versions whose sliding layers kept every token.
+    """Return a sliding layer's page in the form of a full layer's page.
 
-    The rule is unify_hybrid_kv_cache_specs.
+    vLLM's versions whose sliding layers keep every token need it. The rule is unify_hybrid_kv_cache_specs.
     """
     if page.kind not in ("sliding", "chunked"):
         return page

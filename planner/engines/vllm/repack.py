@@ -1,10 +1,15 @@
 """Bytes that kernels add to the weights by padding and copying after vLLM loaded them.
 
-MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/mxfp4.py) have two kernels:
+MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/mxfp4.py) have four kernels:
 
 - Triton, on Hopper GPUs, rounds a rank's intermediate size up to 64. It pads the packed values to a multiple of
   256 along the reduced dimension (hidden for gate and up, intermediate for down).
-- Marlin, on GPUs before Hopper, pads hidden to 256 and the intermediate size to 128, for values and scales.
+- TensorRT-LLM's, on data centre GPUs with Blackwell, pads hidden and the intermediate size to 256 for values
+  and scales; from 0.30 on the intermediate size to 128.
+- Triton, on AMD GPUs, pads hidden and the intermediate size to 256, for values and scales
+  (mxfp4_round_up_hidden_size_and_intermediate_size of 0.32; a log of gpt-oss-20b on an R9700 under 0.11.2).
+- Marlin, on all other GPUs, pads hidden to 256 and the intermediate size to 128, for values and scales. Up to
+  0.10.2 only GPUs before Hopper had it (get_mxfp4_backend of 0.10.2 and 0.11.0).
 
 The formulas were compared with start-up reports of gpt-oss-20b and 120b on one GPU
 (tests/data/field_reports.jsonl).
@@ -16,29 +21,48 @@ from math import prod
 from typing import Literal
 
 from tonnage.planner.deployment import Deployment
-from tonnage.planner.devices.catalogue import capability_of
+from tonnage.planner.devices.catalogue import capability_of, is_amd
+from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.engines.vllm.versions import NEWEST, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import ceil_div
 
-Kernel = Literal["triton", "marlin"]
+Kernel = Literal["triton", "rocm", "trtllm", "marlin"]
 
+# mxfp4_round_up_hidden_size_and_intermediate_size of 0.20.1 and 0.30.0 (fused_moe/oracle/mxfp4.py).
+_SMALLER_TILE = (0, 30, 0)
 _VALUE_BITS, _SCALE_BITS = 4, 0.25  # bits per value in MXFP4, where 32 values share one 8-bit scale
 
 
-def mxfp4_kernel(gpu: str | None) -> Kernel:
-    """Return the MXFP4 kernel that vLLM selects on a catalogue GPU."""
-    return "marlin" if _before_hopper(gpu) else "triton"
-
-
-def _before_hopper(gpu: str | None) -> bool:
-    return (capability_of(gpu) or (9, 0)) < (9, 0)
+def mxfp4_kernel(flags: Deployment) -> Kernel:
+    """Return the MXFP4 kernel that vLLM selects on the deployment's GPU; an unnamed GPU is taken as an H100."""
+    if is_amd(flags.gpu):
+        return "rocm"
+    capability = capability_of(flags.gpu) or (9, 0)
+    if capability[0] == 10:
+        return "trtllm"
+    if capability < (9, 0) or (capability >= (11, 0) and rules(version_of(flags)).marlin_beyond_hopper):
+        return "marlin"
+    return "triton"
 
 
 def repacking_class(gpu: str) -> str | None:
-    """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
-    return "t4-16g" if _before_hopper(gpu) else None
+    """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's."""
+    if is_amd(gpu):
+        return "r9700-32g"
+    capability = capability_of(gpu) or (9, 0)
+    if capability < (9, 0):
+        return "t4-16g"
+    if capability[0] == 10:
+        return "b200-180g"
+    return "rtx5090-32g" if capability >= (11, 0) else None
+
+
+def version_of(flags: Deployment) -> Version:
+    """Return the vLLM version of a deployment, the newest known one if none is given."""
+    return NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
 
 
 def kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
@@ -48,21 +72,20 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
     copies = latent_copies(architecture, quantization, flags)
     if quantization.scheme != "mxfp4":
         return copies
-    return copies + mxfp4_padding(architecture, mxfp4_kernel(flags.gpu), 1)
+    return copies + mxfp4_padding(architecture, mxfp4_kernel(flags), 1, version_of(flags))
 
 
 def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
     """Return the upper bound of `kernel_padding` over the MXFP4 kernels that vLLM may select while loading.
 
-    On Hopper and later it falls back to Marlin where Triton's kernels are not installed: gpt-oss-120b then
-    takes 65.97 GiB on an H100, not 64.38 (vllm-project/vllm issue 23278).
+    On Hopper and later it falls back to Marlin where Triton's kernels are not installed. For example,
+    gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 (vllm-project/vllm issue 23278).
     """
     planned = kernel_padding(architecture, quantization, flags)
-    if flags.device == "cpu" or quantization.scheme != "mxfp4" or mxfp4_kernel(flags.gpu) == "marlin":
+    if flags.device == "cpu" or quantization.scheme != "mxfp4" or mxfp4_kernel(flags) in ("marlin", "rocm"):
         return planned
-    return max(
-        planned, latent_copies(architecture, quantization, flags) + mxfp4_padding(architecture, "marlin", 1)
-    )
+    copies = latent_copies(architecture, quantization, flags)
+    return max(planned, copies + mxfp4_padding(architecture, "marlin", 1, version_of(flags)))
 
 
 def latent_copies(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
@@ -80,9 +103,10 @@ def latent_copies(architecture: Architecture, quantization: Quantization, flags:
     )
 
 
-def mxfp4_padding(architecture: Architecture, kernel: Kernel, ranks: int) -> int:
+def mxfp4_padding(architecture: Architecture, kernel: Kernel, ranks: int, version: Version = NEWEST) -> int:
     """Return the bytes of padding that one rank holds for MXFP4 experts."""
     total = 0.0
+    tile = 256 if kernel == "rocm" or (kernel == "trtllm" and version < _SMALLER_TILE) else 128
     hidden = architecture.hidden_size
     wide = ceil_div(hidden, 256) * 256
     for tensor in architecture.tensors:
@@ -98,6 +122,6 @@ def mxfp4_padding(architecture: Architecture, kernel: Kernel, ranks: int) -> int
             total += (values + scales - elements * (_VALUE_BITS + _SCALE_BITS)) / 8
             continue
         inner = next((side for side in tensor.shape[1:] if side != hidden), hidden) // tensor.matrices
-        padded = ceil_div(inner, 128) * 128
+        padded = ceil_div(inner, tile) * tile
         total += elements * (wide / hidden * padded / inner - 1) * (_VALUE_BITS + _SCALE_BITS) / 8
     return int(total)

@@ -19,10 +19,10 @@ from tonnage.planner.plans import Resolved
 
 
 def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-    """Return the rule for the blocks of a request.
+    """Return the law that gives the number of KV blocks of a request.
 
     Raises:
-        UnsupportedArchitecture: the rule is not known for the cache or the deployment.
+        UnsupportedArchitecture: the law is not known for the cache or the deployment.
     """
     flags, version = chosen.flags, rules(chosen.version)
     if any(layer.compression > 1 for layer in architecture.cache_layers):
@@ -66,7 +66,7 @@ def _note(chosen: Resolved, aligned: bool) -> str:
 
 
 def _refused(what: str, field: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture(f"what a request takes is not known for {what}", field=field)
+    return UnsupportedArchitecture(f"the KV blocks of a request are not known for {what}", field=field)
 
 
 def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:

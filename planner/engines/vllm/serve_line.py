@@ -72,7 +72,7 @@ def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[st
     for name in ("cudagraph_capture_sizes", "cuda_graph_sizes"):
         if sizes := given_sizes(getattr(flags, name)):
             line += [flags_of(Deployment)[name].option, *map(str, sizes)]
-    line += changed(flags, ("max_cudagraph_capture_size",))
+    line += changed(flags, ("max_cudagraph_capture_size", "kv_offloading_backend", "kv_transfer_config"))
     line += _host_flags(flags)
     if flags.enable_lora:
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]

@@ -22,6 +22,7 @@ from typing import Any
 
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.engines.vllm.flashinfer import drops_full_graphs
 from tonnage.planner.engines.vllm.kv_formats import sparse_latent
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Failure, RankPlan, Resolved
@@ -180,7 +181,7 @@ def _failures(
     states = any(group.kind == "state" for group in pool.layout.groups)
     if (
         states and flags.device != "cpu" and not flags.enforce_eager and version >= (0, 20, 0)
-        and chosen.max_num_seqs > held.num_blocks
+        and chosen.max_num_seqs > held.num_blocks and not drops_full_graphs(architecture, chosen)
     ):  # fmt: skip
         yield Failure(
             f"--max-num-seqs {chosen.max_num_seqs:,} is above the {held.num_blocks:,} blocks of the pool, of which "
@@ -317,12 +318,22 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
             for other in _SUFFIXES:
                 if _has_class(name.removesuffix(suffix) + other, version):
                     return name.removesuffix(suffix) + other
-    if architecture.kind == "encoder":  # check_encoder has the classes of encoders
-        return architecture.class_name
+    if architecture.kind == "encoder" and not architecture.is_classifier:  # check_encoder has their classes
+        later = names[0] in _architectures()["first"] or names[0] in _architectures()["oldest"]
+        return None if later else architecture.class_name
     # transformers spells some names in another way: PhimoeForCausalLM is vLLM's PhiMoEForCausalLM.
     plain = _plain_name(architecture.class_name)
     spelled = () if architecture.declared else (*_architectures()["oldest"], *_architectures()["first"])
     return next((name for name in spelled if _plain_name(name) == plain and _has_class(name, version)), None)
+
+
+def is_pooling_class(architecture: Architecture) -> bool:
+    """Return whether vLLM pools a decoder's hidden states without --runner: a bare body or a classifier."""
+    name = architecture.class_name
+    if architecture.kind != "decoder" or architecture.is_classifier:
+        return architecture.is_classifier
+    causal = name.removesuffix("Model") + "ForCausalLM"
+    return name.endswith("Model") and causal in {*_architectures()["oldest"], *_architectures()["first"]}
 
 
 def _plain_name(name: str) -> str:

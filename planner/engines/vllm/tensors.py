@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
-from tonnage.planner.engines.version import parse_version
+from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.engines.vllm.multimodal import is_lost, lost_towers
 from tonnage.planner.engines.vllm.versions import NEWEST, rules
 from tonnage.planner.families.registry import family_of
@@ -18,7 +19,14 @@ from tonnage.planner.model.tensor import TensorSpec
 _MROPE_FACTOR = 4
 
 
-_GATES = (".gate.weight", ".router.weight")
+_QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1
+_KEYS = ".self_attn.k_proj.weight"
+_INDEX_KEY = ".indexer.wk.weight"
+_GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias")
+# Phi-3-vision reads the output of CLIP's last layer but one; vLLM builds no more (_init_img_processor in
+# models/phi3v.py).
+_UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
+_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads it as the decoder's bias
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -40,8 +48,24 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
+    if architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
+        held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
+    elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
+    if architecture.model_type == "phi3_v":
+        held = tuple(tensor for tensor in held if not any(part in tensor.name for part in _UNREAD))
+    kept = _unquantized_towers(architecture, version)
+    if kept:
+        held = tuple(
+            replace(tensor, module_class="TowerLinear") if is_lost(tensor, kept) else tensor for tensor in held
+        )
+    if architecture.model_type.startswith("gemma4"):
+        held = (*map(partial(_gemma4_table, architecture), held), *_values_from_keys(architecture))
+    if rules(version).fused_index_key:
+        held = tuple(
+            replace(tensor, module_class="KeptLinear") if tensor.name.endswith(_INDEX_KEY) else tensor
+            for tensor in held
+        )
     wide = family_of(architecture.model_type).vllm.wide_router
     if wide:
         held = tuple(
@@ -59,6 +83,50 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     return (*held, *biases, *scales)
 
 
+def _unquantized_towers(architecture: Architecture, version: Version) -> frozenset[str]:
+    """Return the roles of towers that vLLM builds without quantization, whatever --quantization says.
+
+    - Gemma 3n's and 4's are transformers' modules (AutoModel in models/gemma3n_mm.py, gemma4_mm.py). From 0.23
+      on, those of Gemma 4 are quantized if their widths are multiples of 64.
+    - Llama 4's and Kimi-VL's get no quant_config (models/mllama4.py, kimi_vl.py, 0.11 to 0.30), nor do the
+      audio towers of Qwen's Omni models (models/qwen2_5_omni_thinker.py).
+    """
+    model, vision = architecture.model_type, architecture.vision
+    if "omni" in model:
+        return frozenset({"audio"})
+    if model.startswith(("llama4", "kimi_vl")):
+        return frozenset({"vision"})
+    whole = vision is not None and not vision.hidden % 64 and not vision.inner % 64
+    quantized = model.startswith("gemma4") and version >= _QUANTIZED_TOWERS and whole
+    if model.startswith(("gemma3n", "gemma4")) and not quantized:
+        return frozenset({"vision", "audio"})
+    return frozenset()
+
+
+def _values_from_keys(architecture: Architecture) -> tuple[TensorSpec, ...]:
+    """Return the value projections of Gemma 4's layers whose values are their keys.
+
+    The checkpoint stores the keys alone, and vLLM loads them twice (k_eq_v in models/gemma4.py, 0.19 to 0.30).
+    """
+    names = {tensor.name for tensor in architecture.tensors}
+    decoder = (tensor for tensor in architecture.tensors if tensor.role == "attention")
+    keys = (tensor for tensor in decoder if tensor.name.endswith(_KEYS))
+    copies = (replace(key, name=key.name.replace(_KEYS, ".self_attn.v_proj.weight")) for key in keys)
+    return tuple(copy for copy in copies if copy.name not in names)
+
+
+def _gemma4_table(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
+    """Return ``tensor``, the second rotary table with the whole head of full layers as its width.
+
+    vLLM pads the table of proportional positions to the head (layers/rotary_embedding/gemma4_rope.py, 0.19 to
+    0.30).
+    """
+    if tensor.name != "rotary_emb.1.cos_sin_cache":
+        return tensor
+    width = max((layer.head_size for layer in architecture.cache_layers if layer.kind == "full"), default=0)
+    return replace(tensor, shape=(tensor.shape[0], max(width, tensor.shape[1])))
+
+
 def _position_factor(architecture: Architecture, flags: Deployment) -> int:
     if architecture.rotary is None or not architecture.rotary.mrope:
         return 1
@@ -71,17 +139,30 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
     """Return the tensors of vLLM's encoder classes (models/bert.py, roberta.py, modernbert.py).
 
     - Every embedding table is padded to 64 rows.
-    - There is no pooler and no output head. Position ids are stored. Token types are not, because vLLM decodes
-      them from the token ids.
+    - There is no pooler and no output head, except in classifiers, which have both in float32
+      (ModelConfig.head_dtype in config/model.py, 0.33). Only ModernBERT's dense layer before the labels of
+      tokens keeps the model's dtype.
+    - BertForMaskedLM keeps its head, with a matrix of its own even if the file ties it to the embedding. Its
+      one bias is the decoder's. RobertaForMaskedLM is loaded without its head.
+    - Position ids are stored. Token types are not, because vLLM decodes them from the token ids.
     - There is one cos/sin table per rotary embedding, and four scales in each attention layer.
     """
     out = []
+    tags = architecture.class_name.endswith("ForTokenClassification")
+    masked = predicts_tokens(architecture)
     for tensor in architecture.tensors:
+        if masked and (tensor.role == "head" or tensor.name.startswith("cls.")):
+            if tensor.name != _SHARED_BIAS:
+                out.append(replace(tensor, tied_to=None))
+            continue
         if (
             tensor.role == "head"
             or "pooler." in tensor.name
             or (tensor.role == "norm" and tensor.name.startswith(("lm_head.", "head.")))
         ):
+            if architecture.is_classifier:
+                plain = tags and tensor.name.startswith("head.")
+                out.append(tensor if plain else replace(tensor, dtype="float32"))
             continue
         if tensor.role == "buffer" and not tensor.name.endswith("position_ids"):
             continue
@@ -90,6 +171,11 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
         out += rotary_tables(architecture, architecture.rotary.positions or architecture.max_model_len)
     out += [_scales(f"layers.{layer}.encoder.quant_scales", layer) for layer in range(architecture.layers)]
     return tuple(out)
+
+
+def predicts_tokens(architecture: Architecture) -> bool:
+    """Return whether vLLM's class returns a row of the vocabulary for every token (models/bert.py, 0.26 on)."""
+    return architecture.class_name == "BertForMaskedLM"
 
 
 def _scales(name: str, layer: int) -> TensorSpec:

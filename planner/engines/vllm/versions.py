@@ -32,6 +32,8 @@ class VersionRules:
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
+    # A sampler that sorts does not if FlashInfer is installed (as in vLLM's image): its kernel takes logits.
+    unsorted_if_installed: bool = False
     # Model classes that run on the second model runner, ("*",) for all classes. The next field is whether all
     # dense models without recurrent states run on it.
     runner_v2: tuple[str, ...] = ()
@@ -40,6 +42,11 @@ class VersionRules:
     drops_towers: bool = False  # towers are not loaded if the limits of all their modalities are zero
     # Processors pass pixels as bytes, and the GPU converts them to the model's dtype.
     pixels_as_bytes: bool = False
+    # A video of Qwen3-VL counts 12.5 times its embeddings, for the texts of its time stamps.
+    formatted_videos: bool = False
+    # The profile run copies the embeddings of each item into a tensor for the encoder's whole budget, or for
+    # the counted tokens of the item.
+    padded_embeddings: Literal["", "budget", "item"] = ""
     pixtral_mask: bool = True  # Pixtral's attention has a mask over all patches of a batch
     expert_buffer: bool = False  # fused experts of all layers share a persistent buffer
     expert_chunk: int = 16 * 1024  # maximum tokens per call of the fused experts
@@ -47,11 +54,15 @@ class VersionRules:
     fused_all_reduce: Literal["", "trtllm", "mnnvl"] = ""
     fused_alone: bool = False  # all-reduce fusion is off with pipeline and data parallelism
     torch_2_8: bool = False  # PyTorch 2.8 and later
+    # The first start's compilation times kernels with copies of their arguments (PyTorch 2.10 and later).
+    times_kernels: bool = False
     # How vLLM computes the logged tokens of the pool: "blocks" is num_blocks // groups x smallest block size,
     # "concurrency" is maximum concurrency x max_model_len.
     token_line: Literal["blocks", "concurrency"] = "blocks"
     graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
     graphs_within_profile: bool = False  # memory that the trial capture leaves counts as non-torch memory
+    # NCCL and the buffers of custom all-reduce are set up after the first memory snapshot.
+    late_communicators: bool = True
     counts_context: bool = False  # CUDA's context and NCCL's communicators are subtracted from the pool
     counts_consumed: bool = False  # memory allocated before the profile run is subtracted from the pool
     graphs_subtracted: bool = False  # the estimate of CUDA graphs is subtracted from the pool
@@ -72,6 +83,9 @@ class VersionRules:
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
     # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
     compressed_cache: bool = False
+    marlin_beyond_hopper: bool = False  # MXFP4 experts use Marlin's kernel on GPUs from SM110 on
+    # The sparse indexer's key projection and its weights are one 16-bit matrix, in every quantization format.
+    fused_index_key: bool = False
     stored_kv_dtype: bool = False  # --kv-cache-dtype auto follows the checkpoint's cache dtype
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
     sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
@@ -87,7 +101,7 @@ class VersionRules:
 
 
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
-# Rows of (first version, changed rules). The comments name the sources.
+# Rows of (first version, changed rules), in ascending order of version. The comments name the sources.
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # V1 is the default (release notes of 0.8.0); _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler
     # in v1/sample/ops/topk_topp_sampler.py, determine_available_memory in v1/worker/gpu_worker.py of 0.8.2
@@ -112,18 +126,41 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # V1 has a hybrid KV cache manager from this version on.
     ((0, 9, 2), {"hybrid_groups": True}),
     # AMD GPUs ran on vLLM's V0 engine before (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl).
-    ((0, 10, 0), {"chunked_on_rocm": True}),
+    # unsorted_if_installed: TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py of 0.10.0, 0.10.1.1, 0.10.2
+    # and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 asks for the variable.
+    ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
     # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. The default fp8 cache is
     # pull request 25988, a cherry-pick of 0.11.0 that a later release reverted.
-    ((0, 11, 0), {"torch_2_8": True, "sparse_default_fp8": True}),
-    ((0, 11, 1), {"sparse_default_fp8": False}),
+    # marlin_beyond_hopper: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
+    # formatted_videos: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0 and 0.13.0.
+    # padded_embeddings: profile_run in v1/worker/gpu_model_runner.py of the same. late_communicators:
+    # init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
+    (
+        (0, 11, 0),
+        {
+            "torch_2_8": True,
+            "sparse_default_fp8": True,
+            "marlin_beyond_hopper": True,
+            "formatted_videos": True,
+            "padded_embeddings": "budget",
+            "late_communicators": False,
+        },
+    ),
+    ((0, 11, 1), {"sparse_default_fp8": False, "unsorted_if_installed": False}),
+    ((0, 12, 0), {"padded_embeddings": "item"}),
     # v1/worker/workspace.py first appears in the sources of 0.13.0. The rules of CUDA graphs are
     # _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2, 0.28.0 and 0.29.0.
-    ((0, 13, 0), {"expert_buffer": True, "draft_graphs": True}),
+    (
+        (0, 13, 0),
+        {"expert_buffer": True, "draft_graphs": True, "formatted_videos": False, "padded_embeddings": ""},
+    ),
     # In 0.9.2 to 0.13, an MI300X (192 GiB) had the batch defaults of devices with 70 GiB.
     ((0, 14, 0), {"huge_batches": True}),
     # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
+    # times_kernels: PyTorch 2.10. First starts of 0.12.0, with PyTorch 2.9.0, on six kinds of NVIDIA GPUs have
+    # pools without the copy of the embedding (tests/data/startups/published.jsonl).
+    ((0, 16, 0), {"times_kernels": True}),
     # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py) first appear in 0.17.0.
     # Starts of 0.16.0 and 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations.
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
@@ -133,10 +170,17 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # Source: pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
     # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
-    # model_executor/models/config.py of 0.20.1 (not known for older versions).
+    # model_executor/models/config.py of 0.20.1 (not known for older versions). fused_index_key: wk_weights_proj
+    # in model_executor/models/deepseek_v2.py of 0.20.1, which 0.19.0 lacks.
     (
         (0, 20, 0),
-        {"graphs_subtracted": True, "default_utilization": 0.92, "every_state": True, "step_graph": True},
+        {
+            "graphs_subtracted": True,
+            "default_utilization": 0.92,
+            "every_state": True,
+            "step_graph": True,
+            "fused_index_key": True,
+        },
     ),
     # Pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1.
     ((0, 20, 1), {"token_line": "concurrency"}),
@@ -264,6 +308,7 @@ _WORDS: dict[str, str] = {
     "chunked_on_rocm": "AMD GPUs run on V1, with chunked prefill",
     "huge_batches": "devices of 160 GiB and more have larger batch defaults",
     "sampler": "the profile run's sampler takes a different number of bytes per logit",
+    "unsorted_if_installed": "FlashInfer samples if it is installed, or only on request",
     "runner_v2": "the second model runner runs more models (until 0.29 it does not estimate CUDA graphs)",
     "runner_v2_dense": "the second model runner runs dense models",
     "runner_v2_encodes": "the profile run of the second model runner also encodes images",
@@ -271,12 +316,15 @@ _WORDS: dict[str, str] = {
     "pixels_as_bytes": "processors pass images as bytes",
     "gemma4_batches": "Gemma 4's images are encoded in batches",
     "one_hot_positions": "Gemma 4 looks up positions instead of multiplying one-hot vectors",
+    "formatted_videos": "the profile run of Qwen3-VL encodes a video (0.11, 0.12), or an image",
+    "padded_embeddings": "the profile run pads the embeddings of images and videos, or no longer does",
     "pixtral_mask": "Pixtral's tower has no mask over all patches",
     "expert_buffer": "experts of all layers share a buffer",
     "expert_chunk": "the size of the chunks in which experts process a step has changed",
     "fused_all_reduce": "all-reduce is fused with the norm after it, in a workspace",
     "fused_alone": "the fusion of all-reduce with pipeline and data parallelism has changed",
     "torch_2_8": "PyTorch 2.8",
+    "times_kernels": "a first start has a smaller pool, because compilation copies the embedding",
     "token_line": "the printed tokens count requests of max_model_len instead of one group's blocks: hybrids "
     "and sliding windows print other numbers for the same pool",
     "graphs_estimated": "CUDA graphs are captured on trial before the pool is sized",
@@ -288,6 +336,7 @@ _WORDS: dict[str, str] = {
     "counts_consumed": "memory that the runner allocates before the profile run comes off the pool",
     "many_sequences": "1,024 sequences are the default on every GPU and in the profile run's sampler (V1), or "
     "256 again on most GPUs",
+    "late_communicators": "NCCL's buffers precede the first memory snapshot and do not come off the pool",
     "counts_context": "CUDA's context and NCCL's communicators come off the pool, or no longer do",
     "graphs_subtracted": "the estimate of the CUDA graphs comes off the pool "
     "(VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0 turns it off)",
@@ -311,6 +360,8 @@ _WORDS: dict[str, str] = {
     "prefill_checkpoint": "Mamba-2 keeps a state of the prefill beside the running one",
     "compressed_cache": "the cache of layers that compress tokens is planned by this version's rules",
     "stored_kv_dtype": "--kv-cache-dtype auto follows the checkpoint's cache dtype",
+    "marlin_beyond_hopper": "MXFP4 experts use Marlin's kernel on consumer GPUs with Blackwell and on GB10",
+    "fused_index_key": "the sparse indexer's key projection of FP8 checkpoints is held in 16 bits",
     "sparse_default_fp8": "the cache of sparse latent attention is fp8 by default, or no longer is",
     "sparse_flashinfer": "FlashInfer stores fp8 sparse latents on SM10x",
     "glm_sparse_fp8": "GLM-5's cache is fp8 by default on SM10x",

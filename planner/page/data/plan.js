@@ -6,7 +6,8 @@ import { bar, between, breaking, figures, grouped, make, size, table, term, word
 const COMPONENTS = [
   ["weights", "Weights", "weights"], ["kv_pool", "KV cache pool", "kv_cache"], ["activation", "Activation peak", "activation"],
   ["cuda_graph", "CUDA graphs", "cuda_graph"], ["framework", "Engine and drivers", "framework"],
-  ["lora", "LoRA slots", "lora"], ["draft", "Draft model", "draft"], ["free", "Left over", "free"],
+  ["lora", "LoRA slots", "lora"], ["draft", "Draft model", "draft"], ["kv_tier", "KV tier", "kv_tier"],
+  ["free", "Left over", "free"],
 ];
 
 export const verdict = (fits, unknown = []) => {

@@ -15,7 +15,7 @@ from tonnage.planner.units import ceil_div
 
 
 def _groups(f: LinearFormat, into: int) -> int:
-    """Return the number of groups along the inputs."""
+    """Return the number of quantization groups along the ``into`` inputs of a matrix."""
     return 1 if f.group_size == -1 else ceil_div(into, f.group_size)
 
 

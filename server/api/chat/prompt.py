@@ -76,6 +76,15 @@ def template_of(state: ServerState) -> ChatTemplate:
     return state.chat_template
 
 
+def check_template_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ApiError for a variable that the server or Jinja itself passes to a template."""
+    if taken := _RESERVED & arguments.keys():
+        name = sorted(taken)[0]
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is reserved", param="chat_template_kwargs"
+        )
+
+
 def render(
     template: ChatTemplate,
     messages: Sequence[Message],
@@ -87,11 +96,7 @@ def render(
 ) -> str:
     """Return the text of the prompt that the template makes from the messages."""
     arguments = dict(template_arguments or {})
-    if taken := _RESERVED & arguments.keys():
-        name = sorted(taken)[0]
-        raise ApiError(
-            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is reserved", param="chat_template_kwargs"
-        )
+    check_template_arguments(arguments)
     if continue_final_message and add_generation_prompt:
         raise ApiError(
             ErrorCode.INVALID_VALUE,

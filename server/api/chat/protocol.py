@@ -16,9 +16,9 @@ from tonnage.server.api.sampling import (
     STRICT,
     AtLeastOne,
     ResponseFormat,
-    SamplingFields,
     grammar_of,
 )
+from tonnage.server.api.token_output import PromptScores, TokenOutputFields, is_none
 from tonnage.server.text.grammar import Grammar
 
 # OpenAI's rule for names of functions.
@@ -187,7 +187,7 @@ def effort_arguments(effort: str | None) -> dict[str, Any]:
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(TokenOutputFields):
     """Body of POST /v1/chat/completions, with the ranges of values from OpenAI's API reference."""
 
     messages: Messages
@@ -251,11 +251,14 @@ class ChoiceLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """An assistant's message of text, without tool calls; its content is null when it is cut off before."""
+    """An assistant's message of text, without tool calls.
+
+    Its content is null when the answer was cut off before its text began.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
     refusal: None = None
     annotations: list[Any] = []
 
@@ -269,7 +272,7 @@ class ToolCallMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
     refusal: None = None
     annotations: list[Any] = []
     tool_calls: list[ToolCall]
@@ -282,6 +285,7 @@ class ChatChoice(BaseModel):
     message: ToolCallMessage | AssistantMessage
     logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
 class ChatCompletion(BaseModel):
@@ -294,3 +298,5 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     system_fingerprint: str
     usage: Usage
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
+    prompt_logprobs: PromptScores | None = Field(default=None, exclude_if=is_none)

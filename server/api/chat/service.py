@@ -28,6 +28,7 @@ from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
@@ -57,8 +58,11 @@ class ChatService(OpenAIEvents):
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         deltas = self._generator.run(submission, counts, ticket)
         with closing(HeldAnswer(self._state.outboxes)) as held:
+            hidden = _hides_tokens(request, use)
+            output = TokenOutput(self._state, request, submission, held, hides_tokens=hidden)
             async with aclosing(deltas):
                 async for delta in deltas:
+                    await output.take(delta)
                     texts[delta.index] += delta.text
                     token_ids[delta.index] += delta.token_ids
                     finishes[delta.index] = delta.finish_reason or finishes[delta.index]
@@ -85,16 +89,19 @@ class ChatService(OpenAIEvents):
                     finish_reason=_shown_finish(
                         finishes[index] or "stop", isinstance(message, ToolCallMessage)
                     ),
+                    token_ids=output.token_ids(index),
                 )
                 for index, message in enumerate(messages)
             ],
             system_fingerprint=self._state.fingerprint,
             usage=usage(counts),
+            prompt_token_ids=output.prompt_token_ids(0),
+            prompt_logprobs=output.scores(),
         )
         answer = completion.model_dump_json()
         if request.logprobs:
             answer = with_logprobs(answer, [each.text('"refusal":null') for each in lists])
-        return answer.encode()
+        return output.fill(answer, [0]).encode()
 
     async def stream(self, request: ChatRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a chat completion as its text arrives.
@@ -110,6 +117,9 @@ class ChatService(OpenAIEvents):
         events = _ChatEvents(self._state, ticket.request_id, request.model, request.include_usage())
         tokenizer, top = self._state.tokenizer, request.top_logprobs or 0
         begun: set[int] = set()
+        if request.return_token_ids:
+            events.prompt_member = ids_member("prompt_token_ids", prompt)
+        shows_tokens = bool(request.return_token_ids) and not _hides_tokens(request, use)
         continuous = request.continuous_usage()
         reported: list[int] = []  # token counts of each choice when the previous usage was sent
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
@@ -123,6 +133,8 @@ class ChatService(OpenAIEvents):
                 if continuous:
                     reported = list(counts.choices)
                     events.usage_member = usage_so_far(counts)
+                if shows_tokens:
+                    events.tokens_member = ids_member("token_ids", delta.token_ids)
                 lists = b"null"
                 if request.logprobs:
                     content = chat_logprobs(delta.logprobs, tokenizer, top)
@@ -146,6 +158,8 @@ class ChatService(OpenAIEvents):
                     finishes[delta.index] = delta.finish_reason
                     shown = _shown_finish(delta.finish_reason, delta.index in called)
                     event += events.finish(delta.index, shown)
+                elif events.tokens_member and delta.token_ids:  # tokens whose text is held back
+                    event += events.nothing(delta.index)
                 if event:
                     yield event
         ticket.finish(outcome_of_finishes(list(finishes.values())))
@@ -168,6 +182,7 @@ class ChatService(OpenAIEvents):
         lora = state.check_model(request.model)
         state.check_task()
         check_stream_options(request)
+        check_prompt_logprobs(request)
         if request.top_logprobs and not request.logprobs:
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
@@ -192,8 +207,11 @@ class ChatService(OpenAIEvents):
             state.tokenizer.eos_token_ids,
             state.plan.model.vocab_size,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
         )
         submission = submission_with_tools(request, prompt, params, use, lora, request.n or 1)
+        if request.return_token_ids:
+            submission = replace(submission, all_tokens=True)
         # A request that waits keeps its token ids, and not the conversation as text.
         request.messages, request.tools = [], None
         return submission, use
@@ -233,6 +251,11 @@ class ChatService(OpenAIEvents):
         )
 
 
+def _hides_tokens(request: ChatRequest, use: ToolUse) -> bool:
+    """Return whether the token ids of an answer would show reasoning that the request leaves out."""
+    return request.include_reasoning is False and use.reasons
+
+
 def _message(
     use: ToolUse, text: str, token_ids: Sequence[int], prompt: Sequence[int], counts: TokenCounts
 ) -> AssistantMessage | ToolCallMessage:
@@ -266,6 +289,8 @@ class _ChatEvents(ChunkWriter):
     """Writer of the server-sent chunks of one streamed chat completion."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
+    # members of the next chunk alone: the prompt's token ids, and those of its choice's new tokens
+    prompt_member = tokens_member = b""
 
     def role(self, index: int, content: bytes) -> bytes:
         # ``content`` is null where a call may follow: clients open a text block for an empty text
@@ -285,17 +310,24 @@ class _ChatEvents(ChunkWriter):
             index, json.dumps({"tool_calls": [_delta(delta) for delta in merged(deltas)]}).encode()
         )
 
+    def nothing(self, index: int) -> bytes:
+        return self._choice(index, b"{}")
+
     def finish(self, index: int, reason: str) -> bytes:
         return self._choice(index, b"{}", finish=b'"%b"' % reason.encode())
 
     def _choice(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
-        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (
+        prompt, self.prompt_member = self.prompt_member, b""
+        tokens, self.tokens_member = self.tokens_member, b""
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b}%b%b%b}\n\n' % (
             self._head,
             index,
             delta,
             logprobs,
             finish,
+            tokens,
             self._tail,
+            prompt,
             self.usage_member,
         )
 

@@ -12,24 +12,19 @@ from tonnage.server.api.sampling import (
     MAX_TOP_LOGPROBS,
     STOP_EXPECTED,
     ResponseFormat,
-    SamplingFields,
     TokenCount,
     TokenId,
     grammar_of,
 )
+from tonnage.server.api.token_output import PromptScores, TokenOutputFields, is_none
 from tonnage.server.text.grammar import Grammar
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
-
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(TokenOutputFields):
     """Body of POST /v1/completions, with the ranges of values from OpenAI's API reference."""
 
     prompt: str | Texts | TokenIds | TokenIdLists
@@ -77,7 +72,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=_is_none)
+    completion_tokens_details: CompletionTokensDetails | None = Field(default=None, exclude_if=is_none)
 
 
 class Choice(BaseModel):
@@ -87,6 +82,9 @@ class Choice(BaseModel):
     text: str
     logprobs: dict[str, list[Any]] | None = None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
+    prompt_logprobs: PromptScores | None = Field(default=None, exclude_if=is_none)
 
 
 class Completion(BaseModel):

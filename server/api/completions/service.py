@@ -22,6 +22,7 @@ from tonnage.server.api.endpoint import OpenAIEvents
 from tonnage.server.api.generation import Delta, Finish, Generator
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
@@ -38,8 +39,9 @@ class _Answer:
     text: list[str] = field(default_factory=list)
     lists: JsonLists = field(default_factory=lambda: JsonLists(COMPLETION_LISTS))
     tokens: int = 0
-    logprob: float = 0.0  # sum over the tokens
+    logprob: float = 0.0  # sum of the log probabilities of all tokens
     finish: Finish | None = None
+    index: int = 0  # number of the choice among those that are generated
 
     @property
     def mean_logprob(self) -> float:
@@ -59,13 +61,15 @@ class CompletionService(OpenAIEvents):
         """Return the complete answer as JSON; cancelling the call aborts the request."""
         submission, echo = await self._prepare(request)
         counts = TokenCounts()
-        answers = [_Answer(text) for text in echo]
+        answers = [_Answer(text, index=index) for index, text in enumerate(echo)]
         only_prompt = request.max_tokens == 0
         builders = self._builders(request, echo)
         deltas = self._generator.run(submission, counts, ticket)
         with closing(HeldAnswer(self._state.outboxes)) as held:
+            output = TokenOutput(self._state, request, submission, held, hides_tokens=only_prompt)
             async with aclosing(deltas):
                 async for delta in deltas:
+                    await output.take(delta)
                     answer = answers[delta.index]
                     answer.text.append(delta.text)
                     answer.finish = delta.finish_reason or answer.finish
@@ -76,7 +80,8 @@ class CompletionService(OpenAIEvents):
                         prompt = submission.prompts[delta.index // submission.n]
                         held.hold(answer.lists.add(builders[delta.index].take(tokens, prompt)))
         ticket.finish(outcome_of_finishes([answer.finish for answer in answers]))
-        kept = self._best(answers, submission.n, request.n or 1)
+        n = request.n or 1
+        kept = self._best(answers, submission.n, n)
         completion = Completion(
             id=f"cmpl-{ticket.request_id}",
             created=int(time.time()),
@@ -87,6 +92,9 @@ class CompletionService(OpenAIEvents):
                     text=answer.echo + ("" if only_prompt else "".join(answer.text)),
                     logprobs=None,
                     finish_reason="length" if only_prompt else answer.finish,
+                    token_ids=output.token_ids(answer.index),
+                    prompt_token_ids=output.prompt_token_ids(index // n),
+                    prompt_logprobs=output.scores(),
                 )
                 for index, answer in enumerate(kept)
             ],
@@ -96,6 +104,7 @@ class CompletionService(OpenAIEvents):
         shown = completion.model_dump_json()
         if builders:
             shown = with_logprobs(shown, [answer.lists.text() for answer in kept])
+        shown = output.fill(shown, [index // n for index in range(len(kept))])
         return shown.encode()
 
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
@@ -130,6 +139,7 @@ class CompletionService(OpenAIEvents):
         events = _CompletionEvents(self._state, ticket.request_id, request.model, request.include_usage())
         logprobs = self._builders(request, echo)
         continuous = request.continuous_usage()
+        begun: set[int] = set()
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 index = delta.index
@@ -145,7 +155,13 @@ class CompletionService(OpenAIEvents):
                     lists = json.dumps(logprobs[index].take(tokens, prompt)).encode()
                 if continuous:
                     events.usage_member = usage_so_far(counts)
-                yield events.delta(delta, lists)
+                ids = b""
+                if request.return_token_ids:
+                    if index not in begun:
+                        begun.add(index)
+                        ids = ids_member("prompt_token_ids", submission.prompts[index // submission.n])
+                    ids += ids_member("token_ids", delta.token_ids)
+                yield events.delta(delta, lists, ids)
         ticket.finish(outcome_of_finishes(list(finishes.values())))
         if request.include_usage():
             yield events.usage(counts)
@@ -156,6 +172,7 @@ class CompletionService(OpenAIEvents):
         lora = state.check_model(request.model)
         state.check_task()
         check_stream_options(request)
+        check_prompt_logprobs(request)
         if (request.best_of or 1) > (request.n or 1) and "logprobs" not in state.honours:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_PARAMETER,
@@ -194,7 +211,7 @@ class CompletionService(OpenAIEvents):
             state.tokenizer.eos_token_ids,
             state.plan.model.vocab_size,
             logprobs=0 if top is None and generated > (request.n or 1) else top,
-            prompt_logprobs=top if scored else None,
+            prompt_logprobs=_larger(top if scored else None, request.prompt_logprobs),
         )
         submission = Submission(
             prompts,
@@ -204,7 +221,8 @@ class CompletionService(OpenAIEvents):
             request.cache_salt or "",
             request.priority,
             request.skip_special_tokens is False,
-            lora=lora,
+            bool(request.return_token_ids),
+            lora,
             shows_stop=bool(request.include_stop_str_in_output),
         )
         return submission, [text for text in self._echo(request, prompts) for _ in range(generated)]
@@ -293,17 +311,23 @@ class _CompletionEvents(ChunkWriter):
 
     prefix, kind = "cmpl", "text_completion"
 
-    def delta(self, delta: Delta, logprobs: bytes) -> bytes:
+    def delta(self, delta: Delta, logprobs: bytes, more: bytes) -> bytes:
         finish = b'"%s"' % delta.finish_reason.encode() if delta.finish_reason else b"null"
-        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b%b}\n\n' % (
+        return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}%b%b}\n\n' % (
             self._head,
             delta.index,
             encode_basestring_ascii(delta.text).encode(),
             logprobs,
             finish,
+            more,
             self._tail,
             self.usage_member,
         )
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    """Return the larger number, or None if there is none."""
+    return max((number for number in (one, other) if number is not None), default=None)
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from tonnage.server.api.body import Fields
 from tonnage.server.api.fields import EMBEDDING
 from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
+from tonnage.server.requests.submission import TokenCounts
 
 MAX_INPUTS = 2048  # OpenAI's limit (API reference, "input")
 
@@ -18,12 +19,11 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fa
 Lists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 
 
-class EmbeddingRequest(EngineBody):
-    """Body of POST /v1/embeddings: the texts or token ids to embed, and the format of the vectors."""
+class InputBody(EngineBody):
+    """Base class of the bodies for pooling models that have one input, or a list of independent inputs."""
 
     input: Text | Texts | TokenIds | Lists
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: AtLeastOne | None = None
+    use_activation: bool | None = None
 
     def inputs(self) -> list[str] | list[list[int]]:
         """Return ``input``, which has four forms, as a list of texts or a list of token id lists."""
@@ -32,6 +32,13 @@ class EmbeddingRequest(EngineBody):
         if isinstance(self.input[0], int):
             return [self.input]
         return self.input
+
+
+class EmbeddingRequest(InputBody):
+    """Body of POST /v1/embeddings: the texts or token ids to embed, and the format of the vectors."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: AtLeastOne | None = None
 
 
 INPUT_EXPECTED = f"a string, a list of token ids, or a list of at most {MAX_INPUTS} of either"
@@ -48,10 +55,15 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Token counts of an embeddings request."""
+    """Token counts of a request to a pooling model."""
 
     prompt_tokens: int
     total_tokens: int
+
+    @classmethod
+    def of(cls, counts: TokenCounts) -> EmbeddingUsage:
+        """Return the usage of a request, whose tokens are all in its prompts."""
+        return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
 
 
 class EmbeddingList(BaseModel):

@@ -37,7 +37,7 @@ _BILLING = "x-anthropic-billing-header"
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """Return the chat request with the prompt, tools and sampling of ``body``, but without its limit of tokens.
+    """Return the chat request with the prompt, tools and sampling of ``body``, but without ``max_tokens``.
 
     Raises:
         ApiError: A block is not allowed for the role of its message, or ``tool_choice`` lacks a name.
@@ -72,7 +72,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def _messages(body: CountTokensRequest) -> list[Message]:
-    """Return the conversation as chat messages; consecutive turns of the user become one, as in Anthropic's."""
+    """Return the conversation as chat messages; consecutive turns of the user are joined, as Anthropic does."""
     found: list[Message] = []
     system = body.system if isinstance(body.system, str) else _text(body.system or ())
     if system:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from tonnage.server.api.body import inline_schema, parse_body
+from tonnage.server.api.body import inline_schema, parse_steps
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.json_body import most_values, read_body
@@ -34,11 +32,9 @@ def count_router(state: ServerState, generator: Generator) -> APIRouter:
         """Return the number of tokens that the prompt of a request to /v1/messages has."""
         settings = state.settings
         raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        parse = partial(
-            parse_body, raw, COUNT_FIELDS, state.honours, lenient=settings.lenient,
-            most=most_values(state.max_model_len),
-        )  # fmt: skip
-        document, ignored = await state.bodies.in_turn(len(raw), parse)
+        most = most_values(state.max_model_len)
+        steps = parse_steps(raw, COUNT_FIELDS, state.honours, lenient=settings.lenient, most=most)
+        document, ignored = await state.bodies.in_turn(len(raw), steps)
         state.check_model(document.model)
         prompt, _ = await chat.prompt(chat_request(document))
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}

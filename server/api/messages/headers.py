@@ -60,4 +60,4 @@ def _converted(body: bytes, request_id: str) -> bytes:
         error: Any = json.loads(body)["error"]
         return json.dumps(anthropic_error(error["code"], error["message"], error["param"], request_id)).encode()
     except (ValueError, KeyError, TypeError):
-        return body  # another body, such as that of a client that has disconnected
+        return body  # the body is no error object, for example after the client disconnected

@@ -117,7 +117,7 @@ def _tool_id(call_id: str) -> str:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; arguments that were cut off are completed as far as they go."""
+    """Return a call's arguments as an object; if they were cut off, only the part that is valid JSON."""
     try:
         found = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:

@@ -34,7 +34,7 @@ class TextBlock(BaseModel):
 
 
 class ThinkingBlock(BaseModel):
-    """The assistant's reasoning in an earlier answer; the server signs none, so ``signature`` has no effect."""
+    """The assistant's reasoning in an earlier answer; the server does not check ``signature``."""
 
     model_config = STRICT
 
@@ -86,7 +86,7 @@ Block = Annotated[
 
 
 class AnthropicMessage(BaseModel):
-    """One turn of the conversation; the last one may be the assistant's, which the answer then continues."""
+    """One turn of the conversation; if the last turn is the assistant's, the answer continues it."""
 
     model_config = STRICT
 
@@ -95,7 +95,7 @@ class AnthropicMessage(BaseModel):
 
 
 class AnthropicTool(BaseModel):
-    """A function that the model may call; tools that Anthropic defines or runs are no such tools."""
+    """A function that the model may call, declared by the client; Anthropic's predefined tools are rejected."""
 
     model_config = STRICT
 
@@ -131,7 +131,7 @@ class JsonFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """Anthropic's ``output_config``: the answer's format, and the effort for chat templates that use it."""
+    """Anthropic's ``output_config``: the answer's format, and the effort, which some chat templates use."""
 
     model_config = STRICT
 
@@ -140,7 +140,7 @@ class OutputConfig(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Anthropic's ``thinking``: ``enable_thinking`` for chat templates that use it; a budget has no effect."""
+    """Anthropic's ``thinking``, which sets ``enable_thinking`` of chat templates; a budget has no effect."""
 
     model_config = STRICT
 

@@ -191,8 +191,8 @@ _INCLUDED_NOWHERE = frozenset({
 
 
 def _drop_defaults(document: dict[str, Any]) -> list[str]:
-    """Remove what clients such as Codex send by default and what has no effect here; return its names."""
-    ignored = drop_tools(document, ("custom", "web_search"))
+    """Remove fields that clients such as Codex send by default and that have no effect; return their names."""
+    ignored = drop_tools(document, ("custom", "namespace", "web_search"))
     include = document.get("include")
     if isinstance(include, list):
         kept = [value for value in include if not isinstance(value, str) or value not in _INCLUDED_NOWHERE]

@@ -39,7 +39,7 @@ from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_o
 class _Stream:
     """The state of a streamed response: the writer of its events, and the response object at its start.
 
-    A failure event is made from both.
+    The event that reports a failure needs both.
     """
 
     events: output.OutputEvents
@@ -191,8 +191,7 @@ class ResponseService:
     def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
         """Return the response object before its first token, with every field of Open Responses.
 
-        A field that is accepted without effect has the value that stands for no use, such as false for
-        ``store``.
+        A field that is accepted without effect has the value that says so, such as false for ``store``.
         """
         params = submission.params
         return {

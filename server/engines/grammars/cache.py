@@ -122,7 +122,7 @@ class GrammarCache:
             raise GrammarError(library.first_line(str(error)), field=grammar.kind) from None
 
     def _make_room(self, wanted: int) -> bool:
-        """Evict cached grammars until ``wanted`` bytes of memory are free; return whether they are."""
+        """Evict cached grammars until ``wanted`` bytes of memory are free; return whether so many are free."""
         with self._lock:
             while held_bytes() + wanted > HELD_BYTES and self._compiled:
                 self._compiled.popitem(last=False)

@@ -158,7 +158,7 @@ class GrammarMatcher:
         self._spent = time.thread_time() - began
         if not taken:
             self._check()
-            raise library.GrammarError(f"token {token} does not match", field="grammar")
+            raise library.GrammarError(f"token {token} does not match the grammar", field="grammar")
         return not self._ends and self._matcher.is_accepting()
 
 

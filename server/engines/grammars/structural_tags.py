@@ -131,5 +131,5 @@ class TagMatcher:
         except RuntimeError as error:
             raise GrammarError(first_line(str(error)), field="structural_tag") from None
         if not matches:
-            raise GrammarError(f"token {token} does not match", field="structural_tag")
+            raise GrammarError(f"token {token} does not match the grammar", field="structural_tag")
         return bool(self._matcher.is_terminated())

@@ -74,7 +74,7 @@ class TrialClient:
         return self._trial.process.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """Queue a trial of the request's grammar; the result is passed to ``told``."""
+        """Queue a trial of the request's grammar; its result is passed to the callback ``told``."""
         self._say(request)
 
     def cancel(self, request_id: str) -> None:

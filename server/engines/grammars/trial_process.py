@@ -160,13 +160,13 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
         return Tried(trial.number, error=error.message)
     except (MemoryError, RecursionError):
         return Tried(trial.number, error=TOO_MUCH)
-    except Exception as error:  # a converter's error for text that is not a grammar
+    except Exception as error:  # the text is not a grammar, so a converter may raise any error
         return Tried(trial.number, error=first_line(str(error)))
     return Tried(trial.number, source, bytes=memory.resident_bytes() - before)
 
 
 def _result(reader: Connection, fork: _Fork) -> Tried:
-    """Return the result that a fork has sent; or an error if the fork ended without one."""
+    """Return the result that a fork has sent, or an error if the fork ended without a result."""
     try:
         tried: Tried = reader.recv()
     except (EOFError, OSError):  # the kernel has killed the fork

@@ -30,6 +30,7 @@ from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.compile import Preparation
 from tonnage.server.engines.hf.grammars import GrammarCompiler
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
+from tonnage.server.engines.hf.kv_tier import tier_of
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
@@ -75,6 +76,8 @@ def main(descriptor: int, threads: int) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             engine.run()
+            if engine.tier is not None:
+                engine.tier.close()
         except InvariantViolation as error:  # the scheduler's guarantees no longer hold, so end the process
             traceback.print_exc()
             connection.send(
@@ -124,7 +127,8 @@ class EngineLoop:
         self.runner = ModelRunner(plan)
         self.grammars = GrammarCompiler(model_files(plan.model.path), self.runner.vocab_size)
         self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # each request with its arrival time
-        self.scheduler = HFScheduler(plan, self.grammars.matcher, policy, sharing)
+        self.tier = tier_of(plan, self.runner.pool)
+        self.scheduler = HFScheduler(plan, self.grammars.matcher, policy, sharing, self.tier)
         self.self_check_error = checked_attention(self.runner)
         self.activation_bytes = profile(self.runner)
         self.device_bytes = device_bytes(self.runner.device)
@@ -141,19 +145,24 @@ class EngineLoop:
             self_check_error=self.self_check_error,
             stats=self.scheduler.stats(),
             device_bytes=self.device_bytes,
+            kv_tier_bytes=0 if self.tier is None else self.tier.nbytes,
         )
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is waiting or running and no grammar is being compiled."""
-        return self.scheduler.idle and not self._compiling
+        """Whether no sequence is waiting or running and no grammar is being compiled or block read."""
+        return self.scheduler.idle and not self._compiling and not self.scheduler.fetching
 
     def run(self) -> None:
         """Receive messages and compute steps until a Stop message arrives."""
+        wakes: list[Connection | int] = [self.connection, self.grammars.fileno()]
+        if self.tier is not None:
+            wakes.append(self.tier.fileno())
         while True:
             chunks: list[Chunk] = []
             if self.scheduler.idle:
-                wait([self.connection, self.grammars.fileno()])
+                # Reads of a disk that hangs never end, so a request that waits for them looks every second.
+                wait(wakes, 1.0 if self.scheduler.fetching else None)
             for _ in range(_MESSAGES_PER_STEP):
                 if not self.connection.poll():
                     break
@@ -181,11 +190,13 @@ class EngineLoop:
         if batch is None:
             return chunks
         try:
-            logits = self.runner.forward(batch)
+            if any(sequence.scores for sequence in picked):
+                logits = self._score_prompts(batch, picked)
+            else:
+                logits = self.runner.forward(batch)
         except (RuntimeError, ValueError, IndexError) as error:
             traceback.print_exc()
             return chunks + self.scheduler.fail(picked, f"{type(error).__name__} in the model's forward")
-        logits = self._score_prompts(logits, picked)
         draws = draws_of(picked)
         if draws:
             tokens, finite = most_likely(logits)
@@ -302,27 +313,26 @@ class EngineLoop:
                 for slots in batch.slots:
                     self.runner.pool.clear(slots[rows])
 
-    def _score_prompts(self, logits: torch.Tensor, picked: list[HFSequence]) -> torch.Tensor:
-        """Record the log probabilities of prompt tokens for the requests that ask for them.
+    def _score_prompts(self, batch: Batch, picked: list[HFSequence]) -> torch.Tensor:
+        """Compute the step, and record the log probabilities of prompt tokens for requests that ask for them.
 
         Returns:
-            The rows of ``logits`` to draw tokens from, [sequences that sample, vocabulary].
+            The rows of logits to draw tokens from, [sequences that sample, vocabulary].
         """
-        if not any(sequence.scores for sequence in picked):
-            return logits
-        drawn, row = [], 0
-        for sequence in picked:
-            rows = sequence.rows
-            if sequence.scores:
-                # Row i has the logits of the token that follows token i. The last row of the prompt has the
-                # logits of the first output token.
-                following = sequence.tokens[sequence.computed + 1 : sequence.computed + 1 + rows]
-                best = [sequence.params.prompt_logprobs or 0] * len(following)
-                sequence.prompt_logprobs += logprobs(logits[row : row + len(following)], following, best)
-            if sequence.samples:
-                drawn.append(row + rows - 1)
-            row += rows
-        return logits[drawn]
+        # Each row of the step's logits as (sequence, position, whether a token is drawn from the row).
+        rows = [(s, at, s.samples and at == s.computed + s.chunk - 1) for s in picked for at in s.logits_at]
+        drawn, start = [], 0
+        for logits in self.runner.forward_in_parts(batch):
+            for row, (sequence, at, draws) in zip(logits, rows[start : start + len(logits)], strict=True):
+                # The row at a position has the logits of the token that follows; after the last token of the
+                # prompt it is the first output token.
+                if sequence.scores and at + 1 < sequence.prompt:
+                    best = sequence.params.prompt_logprobs or 0
+                    sequence.prompt_logprobs += logprobs(row[None], [sequence.tokens[at + 1]], [best])
+                if draws:
+                    drawn.append(row.clone())
+            start += len(logits)
+        return torch.stack(drawn) if drawn else logits[:0]
 
 
 def _takes_likeliest(sequence: HFSequence) -> bool:

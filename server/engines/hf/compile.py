@@ -15,13 +15,14 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
 from tonnage.cache.admission import Policy
 from tonnage.cache.compiled import COMPILER, Compiler
 from tonnage.cache.warm import compile_manager
 from tonnage.planner.model.layout import KVLayout
+from tonnage.server.engines.heap import bound_heap
 from tonnage.server.engines.hf.kernels import COMPILER as KERNELS
 
 SAY_SECONDS = 5.0  # seconds between two progress lines
@@ -66,32 +67,39 @@ class Part:
 class Preparation:
     """The compiled code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
 
-    Parts that are not on disk start to compile at once. Each part is compiled in a process of its own. Progress
-    is printed on stderr.
+    Each part that is not on disk is compiled in a process of its own, one after the other: two processes at once
+    would need 230 MB more (demo model) than the plan has for a first start. The first one starts at once, the next
+    ones in `load`. Progress is printed on stderr.
     """
 
     def __init__(self, layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
         self._parts = [Part(None)] if kernels else []
         self._parts.append(Part(layout, policy))
         self._begun = time.monotonic()
-        self._missing = [_Compilation(part) for part in self._parts if part.note not in part.compiler]
+        self._missing = [part for part in self._parts if part.note not in part.compiler]
+        self._first: _Compilation | None = None
         if self._missing:
             print("compiling for this machine, once", file=sys.stderr, flush=True)
+            self._first = _Compilation(self._missing[0])
 
     def load(self) -> None:
-        """Wait for the compiling processes, then load all parts from disk, which takes half a second."""
-        said = self._begun
-        while working := [each for each in self._missing if each.works()]:
-            if time.monotonic() - said >= SAY_SECONDS:
-                said = time.monotonic()
-                done, of = sum(each.done for each in self._missing), sum(each.of for each in self._missing)
-                so_far = f"{done} of {of} functions in {said - self._begun:.0f} s"
-                print(f"compiling for this machine, once: {so_far}", file=sys.stderr, flush=True)
-            wait([each.process.sentinel for each in working], SAY_SECONDS / 10)
-        for each in self._missing:
-            each.end()
+        """Compile what is missing, then load all parts from disk, which takes half a second."""
+        for number, part in enumerate(self._missing, 1):
+            compilation = self._first if number == 1 and self._first else _Compilation(part)
+            self._finish(compilation, f"part {number} of {len(self._missing)}")
         for part in self._parts:
             part.load()
+
+    def _finish(self, compilation: _Compilation, name: str) -> None:
+        """Wait until ``compilation`` ends; print its progress as that of ``name``."""
+        said = self._begun
+        while compilation.works():
+            if time.monotonic() - said >= SAY_SECONDS:
+                said = time.monotonic()
+                so_far = f"{compilation.done} of {compilation.of} functions in {said - self._begun:.0f} s"
+                print(f"compiling for this machine, once: {name}, {so_far}", file=sys.stderr, flush=True)
+            compilation.process.join(SAY_SECONDS / 10)
+        compilation.end()
 
 
 class _Compilation:
@@ -131,6 +139,7 @@ def _compile(part: Part, told: Connection) -> None:
     # and peak memory is 30 MB higher.
     gc.freeze()
     gc.set_threshold(50_000)
+    bound_heap()  # freed memory returns to the kernel, because the model loads meanwhile
     threading.Thread(target=_tell, args=(part.compiler, told), daemon=True).start()
     part.load()
     if not part.compiler.kept:

@@ -291,7 +291,7 @@ class HFEngine(Engine):
             waiting.put_nowait(error)
 
     def _ended(self, request_id: str) -> None:
-        """Count one more sequence of the request as finished."""
+        """Record that one more sequence of the request has finished."""
         unfinished = self._unfinished.pop(request_id, 0)
         if unfinished > 1:
             self._unfinished[request_id] = unfinished - 1
@@ -350,6 +350,7 @@ class HFEngine(Engine):
                 warm_weights=ready.warm_weights_bytes if ready else None,
                 kv_pool=ready.kv_pool_bytes if ready else None,
                 framework=self._framework,
+                kv_tier=ready.kv_tier_bytes if ready and ready.kv_tier_bytes else None,
                 process=self._sampler.current,
                 process_peak=self._sampler.peak,
             ),
@@ -370,6 +371,7 @@ class HFEngine(Engine):
             kv_pool_bytes=ready.kv_pool_bytes,
             activation_bytes=ready.activation_bytes,
             framework_bytes=self._framework,
+            kv_tier_bytes=ready.kv_tier_bytes,
         )
         return Capacity(
             num_blocks=ready.num_blocks,

@@ -36,15 +36,18 @@ def require_available(plan: Plan, available: int) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that an allocator ran out of memory.
 
-    It recognizes MemoryError, torch.OutOfMemoryError, and the RuntimeError of torch's CPU allocator
-    ("DefaultCPUAllocator: can't allocate memory", c10/core/impl/alloc_cpu.cpp, torch 2.13).
+    It recognizes MemoryError, torch.OutOfMemoryError, and two messages of RuntimeError:
+
+    - "DefaultCPUAllocator: can't allocate memory" (torch 2.13, c10/core/impl/alloc_cpu.cpp).
+    - "can't start new thread" (CPython 3.11, Modules/_threadmodule.c): the thread's stack could not be mapped.
     """
     said = str(error).lower()
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or (
-            isinstance(error, RuntimeError | OSError) and ("allocate memory" in said or "out of memory" in said)
+            isinstance(error, RuntimeError | OSError)
+            and any(text in said for text in ("allocate memory", "out of memory", "can't start new thread"))
         )
     )
 

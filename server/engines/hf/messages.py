@@ -56,6 +56,7 @@ class Ready:
         self_check_error: largest relative error of the logits in the self-check.
         stats: statistics before the first request.
         device_bytes: bytes taken on the GPU after the profile run; None on a CPU.
+        kv_tier_bytes: bytes of the KV tier in host memory.
     """
 
     num_blocks: int
@@ -66,15 +67,16 @@ class Ready:
     self_check_error: float
     stats: EngineStats
     device_bytes: int | None = None
+    kv_tier_bytes: int = 0
 
     def framework_bytes(self, resident: int) -> int:
         """Return the bytes that the plan counts as framework: measured memory minus the plan's other terms.
 
-        On a CPU it is the processes' ``resident`` memory in bytes, minus weights and KV pool. On a GPU it is
-        the taken device memory, minus weights, KV pool and activations. torch's allocator keeps the peak of the
-        profile run, so taken device memory includes the activations.
+        On a CPU it is the processes' ``resident`` memory in bytes, minus weights, KV pool and KV tier. On a GPU
+        it is the taken device memory, minus weights, KV pool and activations. This memory includes the
+        activations, because torch's allocator keeps the peak of the profile run.
         """
-        named = self.weights_bytes + self.kv_pool_bytes
+        named = self.weights_bytes + self.kv_pool_bytes + self.kv_tier_bytes
         if self.device_bytes is None:
             return resident - named
         return self.device_bytes - named - self.activation_bytes

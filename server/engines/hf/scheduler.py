@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from tonnage.cache import scheduler
 from tonnage.cache.admission import Policy
 from tonnage.cache.manager import BlockCopy
+from tonnage.cache.prefix.content import ContentKeys
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
 from tonnage.server.engines.errors import Refused
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.pace import StepPace
+from tonnage.server.engines.hf.kv_tier import KVTier
 from tonnage.server.engines.hf.sampling.adjust import Matcher
 from tonnage.server.engines.hf.sequence import Draw, HFSequence, first_sequence, forked
 from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws, share
 from tonnage.server.engines.request import GenerationRequest
-from tonnage.server.engines.sharing import Sharing
+from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.stats import EngineStats
+from tonnage.server.engines.step_pace import StepPace
 from tonnage.server.text.grammar import Grammar
 
 # A function that returns the matcher of a grammar, given the stop tokens of a request. It raises TonnageError
@@ -46,13 +49,18 @@ class HFScheduler:
         matcher: MakeMatcher | None = None,
         policy: Policy | None = None,
         sharing: Sharing | None = None,
+        tier: KVTier | None = None,
     ) -> None:
         self.plan = plan
+        self.tier = tier
+        self._shared = () if sharing is None else sharing.prefixes
         self.manager = new_manager(plan, policy, kv_events=sharing is not None and sharing.events is not None)
         if sharing is not None:
             share(self.manager, sharing)
         self.core: scheduler.Scheduler[HFSequence] = scheduler.Scheduler(
-            self.manager, budget=self.manager.limits.max_num_batched_tokens
+            self.manager,
+            budget=self.manager.limits.max_num_batched_tokens,
+            load=None if tier is None else self._tokens_in_tier,
         )
         self._pace = StepPace(self.core.budget, self.manager.block_size if self.manager.cached_states else 0)
         self.counters = self.core.counters
@@ -71,8 +79,13 @@ class HFScheduler:
         return self.core.running
 
     @property
+    def fetching(self) -> list[HFSequence]:
+        """The sequences whose blocks are read from disk; they are queued afterwards."""
+        return [] if self.tier is None else self.tier.fetching
+
+    @property
     def idle(self) -> bool:
-        """Whether no sequence is waiting or running."""
+        """Whether no sequence is waiting or running; sequences in `fetching` have nothing to compute yet."""
         return self.core.idle
 
     def add(self, request: GenerationRequest, arrival: float | None = None) -> None:
@@ -86,7 +99,23 @@ class HFScheduler:
             TonnageError: the grammar is invalid; the request is then not queued.
         """
         arrival = time.monotonic() if arrival is None else arrival
-        self.core.add(first_sequence(request, arrival, self._match(request)))
+        sequence = first_sequence(request, arrival, self._match(request))
+        if self.tier is None or not self._fetches(self.tier, sequence):
+            self.core.add(sequence)
+
+    def _fetches(self, tier: KVTier, sequence: HFSequence) -> bool:
+        """Set the keys of a new sequence; return whether it waits for blocks that are read from disk.
+
+        A sequence whose prompt tokens are all scored shares no block, so it has no keys.
+        """
+        if sequence.scores:
+            return False
+        size, salt = self.manager.block_size, sequence.request.cache_salt.encode("utf-8", "surrogatepass")
+        shared = whole_blocks(sequence.tokens, self._shared, size) if salt else 0
+        sequence.keys = ContentKeys(salt, shared, size)
+        keys = sequence.keys.first((sequence.length - 1) // size, sequence.tokens)
+        found = self.manager.cached_tokens(sequence.token_ids(), sequence.salt)
+        return tier.fetch(sequence, keys[found // size :])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Chunk]:
         """Drop a request in any state, or only its sequence ``index``, and free the blocks.
@@ -101,6 +130,11 @@ class HFScheduler:
         for sequence in [*self.entries.values(), *self.running.values()]:
             if sequence.request.request_id == request_id and sequence.includes(index):
                 self.core.drop(sequence)
+                ended += sequence.indices
+        for sequence in self.fetching:
+            if sequence.request.request_id == request_id and sequence.includes(index):
+                assert self.tier is not None
+                self.tier.forget(sequence)
                 ended += sequence.indices
         return [Chunk(request_id, index, (), "abort") for index in ended]
 
@@ -118,7 +152,11 @@ class HFScheduler:
         self._begun = time.perf_counter()
         if self.manager.admission.shares.several:
             self._set_budget()
+        for sequence in [] if self.tier is None else self.tier.collect():
+            self.core.add(sequence)
         step = self.core.step()
+        for sequence in [*self.core.loading.values()]:
+            self._load(sequence)
         for sequence in step.preempted:
             sequence.prompt_logprobs = [None]
         for sequence in step.admitted:
@@ -132,8 +170,43 @@ class HFScheduler:
         ]
         return (self._batch(step.picked, step.copies) if step.picked else None), step.picked, refused
 
+    def _tokens_in_tier(self, sequence: HFSequence) -> int:
+        """Return how many tokens behind the pool's prefix hit of an admitted sequence are in the host tier."""
+        if self.tier is None or sequence.keys is None:
+            return 0
+        size = self.manager.block_size
+        sequence.hit, sequence.kept = sequence.computed // size, 0
+        keys = sequence.keys.first((sequence.length - 1) // size, sequence.tokens)
+        return self.tier.match(keys[sequence.hit :]) * size
+
+    def _load(self, sequence: HFSequence) -> None:
+        """Copy the blocks of an admitted sequence from the tier to the pool, and let the sequence run.
+
+        The scheduler has allocated these blocks and counts their tokens as computed. Nothing reads them before
+        the forward of this step.
+        """
+        assert self.tier is not None
+        assert sequence.keys is not None
+        size, start = self.manager.block_size, sequence.hit
+        end = -(-sequence.computed // size)
+        blocks = self.manager.tables[0][self.manager.row(sequence.id), start:end].tolist()
+        self.tier.load(sequence.keys.first(end, sequence.tokens)[start:], blocks)
+        if not sequence.generated:
+            sequence.cached = sequence.computed
+        self.core.resume(sequence)
+
+    def _keep(self, sequence: HFSequence) -> None:
+        """Copy a sequence's new full blocks to the tier."""
+        assert self.tier is not None
+        assert sequence.keys is not None
+        start, end = sequence.kept, sequence.computed // self.manager.block_size
+        if end > start:
+            blocks = self.manager.tables[0][self.manager.row(sequence.id), start:end].tolist()
+            self.tier.keep(sequence.keys.first(end, sequence.tokens), start, blocks)
+            sequence.kept = end
+
     def _set_budget(self) -> None:
-        """Shorten the step while a prompt of one key would delay the stream of another."""
+        """Set a smaller token budget for the step if a long prompt would delay the requests of other keys."""
         decoding = [s.tenant for s in self.running.values() if s.length - s.computed == 1]
         prompts = {s.tenant for s in self.running.values() if s.length - s.computed > 1}
         prompts |= {s.tenant for s in self.entries.values()}
@@ -162,15 +235,14 @@ class HFScheduler:
         width = int(-(-(starts + counts).max() // size))
         tables = tuple(table[rows, :width] for table in manager.tables)
         slots = tuple(manager.slot_mapping(group, rows[owner], positions) for group in range(len(tables)))
-        last = query_start[1:] - 1
-        logits_at = last[[s.samples for s in picked]]
         if any(s.scores for s in picked):
             wanted = [
-                np.arange(query_start[i] if s.scores else last[i], last[i] + 1)
-                for i, s in enumerate(picked)
-                if s.scores or s.samples
+                np.arange(s.logits_at.start, s.logits_at.stop) - s.computed + start
+                for s, start in zip(picked, query_start[:-1], strict=True)
             ]
             logits_at = np.concatenate(wanted)
+        else:
+            logits_at = query_start[1:][[s.samples for s in picked]] - 1
         return Batch(
             token_ids=token_ids,
             positions=positions,
@@ -189,8 +261,15 @@ class HFScheduler:
         """
         tokens = sum([sequence.chunk for sequence in picked])
         seconds = time.perf_counter() - self._begun
-        self._pace.took(sum([s.chunk for s in picked if s.chunk > 1]), seconds)
+        prompts = sum([s.chunk for s in picked if s.chunk > 1])
+        self._pace.took(prompts, seconds)
+        # The logits after these sequences' tokens are finite, so their blocks are worth keeping.
+        finite = [s for s in picked if s.keys is not None and s.samples]
         self.core.computed(picked)
+        if self.tier is not None:
+            self.tier.computed(prompts, seconds, self.manager.block_size)
+            for sequence in finite:
+                self._keep(sequence)
         self.core.took(tokens, len(picked), seconds)
 
     def fork(self, draws: list[Draw]) -> list[Draw]:
@@ -274,9 +353,14 @@ class HFScheduler:
         reason: FinishReason,
         scored: tuple[TokenLogprobs, ...] = (),
     ) -> Chunk:
+        if self.tier is not None and sequence.keys is not None:
+            self.tier.used(sequence.keys.first(sequence.kept, sequence.tokens))
         self.core.end(sequence, sequence.generated + 1)
         return self._said(sequence, token_ids, reason, scored)
 
     def stats(self) -> EngineStats:
         """Return the current statistics of the scheduler and the block pool."""
-        return engine_stats(self.core, self.generation_tokens)
+        stats = engine_stats(self.manager, self.core, self.generation_tokens)
+        if self.tier is None:
+            return stats
+        return replace(stats, waiting=stats.waiting + len(self.fetching), tier=self.tier.stats())

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache import scheduler
+from tonnage.cache.prefix.content import ContentKeys
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.engines.hf.sampling.adjust import Matcher
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
@@ -25,6 +26,9 @@ class HFSequence(scheduler.Sequence):
     queued: float | None = None  # seconds from arrival to admission
     matcher: Matcher | None = None  # matcher of the request's grammar
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    keys: ContentKeys | None = None  # keys in the KV tier; None without a tier, or if no block may be shared
+    kept: int = 0  # leading blocks that were offered to the KV tier
+    hit: int = 0  # blocks that the pool had when the sequence was admitted
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 
     def token_ids(self) -> npt.NDArray[np.int32]:
@@ -53,9 +57,10 @@ class HFSequence(scheduler.Sequence):
         return self.generated > 0 and self.length - self.computed == 1
 
     @property
-    def rows(self) -> int:
-        """Number of rows of logits that the sequence needs from the current step."""
-        return self.chunk if self.scores else int(self.samples)
+    def logits_at(self) -> range:
+        """Positions whose logits the sequence needs from the current step."""
+        end = self.computed + self.chunk
+        return range(self.computed if self.scores else end - int(self.samples), end)
 
 
 def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> HFSequence:
@@ -90,6 +95,8 @@ def forked(parent: HFSequence, index: int, matcher: Matcher | None) -> HFSequenc
         random=generator(parent.params.seed, index),
         index=index,
         matcher=matcher,
+        keys=None if parent.keys is None else parent.keys.copy(),
+        kept=parent.kept,
     )
 
 

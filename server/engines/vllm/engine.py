@@ -30,7 +30,7 @@ from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.process_memory import PeakSampler
-from tonnage.server.engines.request import GenerationRequest
+from tonnage.server.engines.request import GenerationRequest, PoolingTask
 from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
@@ -55,10 +55,8 @@ class VLLMEngine(Engine):
         plan: the plan that fixes the model, the flags and the pool.
         policy: the admission policy.
         sharing: prefixes shared between cache salts.
-        enforce_eager: run without torch.compile and CUDA graphs. On by default on a CPU, where a compiled start
-            takes minutes.
         loras: folder of each LoRA adapter by name. All are loaded before the engine is ready.
-        embeds: use vLLM's pooling runner, which returns one vector for each prompt.
+        pools: what vLLM's pooling runner makes of each prompt; None to generate text.
         quantization: vLLM's name of the method that quantizes the weights while loading. None means no method.
     """
 
@@ -68,20 +66,18 @@ class VLLMEngine(Engine):
         *,
         policy: Policy | None = None,
         sharing: Sharing | None = None,
-        enforce_eager: bool | None = None,
         loras: Mapping[str, str] | None = None,
-        embeds: bool = False,
+        pools: PoolingTask | None = None,
         quantization: str | None = None,
     ) -> None:
         honoured = HONOURED if find_spec("llguidance") else HONOURED - {"grammar"}
-        self._capabilities = Capabilities(honoured, embeds=embeds, own_metrics=True)
-        self._embeds = embeds
+        self._capabilities = Capabilities(honoured, pools=pools, own_metrics=True)
+        self._pools = pools
         self._plan = plan
         self._quantization = quantization
         self._on_cpu = plan.deployment.device == "cpu"
+        # On a CPU, a start with torch.compile takes minutes.
         self._eager = plan.deployment.enforce_eager or self._on_cpu
-        if enforce_eager is not None:
-            self._eager = enforce_eager
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each adapter, by name
         self._policy, self._sharing = policy or Policy(), sharing or Sharing()
@@ -142,8 +138,8 @@ class VLLMEngine(Engine):
             EngineDead: vLLM's processes hung during the load and were killed.
         """
         arguments = engine_arguments(self._plan, enforce_eager=self._eager, quantization=self._quantization)
-        arguments["runner"] = "pooling" if self._embeds else "generate"
-        grammars = "grammar" in self._capabilities.honours and not self._embeds
+        arguments["runner"] = "pooling" if self._pools else "generate"
+        grammars = "grammar" in self._capabilities.honours and not self._pools
         arguments |= scheduling_arguments(self._plan, self._policy, self._sharing, grammars=grammars)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -154,6 +150,8 @@ class VLLMEngine(Engine):
             self._llm = await asyncio.wrap_future(self._loading)
             # Blocks of all engine cores, each with one null block, as the plan counts them.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
+            if self._pools is not None:
+                await self._check_pooling()
             if grammars:
                 self._checks = GrammarChecks(model_files(self._plan.model.path))
                 # With this config, vLLM would compile each grammar a second time in this event loop
@@ -185,6 +183,17 @@ class VLLMEngine(Engine):
         usable = self._num_blocks // self._plan.deployment.data_parallel_size - 1
         self._positions.limits = replace(self._positions.limits, usable_blocks=usable)
         self._ready = True
+
+    async def _check_pooling(self) -> None:
+        """Raise DeploymentError when vLLM makes something else of a prompt than the model's class says."""
+        task = self._llm.model_config.get_pooling_task(await self._llm.get_supported_tasks())
+        if task != self._pools:
+            name = self._plan.model.architecture
+            raise DeploymentError(
+                f"vLLM's pooling task of {name} is {task!r}; {self._pools!r} was expected",
+                field="model",
+                hint="serve it with vLLM alone",
+            )
 
     async def _load_adapters(self) -> None:
         """Load each LoRA adapter into a slot once, so that an invalid adapter fails the start."""
@@ -220,7 +229,7 @@ class VLLMEngine(Engine):
         """
         self._refuse()
         arrived = time.monotonic()
-        self._positions.check(request, embeds=self._embeds)
+        self._positions.check(request, pools=self._pools is not None)
         position = self._positions.position(request.priority)
         self._unfinished += 1
         self._idle.clear()
@@ -246,8 +255,8 @@ class VLLMEngine(Engine):
 
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         lora = self._loras[request.lora] if request.lora else None
-        submit = self._llm.encode if self._embeds else self._llm.generate
-        params = pooling_params(request) if self._embeds else sampling_params(request, checked)
+        submit = self._llm.encode if self._pools else self._llm.generate
+        params = pooling_params(request, self._pools) if self._pools else sampling_params(request, checked)
         outputs: AsyncGenerator[Any, None] = submit(
             prompt, params, request.request_id, lora_request=lora, priority=position
         )
@@ -263,15 +272,15 @@ class VLLMEngine(Engine):
         from vllm.exceptions import VLLMClientError  # imported here, because only `start` may import vLLM
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if self._embeds:
+        if self._pools:
             self._cores.queued[request.request_id] = None
         try:
             # Closing vLLM's generator aborts the request, and vLLM frees its blocks.
             async with contextlib.aclosing(self._submit(request, checked, position)) as outputs:
                 async for output in outputs:
                     first = converter.cached is None
-                    if self._embeds:
-                        chunks = [converter.vector(output, self._cores.queued[request.request_id])]
+                    if self._pools:
+                        chunks = [converter.pooled(output, self._cores.queued[request.request_id])]
                     else:
                         chunks = [*converter.chunks(output)]
                         self._generation_tokens += sum(len(sequence.token_ids) for sequence in output.outputs)

@@ -188,7 +188,7 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
         )
     anchor = next((group for group in groups if group.full), None)
     if anchor is None:
-        raise UnsupportedManager("no KV cache group with full attention, so no prefix to learn from")
+        raise UnsupportedManager("no KV cache group has full attention, so there is no prefix to learn from")
     return anchor, [group for group in groups if group is not anchor]
 
 
@@ -444,7 +444,7 @@ class LearnedQueue:
         self.live[request.request_id] = turn
 
     def _held(self, group: _Group, id: str) -> list[int]:
-        """Return the ids of the request's blocks in `group`, with 0 for a block whose content was dropped.
+        """Return the ids of the request's blocks in `group`; a block whose content was dropped appears as 0.
 
         In a group with full attention, only the cached blocks are returned.
         """
@@ -482,7 +482,7 @@ def _not_queued(blocks: list[Any]) -> list[Any]:
 def _index_of(block: Any, blocks: list[Any]) -> int | None:
     """Return the index of the object `block` in `blocks`, or None if it is not there.
 
-    It compares identities, because `list.index` would compare vLLM's blocks field by field.
+    The comparison is by identity, because `list.index` would compare vLLM's blocks field by field.
     """
     return next((at for at, each in enumerate(blocks) if each is block), None)
 

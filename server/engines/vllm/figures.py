@@ -1,10 +1,10 @@
 """Collection of the memory measurements that vLLM's GPU workers log at start; vLLM reports them nowhere else.
 
-A GPU worker logs the bytes of its weights, of memory other than weights, of the activation peak, of CUDA graphs
-and of the KV pool. It logs them at level INFO, rounded to 0.01 GiB (v1/worker/gpu_worker.py, 0.30 to 0.33).
-vLLM calls `watch` in each of its processes (entry point group `vllm.general_plugins`). The measurements are
-stored in a folder that the first process creates and removes when it ends. Workers on other machines, and
-workers that do not log, are not measured.
+A GPU worker logs five sizes: weights, memory other than weights, activation peak, CUDA graphs and KV pool. It
+logs them at level INFO, rounded to 0.01 GiB (v1/worker/gpu_worker.py, 0.30 to 0.33). vLLM calls `watch` in each
+of its processes (entry point group `vllm.general_plugins`). The measurements are stored in a folder that the
+first process creates and removes when it ends. Workers on other machines, and workers that do not log, are not
+measured.
 """
 
 from __future__ import annotations

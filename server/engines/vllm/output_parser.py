@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.server.engines.vllm.arguments import ENVIRONMENT
 from tonnage.server.text.grammar import Grammar
-from tonnage.server.text.tool_calls import CallDelta, Parsed, ToolDict, ToolUse, new_call_id
+from tonnage.server.text.tool_calls import AnswerReader, CallDelta, Parsed, ToolDict, ToolUse, new_call_id
 
 
 class ToolsRefused(TonnageError):
@@ -146,11 +147,16 @@ class VLLMOutputParser:
         # reads an output whose reasoning ended within the prompt
         plain = self._parsers.get((bool(tools), False))
 
-        def reader(prompt: Sequence[int]) -> _Reader:
+        def reader(prompt: Sequence[int]) -> AnswerReader:
             parser = kind(self._tokenizer, adjusted.tools, **more)
-            if reasons and parser.is_reasoning_end(list(prompt)):
+            ended = parser.is_reasoning_end(list(prompt)) if reasons else False
+            if ended or (ended is None and tools):
                 other = None if plain is None else plain(self._tokenizer, adjusted.tools)
-                return _Reader(other, adjusted, parallel, [], reasons=False)
+                after = _Reader(other, adjusted, parallel, [], reasons=False)
+                if ended:
+                    return after
+                parser = self._parsers[False, True](self._tokenizer, None, **more)
+                return _InTwoSteps(_Reader(parser, adjusted, parallel, list(prompt), reasons=True), after)
             return _Reader(parser, adjusted, parallel, list(prompt), reasons=reasons)
 
         return ToolUse(
@@ -203,8 +209,32 @@ def _constraint(grammar: Grammar) -> Any:
     return json.loads(grammar.text) if grammar.kind == "choice" else grammar.text
 
 
+class _InTwoSteps:
+    """The reader of an output whose calls are searched in what the reader of the reasoning leaves.
+
+    Some of vLLM's parsers of reasoning never say that it has ended (granite). vLLM's composed parser then never
+    looks for calls in a stream.
+    """
+
+    def __init__(self, reasoning: _Reader, calls: _Reader) -> None:
+        self._first, self._then = reasoning, calls
+        self.reasoning_tokens = 0
+
+    def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
+        text, _, reasoning = self._first.whole(text, token_ids)
+        self.reasoning_tokens = self._first.reasoning_tokens
+        return self._then.whole(text, token_ids)._replace(reasoning=reasoning)
+
+    def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
+        text, _, reasoning = self._first.push(text, token_ids, finished=finished)
+        self.reasoning_tokens = self._first.reasoning_tokens
+        if not text and not finished:
+            return Parsed(reasoning=reasoning)
+        return self._then.push(text, token_ids, finished=finished)._replace(reasoning=reasoning)
+
+
 class _Reader:
-    """The reader of one output; without a ``parser`` the whole output is text."""
+    """The state of parsing one output; without a ``parser`` the whole output is text."""
 
     def __init__(
         self, parser: Any | None, request: Any, parallel: bool, prompt: list[int], *, reasons: bool
@@ -213,7 +243,7 @@ class _Reader:
         self._prompt, self._reasons = prompt, reasons
         self._named: set[int] = set()
         self._token_ids: list[int] = []
-        self._has_reasoning = False
+        self._reasoning, self._has_content = "", False
         self.reasoning_tokens = 0
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
@@ -231,7 +261,7 @@ class _Reader:
             for index, call in enumerate(calls or ())
         ]
         self._token_ids = list(token_ids)
-        self._has_reasoning = bool(reasoning)
+        self._reasoning, self._has_content = reasoning or "", bool(content or found)
         self._count()
         return Parsed(content or "", found if self._parallel else found[:1], reasoning or "")
 
@@ -252,20 +282,31 @@ class _Reader:
                 if (self._parallel or call.index == 0) and (delta := self._delta(call)) is not None
             ]
             parsed = Parsed(message.content or "", calls, message.reasoning or "")
-        self._has_reasoning = self._has_reasoning or bool(parsed.reasoning)
+        self._reasoning += parsed.reasoning
+        self._has_content = self._has_content or bool(parsed.text or parsed.calls)
         if finished:
             self._count()
         return parsed
 
     def _count(self) -> None:
-        """Set ``reasoning_tokens``: all tokens before the first token of the content."""
-        if not self._has_reasoning or self._parser is None:
+        """Set ``reasoning_tokens``: all tokens before the first token of the content.
+
+        Some of vLLM's parsers find the reasoning in the text, and do not know the tokens of the content
+        (granite, hunyuan_a13b, olmo3). Then these are the tokens up to the end of the reasoning's text.
+        """
+        if not self._reasoning or self._parser is None:
             return
-        parser = self._parser.reasoning_parser
+        parser, ids = self._parser.reasoning_parser, self._token_ids
         if parser is None:
-            self.reasoning_tokens = self._parser.count_reasoning_tokens(self._token_ids)
+            self.reasoning_tokens = self._parser.count_reasoning_tokens(ids)
+        elif content := parser.extract_content_ids(ids):
+            self.reasoning_tokens = len(ids) - len(content)
+        elif not self._has_content:
+            self.reasoning_tokens = len(ids)
         else:
-            self.reasoning_tokens = len(self._token_ids) - len(parser.extract_content_ids(self._token_ids))
+            decode = parser.model_tokenizer.decode
+            ends = bisect_left(range(len(ids)), True, key=lambda end: self._reasoning in decode(ids[:end]))
+            self.reasoning_tokens = ends
 
     def _delta(self, call: Any) -> CallDelta | None:
         """Return vLLM's delta of one tool call; as in OpenAI's API, only its first delta has name and id."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tonnage.server.engines.chunk import Chunk, FinishReason, TokenLogprobs
+from tonnage.server.engines.chunk import Chunk, FinishReason, Pooled, TokenLogprobs
 from tonnage.server.engines.errors import EngineDead, NeverFits
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.vllm.checked_grammar import COMPLETE, CheckedGrammar
@@ -65,8 +65,8 @@ class OutputConverter:
                     refused=wrong is not None and self._grammar,
                 )
 
-    def vector(self, output: Any, queued: float | None) -> Chunk:
-        """Return the chunk with the embedding in one vLLM PoolingRequestOutput.
+    def pooled(self, output: Any, queued: float | None) -> Chunk:
+        """Return the chunk with the result of one vLLM PoolingRequestOutput.
 
         Args:
             output: the PoolingRequestOutput.
@@ -84,7 +84,7 @@ class OutputConverter:
             (),
             "length",
             self.cached,
-            embedding=tuple(output.outputs.data.tolist()),
+            pooled=_nested(output.outputs.data),
             queued_seconds=None if queued is None else self._waited + queued,
         )
 
@@ -93,6 +93,13 @@ class OutputConverter:
         if metrics is None or not metrics.scheduled_ts:
             return None
         return self._waited + max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
+
+
+def _nested(values: Any) -> Pooled:
+    """Return the values of a tensor [size], or of a tensor [tokens, size], as tuples."""
+    if values.dim() == 2:
+        return tuple(map(tuple, values.tolist()))
+    return tuple(values.reshape(-1).tolist())
 
 
 def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tonnage.server.engines.chunk import TokenLogprobs
-from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest, Pooling, PoolingTask
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
 
 HONOURED = BASIC_PARAMS | {
@@ -57,7 +57,8 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
         repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias) or None,
         allowed_token_ids=list(params.allowed_token_ids) or None,
-        bad_words=list(params.bad_words) or None,  # vLLM makes token ids of them as our tokenizer does
+        # vLLM converts the words to token ids in the same way as our tokenizer
+        bad_words=list(params.bad_words) or None,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         structured_outputs=_structured(checked),
@@ -70,12 +71,19 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
     )
 
 
-def pooling_params(request: GenerationRequest) -> Any:
-    """Return vLLM's PoolingParams for an embedding request."""
+def pooling_params(request: GenerationRequest, task: PoolingTask) -> Any:
+    """Return vLLM's PoolingParams for a request to a model that does ``task``."""
     from vllm.pooling_params import PoolingParams  # imported here, because vLLM is optional
 
-    pooling = request.params.pooling
-    return PoolingParams(task="embed", dimensions=None if pooling is None else pooling.dimensions)
+    pooling = request.params.pooling or Pooling()
+    # The name is that of CrossEncoderIOProcessor.render (entrypoints/pooling/scoring/io_processor.py, 0.32).
+    types = None if pooling.second_text is None else {"compressed_token_type_ids": pooling.second_text}
+    return PoolingParams(
+        task=task,
+        dimensions=pooling.dimensions,
+        use_activation=pooling.use_activation,
+        extra_kwargs=types,
+    )
 
 
 def _structured(checked: CheckedGrammar | None) -> Any:
@@ -125,4 +133,5 @@ def prompt_logprobs(
 def _position(token: int, position: Mapping[int, Any], top: int) -> TokenLogprobs:
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
     best = tuple((other, float(entry.logprob)) for other, entry in ranked[:top])
-    return TokenLogprobs(token, float(position[token].logprob), best)
+    drawn = position[token]
+    return TokenLogprobs(token, float(drawn.logprob), best, drawn.rank)

@@ -74,7 +74,7 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
         llm: the AsyncLLM.
         at_once: kill the processes without waiting; for CPUs, where no device has to be released in order.
     """
-    import psutil  # a dependency of vLLM
+    import psutil  # psutil is a dependency of vLLM
 
     logger = logging.getLogger("vllm")
     level = logger.level
@@ -121,6 +121,6 @@ def kill(pids: list[int]) -> None:
 
 
 def _engine_cores() -> list[int]:
-    """Return the process ids of vLLM's engine cores among the children of this process."""
+    """Return the process ids of vLLM's engine cores, which are children of this process."""
     children = multiprocessing.active_children()
     return [child.pid for child in children if child.pid and child.name.startswith("EngineCore")]

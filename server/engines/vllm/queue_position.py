@@ -42,13 +42,13 @@ class QueuePositions:
         """
         return round((self._clock() + priority * AGEING_SECONDS) * _PLACES_A_SECOND)
 
-    def check(self, request: GenerationRequest, *, embeds: bool) -> None:
+    def check(self, request: GenerationRequest, *, pools: bool) -> None:
         """Raise `NeverFits`, with the block counts, if an empty pool cannot hold the request.
 
-        `embeds` says that the request is for an embedding, which has no output tokens.
+        `pools` says that the request is pooled, and has no output tokens.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if embeds:  # no output: count the last prompt token as one output token
+        if pools:  # no output: count the last prompt token as one output token
             prompt, output = max(1, prompt - 1), 1
         never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:
@@ -76,7 +76,7 @@ class QueuePositions:
         return tuple(("never", reason, count) for reason, count in self._missing.items())
 
     def _largest_prompt(self, request: AdmissionRequest) -> int:
-        """Return the largest prompt in tokens that fits if the n sequences divide the pool equally."""
+        """Return the largest prompt in tokens that fits if the request's n sequences share the pool equally."""
         share = self.limits.usable_blocks // request.n
         if share == 0 or request.n > self.limits.max_num_seqs:
             return 0

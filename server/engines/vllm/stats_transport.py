@@ -46,7 +46,6 @@ class AdmissionStats:
         sequence_cost: learned duration of a step per sequence, in nanoseconds.
         context_cost: learned duration of a step per context token, in picoseconds.
         share: `AutoStats.share`, the parameter of the learned admission rule, in thousandths.
-        fresh: `AutoStats.fresh` as 0 or 1; with 1 the rule also holds back new requests.
         gain: `AutoStats.gain`, rehearsed throughput relative to vLLM's rule, in thousandths.
         fallbacks: how often mode `auto` went back to vLLM's rule.
         decisions: number of requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
@@ -69,7 +68,6 @@ class AdmissionStats:
     sequence_cost: int | None = None
     context_cost: int | None = None
     share: int | None = None
-    fresh: int | None = None
     gain: int | None = None
     fallbacks: int | None = None
     decisions: Reasons = field(default_factory=dict)
@@ -85,14 +83,14 @@ class AdmissionStats:
         if self.fixed_cost is not None:
             prefill, sequence, context = self.prefill_cost or 0, self.sequence_cost or 0, self.context_cost or 0
             cost = StepCost(self.fixed_cost / 1e9, prefill / 1e9, sequence / 1e9, context / 1e12)
-        return AutoStats(cost, _ratio(self.share), self.fresh != 0, _ratio(self.gain), self.fallbacks)
+        return AutoStats(cost, _ratio(self.share), _ratio(self.gain), self.fallbacks)
 
 
 def auto_numbers(auto: AutoStats | None) -> dict[str, Any]:
     """Return the statistics of the mode `auto` as integer fields of `AdmissionStats`."""
     if auto is None:
         return {}
-    numbers = {"fresh": int(auto.fresh), "fallbacks": auto.fallbacks}
+    numbers = {"fallbacks": auto.fallbacks}
     if auto.cost is not None:
         numbers["fixed_cost"] = round(auto.cost.fixed * 1e9)
         numbers["prefill_cost"] = round(auto.cost.prefill * 1e9)
@@ -111,7 +109,7 @@ def _ratio(thousandths: int | None) -> float | None:
 
 _NUMBERS = (
     "received", "unfinished", "failures", "reserved", "committed", "asked", "waste", "broken", "cached",
-    "fixed_cost", "prefill_cost", "sequence_cost", "context_cost", "share", "fresh", "gain", "fallbacks",
+    "fixed_cost", "prefill_cost", "sequence_cost", "context_cost", "share", "gain", "fallbacks",
 )  # fmt: skip
 _TABLES = ("decisions", "missing_blocks", "evictions")
 

@@ -67,8 +67,8 @@ class WorkerExtension:
 
         The first value is None if linear layers keep their weights only in a packed form outside of torch. vLLM
         0.32 does so on a CPU with 16-bit weights (dispatch_cpu_unquantized_gemm in
-        model_executor/layers/utils.py, `remove_weight`), and oneDNN does not report the size of its packed
-        copy. The output head keeps its weight beside the packed copy, and this copy counts as framework memory.
+        model_executor/layers/utils.py, `remove_weight`). oneDNN does not report the size of its packed copy.
+        The output head keeps its weight beside the packed copy, and this copy counts as framework memory.
         """
         model = self.model_runner.model
         packed = any(hasattr(module, "cpu_linear") and not module.weight.numel() for module in model.modules())

@@ -13,6 +13,7 @@ are no ``_created`` series.
 ``requests``   admission, outcomes, latencies, tenants
 ``usage``      average size of requests, use by tenant
 ``auto``       step costs and the rule of the admission mode ``auto``
+``tier``       blocks, bytes and hits of the hf engine's KV tier
 ``vllm_names`` vLLM's names for these metrics (``--metrics-compat vllm``)
 ============== ===============================================================================
 """
@@ -45,6 +46,7 @@ from tonnage.server.observe.metrics.requests import (
     request_families,
     tenant_families,
 )
+from tonnage.server.observe.metrics.tier import tier_families
 from tonnage.server.observe.metrics.usage import Usage
 from tonnage.server.observe.metrics.vllm_names import vllm_families
 from tonnage.server.state import ServerState
@@ -98,6 +100,7 @@ class Metrics:
         engine_request_families(page, stats)
         admission_families(page, stats, counts.refused)
         auto_families(page, stats.auto)
+        tier_families(page, stats.tier, layout.block_size)
         request_families(page, counts)
         latency_families(page, counts)
         tenant_families(page, self._usage.tenants, layout.bytes_per_block)

@@ -17,28 +17,22 @@ def auto_families(page: Page, auto: AutoStats | None) -> None:
         ("part",),
         {(part,): seconds for part, seconds in auto.parts.items()},
     )
-    page.gauges(
+    page.gauge(
         "tonnage_admission_holding",
-        "1 while admission holds requests back, by new and preempted requests; 0 while vLLM's rule holds.",
-        ("requests",),
-        {
-            ("new",): int(auto.share is not None and auto.fresh),
-            ("preempted",): int(auto.share is not None),
-        },
+        "1 while admission holds requests back, 0 while vLLM's rule holds.",
+        int(auto.share is not None),
     )
-    if auto.share is not None:
-        page.gauge(
-            "tonnage_admission_share_ratio",
-            "Share of longer outputs still running at the length where a running request is forecast to end. A "
-            "lower share holds back more requests. Absent while vLLM's rule holds.",
-            auto.share,
-        )
-    if auto.gain is not None:
-        page.gauge(
-            "tonnage_admission_rehearsed_gain_ratio",
-            "Tokens per second of the rule in force over tokens per second of vLLM's rule, both rehearsed.",
-            auto.gain,
-        )
+    page.gauge(
+        "tonnage_admission_share_ratio",
+        "Share of longer outputs still running at the length where a running request is forecast to end. A "
+        "lower share holds back more requests. Absent while vLLM's rule holds.",
+        auto.share,
+    )
+    page.gauge(
+        "tonnage_admission_rehearsed_gain_ratio",
+        "Tokens per second of the rule in force over tokens per second of vLLM's rule, both rehearsed.",
+        auto.gain,
+    )
     page.counter(
         "tonnage_admission_fallbacks",
         "Times that admission went back to vLLM's rule because holding requests back served fewer tokens.",

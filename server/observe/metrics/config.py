@@ -25,8 +25,7 @@ def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | 
         [_identity(item) for item in plans],
     )
     for name, (text, value) in _numbers(plans[0], max_num_queued_reqs).items():
-        if value is not None:
-            page.gauge(f"tonnage_config_{name}", text, value)
+        page.gauge(f"tonnage_config_{name}", text, value)
 
 
 def engine_families(page: Page, stats: EngineStats, mode: str, *, ready: bool) -> None:
@@ -43,12 +42,11 @@ def engine_families(page: Page, stats: EngineStats, mode: str, *, ready: bool) -
         int(ready),
     )
     page.counter("tonnage_engine_restarts", "Times the engine was started again.", stats.restarts)
-    if stats.invariant_violations is not None:
-        page.counter(
-            "tonnage_invariant_violations",
-            "Violated invariants of the block accounts (blocks lost or counted twice); more than 0 is a bug.",
-            stats.invariant_violations,
-        )
+    page.counter(
+        "tonnage_invariant_violations",
+        "Violated invariants of the block accounts (blocks lost or counted twice); more than 0 is a bug.",
+        stats.invariant_violations,
+    )
 
 
 def _identity(plan: Plan) -> tuple[str, ...]:

@@ -32,13 +32,13 @@ class Page:
         self._head: dict[str, str] = {}
         self._out: list[str] = []
 
-    def gauge(self, name: str, text: str, value: float) -> None:
-        """Write one gauge without labels: its name, its help text and its value."""
-        self.gauges(name, text, (), {(): value})
+    def gauge(self, name: str, text: str, value: float | None) -> None:
+        """Write one gauge without labels: name, help text and value; a value of None writes nothing."""
+        self.gauges(name, text, (), {} if value is None else {(): value})
 
-    def counter(self, name: str, text: str, value: float) -> None:
-        """Write one counter without labels: its name without `_total`, its help text and its value."""
-        self.counters(name, text, (), {(): value})
+    def counter(self, name: str, text: str, value: float | None) -> None:
+        """Write one counter without labels; its name has no `_total`, and a value of None writes nothing."""
+        self.counters(name, text, (), {} if value is None else {(): value})
 
     def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
         """Write a gauge with one series per key of `values`; a key has one value for each of `labels`."""

@@ -49,18 +49,16 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
         ("dtype", "quantization"),
         {(part.dtype, part.quantization): part.bytes for part in plan.weight_formats},
     )
-    if memory.process is not None:
-        page.gauge(
-            "tonnage_process_memory_bytes",
-            "Anonymous plus shared memory of all processes of the server now.",
-            memory.process,
-        )
-    if memory.process_peak is not None:
-        page.gauge(
-            "tonnage_process_memory_peak_bytes",
-            "Largest anonymous plus shared memory of all processes of the server.",
-            memory.process_peak,
-        )
+    page.gauge(
+        "tonnage_process_memory_bytes",
+        "Anonymous plus shared memory of all processes of the server now.",
+        memory.process,
+    )
+    page.gauge(
+        "tonnage_process_memory_peak_bytes",
+        "Largest anonymous plus shared memory of all processes of the server.",
+        memory.process_peak,
+    )
 
 
 def device_name(plan: Plan, rank: int) -> str:

@@ -98,12 +98,11 @@ def pool_families(page: Page, layout: KVLayout | None, stats: EngineStats) -> No
             {(name,): count for name, count in zip(EVICTION_CAUSES, pool.evictions_by_cause, strict=True)},
         )
     page.counter("tonnage_preemptions", "Running requests put back to waiting.", stats.preemptions)
-    if stats.preempted_tokens is not None:
-        page.counter(
-            "tonnage_preempted_tokens",
-            "Computed tokens that preemptions discarded and that are computed again.",
-            stats.preempted_tokens,
-        )
+    page.counter(
+        "tonnage_preempted_tokens",
+        "Computed tokens that preemptions discarded and that are computed again.",
+        stats.preempted_tokens,
+    )
     page.counter(
         "tonnage_prefix_query_tokens",
         "Prompt tokens that were looked up in the prefix cache.",

@@ -196,7 +196,7 @@ class EngineMetrics:
         self._trend = Trend()
 
     def write(self, page: CollectedPage, memory: MeasuredMemory) -> None:
-        """Write the engine's metrics to a page."""
+        """Write the engine's statistics and its measured memory to a metrics page."""
         plan, totals = self._plan, self.totals
         if plan is not None:
             pool = totals.num_blocks * plan.kv_cache.layout.bytes_per_block

@@ -40,12 +40,10 @@ def _auto(samples: Samples) -> AutoStats | None:
         return None
     parts = {labels.get("part"): seconds for labels, seconds in samples.of("tonnage_step_cost_seconds")}
     share = samples.total("tonnage_admission_share_ratio")
-    held = samples.where(requests="new").total("tonnage_admission_holding")
     cost = StepCost(*(parts[part] for part in COST_PARTS)) if parts.keys() >= set(COST_PARTS) else None
     return AutoStats(
         cost,
         share,
-        share is None or bool(held),
         samples.total("tonnage_admission_rehearsed_gain_ratio"),
         fallbacks,
     )

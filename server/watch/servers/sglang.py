@@ -12,7 +12,7 @@ from typing import Any
 
 from tonnage.planner.units import GiB, ceil_div
 from tonnage.server.watch.client import Client, Response
-from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts, TierReading
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers.json_values import mapping, number, objects, text
 
@@ -86,6 +86,7 @@ class SGLangServer:
             counters=_counters(samples),
             measured=facts.measured,
             started=None if started is None else str(started),
+            tier=_tier(samples),
         )
 
 
@@ -167,6 +168,23 @@ def _pool(samples: Samples, facts: ServerFacts) -> Pool | None:
     held = None if used is None else min(pages, ceil_div(used, size))
     kept = None if cached is None or held is None else min(pages - held, cached // size)
     return Pool(num_blocks=pages, usable=pages, block_size=size, used=held, cached=kept)
+
+
+def _tier(samples: Samples) -> TierReading | None:
+    """Return HiCache's host memory, or None without it.
+
+    SGLang counts tokens instead of bytes. Of a hybrid's pools, only `kv` counts tokens of prompts.
+    """
+    samples = samples.where(pool="kv")
+    total = _value(samples, "sglang:hicache_host_total_tokens")
+    if not total:
+        return None
+    used = _value(samples, "sglang:hicache_host_used_tokens")
+    return TierReading(
+        host_share=None if used is None else used / total,
+        hit_tokens=_count(samples, "sglang:load_back_tokens_total"),
+        spent_seconds=_value(samples, "sglang:load_back_duration_seconds_sum"),
+    )
 
 
 def _counters(samples: Samples) -> Counters:

@@ -7,12 +7,12 @@ from typing import Any
 
 from tonnage.server.observe.status import COMPONENTS
 from tonnage.server.watch.client import Client, Response, WatchError
-from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts, TierReading
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers.families import read_auto, read_headroom
 from tonnage.server.watch.servers.json_values import mapping, number, text
 
-_MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "free")
+_MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "kv_tier", "free")
 
 
 class TonnageServer:
@@ -66,7 +66,23 @@ class TonnageServer:
             },
             headroom=read_headroom(samples),
             auto=read_auto(samples),
+            tier=_tier(samples),
         )
+
+
+def _tier(samples: Samples) -> TierReading | None:
+    """Return the KV tier of the hf engine, or None without one."""
+    if "tonnage_tier_host_size" not in samples:
+        return None
+    return TierReading(
+        host_size=samples.count("tonnage_tier_host_size"),
+        host_used=samples.count("tonnage_tier_host_used"),
+        disk_size=samples.count("tonnage_tier_size"),
+        disk_used=samples.count("tonnage_tier_used"),
+        hit_tokens=samples.count("tonnage_tier_host_hit_tokens_total"),
+        spent_seconds=samples.total("tonnage_tier_spent_seconds_total"),
+        saved_seconds=samples.total("tonnage_tier_saved_seconds_total"),
+    )
 
 
 def _planned(plan: Mapping[str, Any]) -> PlanSummary:

@@ -10,8 +10,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from tonnage.planner.units import GiB
 from tonnage.server.watch.client import Client, Response
-from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
+from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts, TierReading
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers.families import read_auto, read_headroom, read_measured, read_plan
 from tonnage.server.watch.servers.json_values import cards, mapping, text
@@ -45,6 +46,14 @@ _CONFIG = {
     "device_config": {"device": "device"},
     "lora_config": {"max_loras": "max_loras", "max_lora_rank": "max_lora_rank"},
 }
+# Metrics of KV tiers in vLLM 0.32: distributed/kv_transfer/kv_connector/v1/offloading/metrics.py,
+# v1/simple_kv_offload/metrics.py; of LMCache: lmcache/observability.py.
+_TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
+_TIER_SECONDS = (
+    "vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum",
+    "lmcache:time_to_retrieve_sum",
+)  # fmt: skip
+_MOST_GIB = 1 << 30  # a larger size is no size
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
 
@@ -120,6 +129,7 @@ class VLLMServer:
             started=None if started is None else str(started),
             headroom=read_headroom(samples),
             auto=read_auto(samples),
+            tier=_tier(samples),
         )
 
 
@@ -145,6 +155,38 @@ def _pool(samples: Samples) -> Pool | None:
     usage = samples.total(*_USAGE)
     used = None if usage is None else min(usable, round(usage * usable))
     return Pool(num_blocks=blocks, usable=usable, block_size=size, used=used)
+
+
+def _tier(samples: Samples) -> TierReading | None:
+    """Return the KV tiers, or None without one.
+
+    The hits of all connectors are external prefix hits (v1/metrics/loggers.py). The pace of prompts is the time
+    of the prefill phase over the tokens computed in it. vLLM's usage of its host memory is left out: it is the
+    share that transfers pin, not the share that is full (v1/kv_offload/cpu/spec.py).
+    """
+    if not any(map(samples.has_prefix, _TIERS)):
+        return None
+    prefill = samples.total("vllm:request_prefill_time_seconds_sum")
+    computed = samples.total("vllm:request_prefill_kv_computed_tokens_sum")
+    spent = [seconds for name in _TIER_SECONDS if (seconds := samples.total(name)) is not None]
+    return TierReading(
+        host_size=_tier_size(samples),
+        host_used=samples.count("lmcache:local_cache_usage"),
+        disk_size=samples.count("tonnage_tier_size"),
+        disk_used=samples.count("tonnage_tier_used", "lmcache:local_storage_usage"),
+        hit_tokens=samples.count("vllm:external_prefix_cache_hits_total"),
+        loaded_bytes=samples.count("vllm:kv_offload_load_bytes_total"),
+        stored_bytes=samples.count("vllm:kv_offload_store_bytes_total"),
+        spent_seconds=sum(spent) if spent else None,
+        token_seconds=prefill / computed if prefill is not None and computed else None,
+    )
+
+
+def _tier_size(samples: Samples) -> int | None:
+    """Return the bytes of `--kv-offloading-size` over all engines, which vLLM reports in GiB."""
+    sizes = [_literal(labels.get("kv_offloading_size")) for labels, _ in samples.of(_INFO)]
+    known = [size for size in sizes if isinstance(size, int | float) and 0 < size < _MOST_GIB]
+    return int(sum(known) * GiB) or None
 
 
 def _served(samples: Samples) -> str | None:

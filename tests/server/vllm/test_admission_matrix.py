@@ -34,7 +34,7 @@ def cell(mode: str, **ratios: float) -> dict[str, Any]:
     }
 
 
-def test_cell_has_every_figure_and_counts_recomputed_tokens(matrix: Any, aims: Any) -> None:
+def test_matrix_cell_has_every_figure_and_counts_recomputed_tokens(matrix: Any, aims: Any) -> None:
     cost = matrix.named()["cpu"]
     ground = matrix.Ground(
         "cpu", cost, "exponential", 200, ("closed-64", "open-0.95"), ("cold",), ("guaranteed",), 1, 90
@@ -61,7 +61,7 @@ def test_cell_has_every_figure_and_counts_recomputed_tokens(matrix: Any, aims: A
     assert peer["recomputed"] == peer["computed"] - once > 0
 
 
-def test_warm_scheduler_serves_its_first_load_before_the_clock_counts(matrix: Any) -> None:
+def test_first_load_of_a_warm_scheduler_is_not_timed(matrix: Any) -> None:
     server = matrix.Server("predictive", 200, matrix.named()["gpu"])
     server.serve(matrix.load("equal-below-max", 20, 1), "closed-8", 0.0, "warm")
     before = server.now
@@ -93,7 +93,7 @@ def test_equal_seeds_draw_equal_loads_and_bursts_arrive_together(matrix: Any) ->
         ("guaranteed", {"tokens_per_second": 0.8}, "median tokens_per_second >= 0.9"),
     ],
 )
-def test_check_names_a_missed_aim_and_exits_with_1(
+def test_matrix_check_names_a_missed_aim_and_exits_with_1(
     aims: Any, capsys: pytest.CaptureFixture[str], mode: str, ratios: dict[str, float], aim: str
 ) -> None:
     result = aims.summarized([cell(mode, **ratios)], [mode])
@@ -102,7 +102,7 @@ def test_check_names_a_missed_aim_and_exits_with_1(
     assert aim in capsys.readouterr().err
 
 
-def test_check_exits_with_0_when_every_aim_is_met(aims: Any) -> None:
+def test_matrix_check_exits_with_0_when_every_aim_is_met(aims: Any) -> None:
     for mode in ("auto", "guaranteed"):
         result = aims.summarized([cell(mode, between_tokens_p99_s=1.0000005)], [mode])
         assert result["missed"] == {mode: {}}

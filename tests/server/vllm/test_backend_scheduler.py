@@ -72,7 +72,9 @@ def test_every_mode_runs_and_reports_itself(
     assert (world.preemptions > 0) == (policy.mode is AdmissionMode.GREEDY)
 
 
-def test_scheduler_reports_although_plugins_are_left_out(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_reports_statistics_without_the_stat_logger_plugin(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")  # the stat logger of a plain vLLM, not our engine
     assert take_stats(made(plan, Policy()).make_stats().waiting_lora_adapters) is not None
 

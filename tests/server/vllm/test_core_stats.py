@@ -50,7 +50,7 @@ def test_nothing_is_reserved_before_the_first_step() -> None:
         assert stats.invariant_violations == 0
 
 
-def test_step_with_our_schedulers_values() -> None:
+def test_statistics_have_the_values_of_our_scheduler() -> None:
     made = cores()
     made.record(0, step(TOLD, num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.4), None)
     stats = now(made)

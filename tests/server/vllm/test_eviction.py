@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from order_invariants import check_order
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -33,7 +34,6 @@ from vllm_steps import World as Steps
 from vllm_steps import config, scheduler
 from vllm_steps import request as steps_request
 
-from tonnage.cache.laws.order import check_order
 from tonnage.server.engines.vllm import eviction
 from tonnage.server.engines.vllm.eviction import LearnedQueue, install
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
@@ -298,7 +298,7 @@ def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch)
     other.block_pool.free_block_queue = _OtherQueue(other.block_pool.blocks[1:])
     for manager, why in (
         (manager_of([full()], 8, enable_caching=False), "prefix caching is off"),
-        (manager_of([sliding(40)], 8), "no KV cache group with full attention"),
+        (manager_of([sliding(40)], 8), "no KV cache group has full attention"),
         (in_use, "already in use"),
         (other, "unknown methods"),
     ):

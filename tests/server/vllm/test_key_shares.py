@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm_steps import World, blocks_conserve, config, request, scheduler
@@ -16,13 +17,15 @@ from tonnage.server.engines.vllm.scheduler.options import BadOption, read_policy
 MODES = [str(mode) for mode in AdmissionMode]
 
 
-def world(mode: str, *, keys: int = 2, blocks: int = 641, asynchronous: bool = True) -> World:
+def world(
+    mode: str, *, keys: int = 2, blocks: int = 641, batched: int = 256, asynchronous: bool = True
+) -> World:
     made = config(
         blocks,
         mode=mode,
         length=2048,
         sequences=32,
-        batched=256,
+        batched=batched,
         caching=False,
         asynchronous=asynchronous,
         keys=keys,
@@ -63,6 +66,36 @@ def test_short_prompt_of_another_key_waits_one_step_for_a_long_prompt(mode: str)
         found.step()
     assert set(found.ended) == {"long-0", "long-1", "long-2", "short"}
     assert found.scheduler.fallbacks == 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "token_seconds", "longest"), [(2, 1e-3, 260), (2, 1e-5, 2048), (1, 1e-3, 2048)]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_short_while_slow_prompts_would_delay_the_stream_of_another_key(
+    mode: str, keys: int, token_seconds: float, longest: int, asynchronous: bool
+) -> None:
+    found = world(mode, keys=keys, blocks=2_000, batched=2048, asynchronous=asynchronous)
+    now, back = 0.0, found.scheduler.update_from_output
+
+    def computed(output: Any, *args: Any) -> Any:
+        nonlocal now
+        now += 0.017 + output.total_num_scheduled_tokens * token_seconds
+        return back(output, *args)
+
+    found.scheduler.clock, found.scheduler.update_from_output = lambda: now, computed
+    found.add(request("stream", 10, 400, key="one"), 400)
+    for _ in range(4):
+        found.step()
+    for at in range(8):
+        found.add(request(f"long-{at}", 2000, 4, arrival=at, key="two"), 4)
+    steps = []
+    while len(found.ended) < 8:
+        steps.append(found.step().total_num_scheduled_tokens)
+    assert longest / 2 < max(steps[4:]) <= longest
+    assert found.scheduler.fallbacks == 0
+    assert found.scheduler.max_num_scheduled_tokens == 2048
 
 
 @pytest.mark.parametrize("mode", ["guaranteed", "auto"])
@@ -109,7 +142,7 @@ def test_wrong_number_of_keys_is_refused(keys: object) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_key_that_is_alone_takes_few_steps_more_than_on_a_server_of_one_key(mode: str) -> None:
+def test_single_active_key_takes_few_additional_steps(mode: str) -> None:
     """Blocks are short, so that admission decides on one request after each departure."""
     steps = {}
     for keys in (1, 2):

@@ -60,7 +60,7 @@ def run_world(mode: str, seed: int) -> World:
     if shape.drafts:
         world.drafts = draw
     if mode == "auto":  # all its rules, in any order
-        rules = (VLLM, Rule(0.5), Rule(0.8), Rule(0.5, fresh=False))
+        rules = (VLLM, Rule(0.5), Rule(0.8))
         world.scheduler.admission.auto.rule = lambda in_system: draw.choice(rules)
     documents = [[draw.randrange(50_000) for _ in range(draw.randrange(20, 200))] for _ in range(3)]
     expected: dict[str, int] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from invariants import check_invariants
 from vllm_steps import BLOCK, World, config, request, scheduler
 
 from tonnage.cache.admission import AdmissionMode, Policy
@@ -55,7 +56,7 @@ class Ours:
                 going.append(sequence)
         if going:
             self.scheduler.append(going, np.array([sequence.id for sequence in going], np.int32))
-        self.manager.check_invariants()
+        check_invariants(self.manager)
         return [sequence.id for sequence in step.admitted], sorted(s.id for s in step.picked)
 
 
@@ -85,7 +86,7 @@ def test_vllm_and_hf_admission_decide_the_same_in_every_step(
     )
     world = World(scheduler(TonnageScheduler, made))
     if mode == "auto":  # the same rule for both, another one now and then
-        rules = [draw.choice([VLLM, Rule(0.7), Rule(0.6, fresh=False)]) for _ in range(400)]
+        rules = [draw.choice([VLLM, Rule(0.7), Rule(0.6)]) for _ in range(400)]
         for admission in (ours.manager.admission, world.scheduler.admission):
             choose_by(admission, rules, monkeypatch)
     waited = compared = 0

@@ -136,16 +136,16 @@ def test_waiting_behind_higher_priorities_is_bounded() -> None:
 def test_rejection_has_exact_numbers() -> None:
     positions = QueuePositions(LIMITS)
     with pytest.raises(NeverFits, match=r"needs 16 KV blocks, the pool has 10; .* 64 tokens fits"):
-        positions.check(asked(100, 16, 2), embeds=False)  # 2 x 8 blocks
-    positions.check(asked(64, 16, 2), embeds=False)  # what it said would fit does
+        positions.check(asked(100, 16, 2), pools=False)  # 2 x 8 blocks
+    positions.check(asked(64, 16, 2), pools=False)  # what it said would fit does
     with pytest.raises(NeverFits):
-        positions.check(asked(65, 16, 2), embeds=False)
+        positions.check(asked(65, 16, 2), pools=False)
     assert positions.refused == (("never", "blocks", 2),)
     assert positions.refused_blocks == (("never", "blocks", 6 + 2),)
     with pytest.raises(NeverFits, match="max_model_len is 400"):
-        positions.check(asked(390, 16), embeds=False)
+        positions.check(asked(390, 16), pools=False)
     with pytest.raises(NeverFits, match="max_num_seqs is 8"):
-        positions.check(asked(1, 1, 9), embeds=False)
+        positions.check(asked(1, 1, 9), pools=False)
 
 
 def test_forks_share_no_blocks() -> None:
@@ -158,11 +158,11 @@ def test_forks_share_no_blocks() -> None:
 
 def test_embedding_needs_blocks_for_its_prompt_only() -> None:
     positions = QueuePositions(LIMITS)
-    positions.check(asked(160, 100), embeds=True)
+    positions.check(asked(160, 100), pools=True)
     with pytest.raises(NeverFits):
-        positions.check(asked(161, 100), embeds=True)
+        positions.check(asked(161, 100), pools=True)
     with pytest.raises(NeverFits):
-        positions.check(asked(160, 100), embeds=False)
+        positions.check(asked(160, 100), pools=False)
 
 
 def test_scheduler_rejection_message_becomes_never_fits() -> None:

@@ -214,7 +214,7 @@ def test_auto_reports_costs_and_rule() -> None:
     assert known is not None
     assert told.auto.parts == pytest.approx(known.parts, abs=1e-9)
     assert told.auto.parts["fixed"] > 0
-    assert (told.auto.share, told.auto.fresh) == (known.share, known.fresh)
+    assert told.auto.share == known.share
     assert told.auto.fallbacks == auto.fallbacks
     assert told.auto.gain == (None if known.gain is None else pytest.approx(known.gain, abs=0.0005))
 
@@ -224,7 +224,7 @@ def test_other_modes_report_no_auto_stats() -> None:
         assert told_by(world(mode).scheduler).auto is None
 
 
-def test_report_travels_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_sent_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     made = world("guaranteed").scheduler
     stats = made.make_stats()
     assert take_stats(stats.waiting_lora_adapters) == told_by(made)

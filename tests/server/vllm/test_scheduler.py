@@ -347,7 +347,7 @@ def test_request_that_never_fits_is_ended_and_blocks_no_other(mode: str) -> None
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_max_tokens_beyond_the_pool_by_mode(asynchronous: bool) -> None:
+def test_only_guaranteed_mode_rejects_max_tokens_beyond_the_pool(asynchronous: bool) -> None:
     """Guaranteed mode rejects the request at once. The other modes run it until its output fills the pool."""
     longest = 20 * BLOCK - 40 + 1
     for mode, produced in (("guaranteed", 0), ("predictive", longest), ("greedy", longest)):
@@ -362,7 +362,7 @@ def test_max_tokens_beyond_the_pool_by_mode(asynchronous: bool) -> None:
         assert "the pool has 20" in str(w.ended["long"].stop_reason)
 
 
-def test_refused_request_aborted_before_its_output() -> None:
+def test_rejected_request_can_be_aborted_before_its_output() -> None:
     w = world("predictive", 20)
     w.add(request("never", 21 * BLOCK, 50), 5)
     w.abort("never")
@@ -381,7 +381,7 @@ def test_refused_request_aborted_before_its_output() -> None:
         *("_account.sync", "_account.leave", "_account.pool", "_candidates", "_sort_out", "_take", "_put_back"),
     ],
 )
-def test_exception_of_ours_reaches_no_request(
+def test_exception_in_our_code_fails_no_request(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     w = world("predictive", 60)
@@ -485,7 +485,7 @@ def test_exception_of_vllm_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> 
     assert w.scheduler.fallbacks == 0
 
 
-def test_external_preemption_of_all_requests() -> None:
+def test_requests_that_vllm_preempted_are_admitted_again() -> None:
     """After a weight update vLLM preempts all running requests, and they are admitted again."""
     w = world("guaranteed", 60, asynchronous=False)
     expected = crowd(w)
@@ -540,7 +540,7 @@ def test_invalid_option_is_refused_at_start(given: dict[str, Any], named: str) -
         scheduler(TonnageScheduler, config(50, **given))
 
 
-def test_options_from_the_environment() -> None:
+def test_options_are_read_from_the_environment() -> None:
     environment = {"TONNAGE_ADMISSION_MODE": "guaranteed", "TONNAGE_WATERMARK": "0.1"}
     policy = read_policy({}, environment)
     assert (policy.mode, policy.reserve) == (AdmissionMode.GUARANTEED, 0.1)

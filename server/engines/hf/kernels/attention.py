@@ -47,7 +47,7 @@ def scratch_floats(head_size: int) -> int:
 def cut(
     query_start: NDArray[np.int64], kv_len: NDArray[np.int64], kv_heads: int, group: int, threads: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide a step's attention into items, and the items into one share of about equal cost per thread.
+    """Divide a step's attention into work items, and assign each thread items of about equal total cost.
 
     Args:
         query_start: cumulative query lengths, [S + 1].

@@ -113,7 +113,10 @@ def _sum(x, more, out, after, then, to, first, last, n, epsilon, shift):  # type
 
 @compiled(parallel=True)
 def _sums(x, more, out, after, then, to, rows, n, epsilon, shift, threads):  # type: ignore[no-untyped-def]
-    """Compute the residual sum of all rows and its norm, in parallel."""
+    """Compute the residual sums of all rows and their norms, divided among ``threads`` threads.
+
+    `_sum` describes the arguments.
+    """
     for thread in prange(threads):
         first, last = thread * rows // threads, (thread + 1) * rows // threads
         _sum(x, more, out, after, then, to, first, last, n, epsilon, shift)

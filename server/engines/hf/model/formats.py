@@ -7,6 +7,7 @@ not import torch.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,6 +122,8 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
 
     ``dtype`` is the torch.dtype in which the model computes.
     """
+    # The filter is set for every plan: a checkpoint that is stored in 8 bits logs the warning too.
+    logging.getLogger(_INT8_LOGGER).addFilter(_is_no_cast_warning)
     path = plan.model.path
     if path.endswith(".gguf"):
         # Imported here, because the API process imports this module and must not import transformers.
@@ -144,6 +147,16 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
 def _stored(path: str) -> bool:
     """Return whether the checkpoint in ``path`` is already quantized, according to its config.json."""
     return bool(json.loads((Path(path) / "config.json").read_text()).get("quantization_config"))
+
+
+# MatMul8bitLt.forward warns in every call that it casts its input (bitsandbytes/autograd/_functions.py, 0.50):
+# once for each linear layer of each forward. float16 would need no cast, but the dtype is the plan's.
+_INT8_LOGGER = "bitsandbytes.autograd._functions"
+
+
+def _is_no_cast_warning(record: logging.LogRecord) -> bool:
+    """Return False for the warning that LLM.int8 casts its input to float16."""
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
 def _bitsandbytes(quantization: str, dtype: Any) -> Any:

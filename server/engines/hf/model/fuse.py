@@ -104,7 +104,7 @@ def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor
 def _try(
     module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float, width: int
 ) -> bool:
-    """Replace a module's forward by its best replacement if both give equal output; return whether it was.
+    """Replace a module's forward by its best replacement if both give equal output; return the success.
 
     Outputs on random rows of ``width`` values are equal if they differ by at most ``same``, relative (L2). The
     replacement nearest to the module counts, not the first within ``same``. For example, if a norm's weights
@@ -134,8 +134,9 @@ Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[..., object] | None:
     """Return the module's forward with its rotary embedding computed by a kernel, or None if impossible.
 
-    The new forward has the same code, with the global name of the rotary embedding function replaced. It is
-    impossible if the forward does not call the function by this name, or if kernel and function differ.
+    The new forward has the same code, with the global name of the rotary embedding function replaced. The
+    replacement is impossible if the forward does not call the function by this name, or if kernel and function
+    differ.
     """
     code = type(module).forward
     own = getattr(code, "__globals__", {}).get(_ROTATION)

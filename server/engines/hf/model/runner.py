@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.attention.interface import PagedBatch, candidates
 from tonnage.server.engines.hf.batch import Batch
 from tonnage.server.engines.hf.model.fuse import fuse
+from tonnage.server.engines.hf.model.head import HeadOnly
 from tonnage.server.engines.hf.model.layers import fuse_layers
 from tonnage.server.engines.hf.model.loading import DTYPES, load_model, storage_bytes
 from tonnage.server.engines.hf.pool import PagedPool, on_device
@@ -59,6 +62,23 @@ class ModelRunner:
             self.attention = chosen.name
             return True
         return False
+
+    @torch.inference_mode()
+    def forward_in_parts(self, batch: Batch) -> Iterator[torch.Tensor]:
+        """Compute ``batch`` as `forward` does, and yield its logits in order, some rows at a time.
+
+        The rows of a part take at most the memory of the step's hidden states, or of max_num_seqs rows of
+        logits. Models whose output layer cannot be computed alone are computed once for each part.
+        """
+        limits = limits_of(self.plan)
+        hidden = limits.max_num_batched_tokens * self.model.config.get_text_config().hidden_size
+        size = max(limits.max_num_seqs, hidden // self.vocab_size)
+        parts = [batch.logits_at[at : at + size] for at in range(0, len(batch.logits_at), size)]
+        with HeadOnly(self.model, len(batch.token_ids)) as head:
+            yield self.forward(replace(batch, logits_at=parts[0] if parts else batch.logits_at))
+            for part in parts[1:]:
+                logits = head(on_device(part, self.device))
+                yield self.forward(replace(batch, logits_at=part, copies=())) if logits is None else logits
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -40,9 +40,9 @@ REASONS: dict[Paged, str] = {
 def served() -> tuple[str, ...]:
     """Return the model types that the HF engine serves, each reviewed and tested.
 
-    Tests with a tiny random model of each type check three things (tests/server/test_hf_runner.py,
-    test_hf_families.py): it gives the tokens of transformers' generate in float32, passes the self-check in
-    bfloat16, and takes the planned bytes.
+    Tests run a tiny random model of each type (tests/server/test_hf_runner.py, test_hf_families.py). In float32
+    it generates the tokens that transformers' generate returns. In bfloat16 it passes the self-check. It takes
+    the planned bytes.
     """
     return tuple(sorted(name for name, family in families().items() if family.hf == "served"))
 

@@ -110,5 +110,6 @@ def logprobs(logits: torch.Tensor, tokens: Rows[int], best: Rows[int]) -> list[T
         values = torch.log_softmax(row.float(), dim=-1)
         top = values.topk(count) if count else None
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True) if top is not None else ()
-        answers.append(TokenLogprobs(int(token), float(values[token]), tuple(pairs)))
+        rank = int((values >= values[token]).sum())
+        answers.append(TokenLogprobs(int(token), float(values[token]), tuple(pairs), rank))
     return answers

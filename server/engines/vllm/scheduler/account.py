@@ -110,7 +110,7 @@ class Account:
         self._notice_freed(in_step=scheduled is not None)
 
     def _notice_freed(self, *, in_step: bool) -> None:
-        """Count it as a departure if blocks returned between two steps although no request ended.
+        """Count a departure if blocks returned to the pool between two steps although no request ended.
 
         A KV connector, for example, returns blocks later than their request ends.
         """

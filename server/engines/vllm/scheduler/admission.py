@@ -89,7 +89,7 @@ class VllmAdmission(AdmissionAdapter):
         )
 
     def _needed(self, request: Any) -> tuple[int, str]:
-        """Return the blocks that the request needs in an empty pool, and words for the tokens counted."""
+        """Return the blocks that the request needs in an empty pool, and text that names the tokens counted."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
         # `most_blocks` does not count the last token, which normally needs no slot. Here all existing tokens
@@ -143,7 +143,7 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return how many waiting requests to decide on in this step, at most.
+        """Return the maximum number of waiting requests to decide on in this step.
 
         Within `block_size` steps, the decision on a refused request changes only if another request leaves. A
         new head of the queue has not been decided on yet: the previous head was aborted, or the new one has a
@@ -163,7 +163,8 @@ class VllmAdmission(AdmissionAdapter):
     def _may_start(self, waiting: Iterable[Any], most: int, room: int, step: int, state: State) -> list[Any]:
         """Return the requests at the head of the queue that admission accepts, and add them to `state`.
 
-        `most` is the upper bound of these requests, and `room` the number of free seats.
+        `most` is the upper bound of these requests, and `room` the number of requests that the batch has room
+        for.
         """
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens
@@ -228,7 +229,7 @@ class VllmAdmission(AdmissionAdapter):
         return bool(available < self._most_taken(state))
 
     def _most_taken(self, state: State | None) -> int:
-        """Return an upper bound of the blocks of full-attention groups that one step takes."""
+        """Return an upper bound of the blocks of full-attention groups that one step takes from the pool."""
         scheduler, size = self.account.scheduler, self.limits.layout.block_size
         if state is None:
             count, prompts = len(scheduler.running), self.limits.max_num_batched_tokens

@@ -27,7 +27,7 @@ def wish_of(request: Any) -> AdmissionRequest:
 
 
 class KeyShares:
-    """What each key holds at the beginning of a step, and with the requests that start in it.
+    """The sequences and blocks that each API key holds, including the requests that start in this step.
 
     Args:
         shares: the shares of the engine's keys.
@@ -55,17 +55,17 @@ class KeyShares:
         return self._shares.within(*self._about(request))
 
     def kept(self, request: Any) -> tuple[int, int]:
-        """Return the seats and blocks that must stay free for other keys when the request starts."""
+        """Return how many seats in the batch and blocks stay free for other keys when the request starts."""
         return self._shares.kept(*self._about(request))
 
     def may_start(self, waiting: Iterable[Any], room: int) -> list[Any]:
-        """Return the waiting requests that vLLM may see in this step, where vLLM decides about blocks.
+        """Return the waiting requests that vLLM may see in this step; vLLM itself checks for free blocks.
 
         Requests of keys above their share are seen only if no other request may start.
 
         Args:
             waiting: the waiting requests in order.
-            room: number of free seats.
+            room: number of requests that the batch still has room for.
         """
         found: list[Any] = []
         any_within = False
@@ -79,12 +79,12 @@ class KeyShares:
         return found
 
     def _about(self, request: Any) -> tuple[Uses, AdmissionRequest, int]:
-        """Return the arguments of the methods of `Shares` for a request."""
+        """Return the arguments that all methods of `Shares` take for a request: uses, request and blocks."""
         return self._uses, wish_of(request), self._blocks(request)
 
 
 def shortest_first(starting: list[Any], running: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the requests that start, and the running ones that skip the step, where one key computes prompts.
+    """Return the requests that start, and running requests to skip so that only one key computes prompts.
 
     vLLM computes prompts in the order in which they started, and a long one uses the whole budget of a step. In
     every second step, for which this function is called, only the key with the fewest prompt tokens to compute

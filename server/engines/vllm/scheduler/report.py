@@ -1,4 +1,4 @@
-"""Collection of counts and block numbers that vLLM's statistics do not have, for our metrics."""
+"""Collection of the counts and block numbers that our metrics need and vLLM's statistics lack."""
 
 from __future__ import annotations
 

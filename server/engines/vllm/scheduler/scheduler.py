@@ -1,9 +1,9 @@
 """vLLM's scheduler with Tonnage's admission in front of it.
 
-vLLM decides what a step computes. Before each step, this scheduler removes two kinds of requests from vLLM's
-lists: waiting requests that may not start yet, and running requests that skip the step. After the step it puts
-them back. vLLM still handles blocks, prefix cache, chunks, priorities, and LoRA and encoder limits. It also
-handles waiting requests that already hold blocks (remote KV, streaming input).
+vLLM decides what a step computes. Before each step, this scheduler removes requests from vLLM's lists: waiting
+requests that may not start yet, and running requests that skip the step. After the step it puts them back. vLLM
+still handles blocks, prefix cache, chunks, priorities, and LoRA and encoder limits. It also handles waiting
+requests that already hold blocks (remote KV, streaming input).
 
 An exception in Tonnage's code never fails a request: after the first one, vLLM schedules on its own.
 """
@@ -126,12 +126,13 @@ class AdmissionMixin(Scheduler):
         if self._report is not None:
             with self._reporting():
                 self._report.stepping()
-        with self._only(allowed, stalled):
+        with self._within_budget(allowed), self._only(allowed, stalled):
             output = super().schedule(*args, **named)
-        if not greedy and self.admission is not None:
+        if self.admission is not None:
             with self._guarded("after a step"):
-                self._account.sync(output.num_scheduled_tokens)
-                self.admission.took(free - self._account.pool.get_num_free_blocks())
+                if not greedy:
+                    self._account.sync(output.num_scheduled_tokens)
+                    self.admission.took(free - self._account.pool.get_num_free_blocks())
                 self._times.scheduled(output, begun)
         if self._report is not None:
             with self._reporting():
@@ -231,8 +232,24 @@ class AdmissionMixin(Scheduler):
             stalled = list(dict.fromkeys([*stalled, *behind]))
         return allowed, stalled
 
+    @contextmanager
+    def _within_budget(self, allowed: list[Request] | None) -> Iterator[None]:
+        """Give vLLM a smaller token budget in the context, where several API keys share the step."""
+        most = self.max_num_scheduled_tokens
+        if allowed is not None and self.admission is not None:
+            with self._guarded("before a step"):
+                self.max_num_scheduled_tokens = self._times.budget(allowed)
+        try:
+            yield
+        finally:
+            self.max_num_scheduled_tokens = most
+
     def _plan_shares(self, room: int) -> tuple[list[Request], list[Request]]:
-        """Return what `_plan` does, where several API keys share `room` free seats."""
+        """Return the requests that may start and the running requests that skip the step.
+
+        The engine is shared by several API keys. ``room`` is the number of requests that may still be added to
+        the running ones.
+        """
         assert self.admission is not None
         keys = KeyShares(
             self.admission.shares, self.running, lambda request: sum(self._account.reservation(request))
@@ -420,7 +437,7 @@ class AdmissionMixin(Scheduler):
     # -- exceptions in our code ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Add requests that an exception in our code left in none of vLLM's lists to a list again."""
+        """Put requests back into a list of vLLM's if an exception in our code left them in none."""
         listed = {*self.running, *self.waiting, *getattr(self, self._names.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class VllmNames:
-    """Names of scheduler attributes and methods in one vLLM version.
+    """Names of scheduler attributes and methods that differ between vLLM versions.
 
     Attributes:
-        seats: attribute with the upper bound of running requests.
-        holders: attribute with the queue of waiting requests that hold blocks.
+        seats: name of the attribute with the upper bound of running requests.
+        holders: name of the attribute with the queue of waiting requests that hold blocks.
         mixed: whether that queue also has requests that a step skipped.
-        ready: method that returns whether a request that waits for a grammar or for data can continue.
-        most_blocks: attribute of a KV cache manager with the upper bound of blocks per request.
+        ready: name of the method that returns whether a request that waits for a grammar or for data can
+            continue.
+        most_blocks: name of a KV cache manager's attribute with the upper bound of blocks per request.
         counts: whether vLLM sets `prefill_capacity_bound` from `get_request_counts`, not from `bool(waiting)`.
     """
 

@@ -17,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.devices.host import cpu_features
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.output.emit import emit
 from tonnage.planner.planning.build import make_plan
@@ -50,7 +51,7 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
     "quantization": ({"quantization": "fp8"}, "fp8"),
     "runner": ({"runner": "pooling"}, "pooling"),
 }
-# Set by other things than a flag of vLLM's, or not by vLLM on this machine (a CPU's states are float32).
+# Set by other things than a flag of vLLM's, or not by vLLM here (states: float32 on a CPU with AVX512-BF16).
 OTHERS = {
     "calibration", "mamba_ssm_cache_dtype", "mamba_cache_mode", "num_gpus", "device_memory_used",
     # of a model that reads pictures, which the demo model does not (test_image_limits_reach_the_deployment)
@@ -60,7 +61,9 @@ OTHERS = {
     "swa_full_tokens_ratio", "mamba_full_memory_ratio",
     "decode_context_parallel_size", "enable_expert_parallel",
     # of the host's memory beside GPUs, which nothing in vLLM is sized by or compared with
-    "load_format", "safetensors_load_strategy", "mm_processor_cache_bytes", "kv_offloading_bytes",
+    "load_format", "safetensors_load_strategy", "mm_processor_cache_bytes", "kv_offloading_bytes", "kv_offloading_disk",
+    "kv_offloading_backend", "kv_transfer_config", "enable_hierarchical_cache", "hicache_ratio", "hicache_size",
+    "hicache_mem_layout", "hicache_storage_backend",
     "enable_sleep_mode", "cache_ram_bytes", "flash_attn", "kv_unified", "n_gpu_layers",
     # of CUDA graphs, which no CPU captures
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
@@ -90,7 +93,8 @@ def test_default_config_becomes_the_default_deployment(plain: Any) -> None:
     assert asked.model == str(ensure_demo())
     flags = asked.deployment
     assert (flags.engine, flags.device, flags.gpu) == ("vllm", "cpu", None)
-    assert (flags.decode_context_parallel_size, flags.mamba_ssm_cache_dtype) == (1, "float32")
+    states = "float32" if "avx512_bf16" in cpu_features() else "auto"  # platforms/cpu.py
+    assert (flags.decode_context_parallel_size, flags.mamba_ssm_cache_dtype) == (1, states)
     assert flags.block_size is None  # vLLM's own 128 is the planner's too
     assert make_plan(asked.model, flags).kv_cache.layout.block_size == plain.cache_config.block_size == 128
 

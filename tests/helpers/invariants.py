@@ -23,63 +23,30 @@ committed peak      in guaranteed mode every request can still run to max_tokens
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
+import pool_lists
 
 from tonnage.cache.admission import (
     AdmissionMode,
-    Limits,
     committed_peak,
     is_safe,
     reserved_blocks,
 )
-from tonnage.cache.admission.controller import Admission
-from tonnage.cache.admission.ledger import Reservations
-from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.blocks.groups import paged
-from tonnage.cache.blocks.pool import BlockPool
 from tonnage.cache.blocks.state import (
     CLASS_MASK,
     NULL_BLOCK,
     ROOT,
-    Core,
-    Int32Array,
 )
 from tonnage.cache.errors import InvariantViolation
 from tonnage.cache.eviction.model import CLASSES
-from tonnage.cache.laws import readers
 from tonnage.cache.laws.sampled import first_broken
-from tonnage.cache.prefix.cache import PrefixCache
-from tonnage.cache.results import CacheStats
-from tonnage.cache.sequences.tables import Sequences
+from tonnage.cache.manager import KVCacheManager
 
 
-class Checked(Protocol):
-    """The attributes of a block manager that the checks read."""
-
-    limits: Limits
-    block_size: int
-    core: Core
-    rows: Any
-    requests: Any
-    counts: Any
-    tables: tuple[Int32Array, ...]
-    cached_states: bool
-    pool: BlockPool
-    prefix: PrefixCache
-    sequences: Sequences
-    admission: Admission
-    reservations: Reservations
-
-    def running(self) -> RunningSnapshot:
-        """Return counts of the blocks that each running request holds and may still need."""
-
-    def stats(self) -> CacheStats:
-        """Return the numbers of free, cached, used and reserved blocks, and the counters."""
-
-
-def check_invariants(manager: Checked) -> None:
+def check_invariants(manager: KVCacheManager) -> None:
     """Check every invariant and raise InvariantViolation for the first that does not hold."""
     broken = first_broken(manager.core)
     if broken is not None:
@@ -91,7 +58,15 @@ def check_invariants(manager: Checked) -> None:
         _check_holders(manager)
 
 
-def _is_full(manager: Checked) -> list[bool]:
+def check_step(manager: KVCacheManager) -> None:
+    """Check every invariant, and in guaranteed mode that the committed peak's upper bound fits the pool."""
+    check_invariants(manager)
+    now = manager.running()
+    if manager.admission.policy.mode is AdmissionMode.GUARANTEED and committed_peak(now) > now.capacity:
+        _broken("committed peak", f"{committed_peak(now)} blocks committed, capacity {now.capacity}")
+
+
+def _is_full(manager: KVCacheManager) -> list[bool]:
     """Return for each group in the prefix index whether it is full attention, in the order of the tables."""
     states = len(manager.core.tables) - len(manager.tables)
     windows = [group.window for group in paged(manager.limits.layout)]
@@ -102,7 +77,7 @@ def _broken(law: str, message: str) -> NoReturn:
     raise InvariantViolation(message, field=law)
 
 
-def _check_rows(manager: Checked) -> None:
+def _check_rows(manager: KVCacheManager) -> None:
     rows, live = manager.rows, set(manager.sequences.row_of.values())
     if len(live) != len(manager.sequences):
         _broken("tables", "two sequences have the same row")
@@ -122,7 +97,7 @@ def _check_rows(manager: Checked) -> None:
         _broken("prefix index", f"{manager.pool.cached} blocks are cached without a prefix index")
 
 
-def _check_reservations(manager: Checked) -> None:
+def _check_reservations(manager: KVCacheManager) -> None:
     sequences, requests, is_full = manager.sequences, manager.requests, _is_full(manager)
     members: dict[int, list[int]] = defaultdict(list)
     for row in sequences.row_of.values():
@@ -194,15 +169,16 @@ def _check_reservations(manager: Checked) -> None:
         _broken("committed peak", f"peak of {peak} blocks, capacity {capacity}")
 
 
-def _check_nodes(manager: Checked) -> None:
-    core, is_full, nodes = manager.core, _is_full(manager), readers.nodes(manager.core)
+def _check_nodes(manager: KVCacheManager) -> None:
+    core, is_full, nodes = manager.core, _is_full(manager), pool_lists.nodes(manager.core)
     contents = set()
     for node in nodes:
-        if node not in readers.bucket(core, int(core.node_hash[node])):
+        if node not in pool_lists.bucket(core, int(core.node_hash[node])):
             _broken("prefix index", f"node {node} is not in the bucket of its hash")
         if not all(core.node_blocks[group, node] for group, whole in enumerate(is_full) if whole):
             _broken("prefix index", f"node {node} has no block in a full-attention group")
-        contents.add((int(core.parent[node]), int(core.salt[node]), core.node_tokens[node].tobytes()))
+        before = int(core.node_hash[node]) if manager.counts.windows_only[0] else int(core.parent[node])
+        contents.add((before, int(core.salt[node]), core.node_tokens[node].tobytes()))
     if len(contents) != len(nodes):
         _broken("prefix index", "two nodes have the same content")
     salts = Counter(core.salt[nodes].tolist())
@@ -218,14 +194,14 @@ def _check_nodes(manager: Checked) -> None:
         if owners.get(block, 0) != node:
             _broken("prefix index", f"block {block} names node {node}, but node {owners.get(block, 0)} has it")
     for kind in range(CLASSES):
-        for block in readers.listed(core, kind):
+        for block in pool_lists.listed(core, kind):
             if core.node_of[block] == block and core.kind[block] & CLASS_MASK != kind:
                 _broken("reachability", f"node {block} is in the list of class {kind}")
 
 
-def _check_holders(manager: Checked) -> None:
+def _check_holders(manager: KVCacheManager) -> None:
     rows, core, size, is_full = manager.rows, manager.core, manager.block_size, _is_full(manager)
-    anchor = is_full.index(True)
+    anchor, no_parents = int(manager.counts.anchor[0]), bool(manager.counts.windows_only[0])
     for row in manager.sequences.row_of.values():
         salt = manager.reservations[row].salt
         computed = int(rows.computed[row]) // size
@@ -245,7 +221,7 @@ def _check_holders(manager: Checked) -> None:
                     _broken(
                         "prefix index", f"row {row} group {group} block {at}: node {node}, anchor {chain[at]}"
                     )
-                if core.parent[node] != (chain[at - 1] if at else ROOT):
+                if core.parent[node] != (chain[at - 1] if at and not no_parents else ROOT):
                     _broken("prefix index", f"row {row} block {at}: its node has another parent")
                 expected = b"" if at < rows.shared[row] else salt
                 if manager.prefix.salts.salt_of(int(core.salt[node])) != expected:

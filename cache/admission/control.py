@@ -1,0 +1,79 @@
+"""The calls that the block manager and the scheduler make to admission, as protocols.
+
+`tonnage.cache.admission.controller.Admission` is the implementation, with every admission mode. Block manager
+and scheduler depend on these protocols only, so both can be read without the modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission.types import AdmissionMode, AdmissionRequest, Decision, Head
+from tonnage.cache.blocks.state import Int64Array
+
+
+class StepObserver(Protocol):
+    """A learner of the cost of engine steps, for the admission mode ``auto``."""
+
+    def stepped(self, tokens: int, sequences: int, context_tokens: int, seconds: float, in_system: int) -> None:
+        """Record a finished engine step (`tonnage.cache.admission.auto.Auto.stepped`)."""
+
+    def recomputed(self, tokens: int) -> None:
+        """Count ``tokens`` that a preempted request computes again."""
+
+
+class AdmissionControl(Protocol):
+    """Decisions about the running and waiting requests of one block manager."""
+
+    # -- requests that start -------------------------------------------------------------------------------
+
+    def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:
+        """Return the decision, or None if it depends on the prefix cache; then `decide` must be called.
+
+        ``head`` is the first waiting request, if ``request`` would start before it.
+        """
+
+    def decide(self, request: AdmissionRequest, row: int, hit: int, head: Head | None = None) -> Decision:
+        """Return whether a request may start whose prefix hit of ``hit`` blocks is recorded in ``row``."""
+
+    def start_of(self, request: AdmissionRequest) -> Head:
+        """Return the forecast start of ``request``, the first in the queue, which lacks blocks now."""
+
+    def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
+        """Record the output length of a sequence that finished and was not cancelled."""
+
+    # -- sequences that grow -------------------------------------------------------------------------------
+
+    def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
+        """Return the length in tokens to which each row of ``batch`` may be extended, at most ``ends``."""
+
+    def victim(self, snapshot: RunningSnapshot) -> int:
+        """Return the index in ``snapshot`` of the request to preempt when no sequence can continue."""
+
+    # -- the rule in effect --------------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> AdmissionMode:
+        """The admission mode in effect now, which decides how the scheduler preempts."""
+
+    @property
+    def lookahead(self) -> int:
+        """Number of requests behind the first in the queue that may try to start before it."""
+
+    @property
+    def auto(self) -> StepObserver | None:
+        """The learner of step costs, or None if the mode does not learn them."""
+
+    def choose(self, in_system: int) -> None:
+        """Choose the rule in effect; ``in_system`` counts the requests that run or wait."""
+
+    # -- several API keys ----------------------------------------------------------------------------------
+
+    @property
+    def several_keys(self) -> bool:
+        """Whether several API keys share the engine, so that the scheduler divides it among them."""
+
+    def ranking(self) -> Callable[[AdmissionRequest], tuple[int, float]]:
+        """Return the sort key of waiting requests among those of several API keys; the lowest starts first."""

@@ -1,0 +1,10 @@
+"""A folder of KV blocks on disk that never exceeds its size, for engines' second cache tier.
+
+Read in this order: ``block_file`` (one block as a file), ``folder`` (all files, their sizes and the order of
+eviction), ``store`` (what an engine calls), ``pace`` (whether reading is faster than computing).
+"""
+
+from tonnage.cache.disk.folder import DiskError
+from tonnage.cache.disk.store import DiskCounts, DiskStore
+
+__all__ = ["DiskCounts", "DiskError", "DiskStore"]

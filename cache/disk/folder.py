@@ -1,0 +1,216 @@
+"""The index of a disk tier's files: their names, their bytes on disk, and the order of their removal.
+
+A folder has one subfolder for each namespace, such as a model with its dtype and layout, and in it 256 folders
+of block files. All namespaces share the size of the folder. The least recently used block is removed first. The
+order survives a restart in the modification times of the files.
+
+A block's id is its namespace (8 bytes) and its key. Its file is named after both in hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tonnage.cache.disk.block_file import SUFFIX, TEMPORARY
+from tonnage.cache.errors import CacheError
+from tonnage.planner.model.tier import ENTRY_BYTES, PAGE
+
+LOCK = "tonnage.lock"
+DIRECTORY_BYTES = PAGE
+NAMESPACE_BYTES = 8
+
+
+def file_of(block: bytes) -> str:
+    """Return the path of a block's file below the folder, given the block's id."""
+    namespace, key = block[:NAMESPACE_BYTES].hex(), block[NAMESPACE_BYTES:].hex()
+    return f"{namespace}/{key[:2]}/{key}{SUFFIX}"
+
+
+def block_of(path: str) -> bytes | None:
+    """Return the id of the block whose file is ``path`` below the folder; None if it is no block's file."""
+    namespace, _, rest = path.partition("/")
+    try:
+        block = bytes.fromhex(namespace) + bytes.fromhex(rest[3:].removesuffix(SUFFIX))
+    except ValueError:
+        return None
+    return block if file_of(block) == path else None
+
+
+class DiskError(CacheError):
+    """A folder that cannot be a disk tier: it belongs to another server, or it cannot be created or read."""
+
+    code = "invalid_disk_tier"
+
+
+@dataclass(slots=True)
+class Contents:
+    """The contents of a folder.
+
+    Attributes:
+        blocks: Modification time, id and bytes on disk of each block.
+        directories: Paths of all directories below the folder.
+        others: Bytes of directories and of files that are no blocks.
+    """
+
+    blocks: list[tuple[float, bytes, int]] = field(default_factory=list)
+    directories: set[str] = field(default_factory=set)
+    others: int = 0
+
+
+class Folder:
+    """The index of a folder of blocks. The caller serializes all calls.
+
+    Attributes:
+        blocks: Bytes on disk of each block by its id, the least recently used first. Any thread may look
+            whether a block is in it.
+
+    Args:
+        path: The folder; it is created with mode 0700.
+        size: Upper bound of the folder in bytes, as ``du`` counts them.
+        read_only: Whether another server writes the folder. This one then reads blocks only.
+
+    Raises:
+        DiskError: the folder cannot be created or read, or another server writes it.
+    """
+
+    def __init__(self, path: Path, size: int, read_only: bool = False) -> None:
+        self.path, self.size, self.read_only = path, size, read_only
+        self._others = (
+            0  # bytes of directories, of files that are no blocks, and of blocks that are being written
+        )
+        self._in_blocks = 0  # bytes of the blocks in the index
+        self.blocks: OrderedDict[bytes, int] = OrderedDict()
+        self._directories: set[str] = set()
+        self._lock: int | None = None
+        try:
+            if not read_only:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = _locked(path / LOCK)
+            os.listdir(path)
+        except OSError as error:
+            raise DiskError(f"{path} cannot be used: {error.strerror}", field="path") from None
+
+    @property
+    def used(self) -> int:
+        """Return the bytes of all files and directories."""
+        return self._others + self._in_blocks
+
+    def scan(self) -> Contents:
+        """Return what is in the folder, and delete the temporary files of a process that was killed."""
+        found = Contents()
+        for folder, _, files in os.walk(self.path):
+            with contextlib.suppress(OSError):
+                found.others += max(DIRECTORY_BYTES, _on_disk(os.stat(folder)))
+            found.directories.add(os.path.relpath(folder, self.path))
+            for file in files:
+                path = os.path.join(folder, file)
+                with contextlib.suppress(OSError):  # another process has removed the file
+                    if file.endswith(TEMPORARY) and not self.read_only:
+                        os.unlink(path)
+                        continue
+                    state = os.stat(path, follow_symlinks=False)
+                    taken = _on_disk(state) + ENTRY_BYTES
+                    block = block_of(os.path.relpath(path, self.path)) if file.endswith(SUFFIX) else None
+                    if block is not None:
+                        found.blocks.append((state.st_mtime, block, taken))
+                    else:
+                        found.others += taken
+        return found
+
+    def adopt(self, found: Contents) -> None:
+        """Replace the index by what `scan` has found."""
+        blocks = OrderedDict((block, taken) for _, block, taken in sorted(found.blocks))
+        self._directories = found.directories
+        self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
+
+    def make_room(self, path: str, taken: int) -> int | None:
+        """Remove the oldest blocks until a file ``path`` of ``taken`` bytes fits, and count its bytes.
+
+        Returns:
+            The number of removed blocks, or None if the file cannot fit.
+        """
+        new = [each for each in _parents(os.path.dirname(path)) if each not in self._directories]
+        needed = taken + DIRECTORY_BYTES * len(new)
+        if self._others + needed > self.size:
+            return None
+        removed = 0
+        while self.used + needed > self.size:
+            if not self.remove(next(iter(self.blocks))):
+                return None
+            removed += 1
+        self._directories.update(new)
+        self._others += needed
+        return removed
+
+    def remove(self, block: bytes) -> bool:
+        """Delete a block's file and forget the block; return False, and keep it, if it cannot be deleted."""
+        try:
+            os.unlink(self.path / file_of(block))
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return False
+        self._in_blocks -= self.blocks.pop(block, 0)
+        return True
+
+    def forget(self, block: bytes) -> None:
+        """Remove an unreadable block from the index, and delete its file if this server writes the folder."""
+        if block in self.blocks and (self.read_only or not self.remove(block)):
+            self._in_blocks -= self.blocks[block]
+            self._others += self.blocks.pop(block)
+
+    def written(self, block: bytes, taken: int) -> None:
+        """Add a block, whose bytes `make_room` has counted."""
+        self._others -= taken
+        self._in_blocks += taken
+        self.blocks[block] = taken
+
+    def not_written(self, taken: int) -> None:
+        """Free the bytes that `make_room` has counted for a file."""
+        self._others -= taken
+
+    def touch(self, block: bytes) -> None:
+        """Make a block the most recently used."""
+        if block in self.blocks:
+            self.blocks.move_to_end(block)
+
+    def close(self) -> None:
+        """Release the lock of the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(path: Path) -> int:
+    """Return the descriptor of a lock file that this process holds alone."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise DiskError(
+            f"{path.parent} belongs to another server (process {owner})", field="path",
+            hint="give each server a folder of its own, or read_only to one of them",
+        ) from None  # fmt: skip
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _on_disk(state: os.stat_result) -> int:
+    """Return the bytes that a file takes on disk; st_blocks has units of 512 bytes (inode(7))."""
+    return max(state.st_blocks * 512, -(-state.st_size // PAGE) * PAGE)
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield a relative folder and the folders above it, without the top folder."""
+    while name and name != ".":
+        yield name
+        name = os.path.dirname(name)

@@ -1,0 +1,131 @@
+"""The order in which a KV tier evicts chunks, by learned reuse, and which new chunks are worth their bytes.
+
+The tier's chunks are the blocks of an `EvictionOrder`, so a tier and a GPU pool learn by one mechanism. Two
+rules are the tier's own:
+
+- Chunks that running requests loaded or stored are not evicted. A prompt longer than the tier therefore keeps
+  its beginning, which alone can be hit, instead of its end.
+- A new chunk is admitted if the tier has space, or if it is forecast to be worth at least as much as the chunk
+  that would be evicted for it. That it was offered before counts in the forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from tonnage.cache.blocks.state import UInt64Array
+from tonnage.cache.eviction.order import EvictionOrder
+
+Key = TypeVar("Key", bound=Hashable)
+
+_LONGEST = 1 << 16  # chunks of one request that are considered: 1,048,576 tokens in chunks of 16
+
+
+class LearnedChunkOrder(Generic[Key]):
+    """The chunks of one tier and one KV cache group, with their order of eviction.
+
+    Args:
+        capacity: Chunks of the tier.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove all chunks and everything learned."""
+        # Lengths are in chunks, so a block is one "token" long.
+        self._order = EvictionOrder(self.capacity + 1, 1, _LONGEST)
+        self._block_of: dict[Key, int] = {}
+        self._key_of: dict[int, Key] = {}
+        self._free = list(range(self.capacity, 0, -1))
+        self._used: set[Key] = set()  # chunks of running requests, which are not in the order
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._block_of
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    @property
+    def learned(self) -> bool:
+        """Whether learned eviction is in effect, not LRU."""
+        return self._order.learned
+
+    def insert(self, key: Key) -> None:
+        """Add a chunk of a running request."""
+        block = self._free.pop()
+        self._block_of[key], self._key_of[block] = block, key
+        self._used.add(key)
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """Keep chunks until a request that used them ends; keys of other chunks are ignored."""
+        new = [key for key in keys if key in self._block_of and key not in self._used]
+        self._order.take([self._block_of[key] for key in new])
+        self._used.update(new)
+
+    def remove(self, key: Key) -> None:
+        """Remove a chunk whose store has failed."""
+        block = self._block_of.pop(key)
+        self._order.forget([block])
+        self._order.take([block])
+        del self._key_of[block]
+        self._free.append(block)
+        self._used.discard(key)
+
+    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
+        """Return whether the chunks ``new`` of a request are worth their bytes.
+
+        Args:
+            keys: Chunks of the request's prompt, in prefix order.
+            new: Chunks among them that the tier does not hold.
+        """
+        return len(new) <= len(self._free) or self._order.is_worth_storing(_hashes(keys))
+
+    def finish(self, keys: Sequence[Key], reused: Collection[Key]) -> None:
+        """Record the end of a request.
+
+        Args:
+            keys: Chunks that the request used, in prefix order, whether the tier holds them or not.
+            reused: Chunks that the tier held before the request.
+        """
+        keys = keys[:_LONGEST]
+        hashes, blocks = _hashes(keys), [self._block_of.get(key, 0) for key in keys]
+        hit = 0
+        while hit < len(keys) and blocks[hit] and keys[hit] in reused:
+            hit += 1
+        # LRU, with which the learned order is compared, would also evict chunks of running requests.
+        turn = self._order.start(hashes, blocks[:hit], len(keys) + 1, self.capacity - self._order.cached)
+        held = [block for block in blocks if block]
+        self._order.take(held)
+        self._order.end(hashes, blocks, len(keys), len(keys), turn)
+        self._order.release(held[::-1])
+        self._used.difference_update(keys)
+
+    def evict(self, count: int, kept: Collection[Key], busy: Mapping[Key, int]) -> list[Key] | None:
+        """Remove and return ``count`` chunks of no running request; None changes no content.
+
+        Args:
+            count: Number of chunks.
+            kept: Chunks that stay.
+            busy: Chunks that stay: those with a value other than 0.
+        """
+        self.use(kept)
+        self.use(key for key, loads in busy.items() if loads)
+        if count > self._order.cached:
+            return None
+        gone = [self._key_of.pop(block) for block in self._order.pop(count)]
+        self._free += [self._block_of.pop(key) for key in gone]
+        return gone
+
+
+def _hashes(keys: Sequence[Hashable]) -> UInt64Array:
+    """Return one well-mixed number per key (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
+    value = np.array([hash(key) for key in keys], np.int64).view(np.uint64)
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))

@@ -1,0 +1,53 @@
+"""Keys of KV blocks that are equal in every process: SHA-256 over the salt and all tokens of the prefix.
+
+The hashes of `tonnage.cache.prefix.hashing` have a random key for each process, and tokens are compared too.
+A KV tier outlives the process and stores no tokens, so its keys are cryptographic, as vLLM's block hashes are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class ContentKeys:
+    """The keys of one sequence's full blocks, computed as far as they are requested.
+
+    Args:
+        salt: cache salt of the sequence; sequences with different salts have no key in common.
+        shared: leading blocks that sequences of every salt share, such as a public system prompt.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, salt: bytes, shared: int, block_size: int) -> None:
+        self._salt, self._shared, self._block_size = salt, shared, block_size
+        self._keys: list[bytes] = []
+
+    def copy(self) -> ContentKeys:
+        """Return the keys of a sequence that shares all tokens of this one so far."""
+        made = ContentKeys(self._salt, self._shared, self._block_size)
+        made._keys = self._keys.copy()
+        return made
+
+    def first(self, blocks: int, tokens: Sequence[int]) -> list[bytes]:
+        """Return the keys of the sequence's first ``blocks`` blocks.
+
+        Args:
+            blocks: number of blocks, all full.
+            tokens: the tokens of the sequence; only tokens without a key yet are read.
+        """
+        keys, size = self._keys, self._block_size
+        for at in range(len(keys), blocks):
+            parent = keys[-1] if keys else _root(b"")
+            if self._salt and at == self._shared:
+                parent = hashlib.sha256(parent + _root(self._salt)).digest()
+            block = np.array(tokens[at * size : (at + 1) * size], "<i4").tobytes()
+            keys.append(hashlib.sha256(parent + block).digest())
+        return keys[:blocks]
+
+
+def _root(salt: bytes) -> bytes:
+    """Return the digest that stands for a salt; a prefix keeps it from being the digest of a block."""
+    return hashlib.sha256(b"tonnage salt " + salt).digest()

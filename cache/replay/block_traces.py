@@ -1,0 +1,244 @@
+"""Readers of traces whose records are not a request per line: agentic sessions, RAGPulse, vLLM's KV events.
+
+- **Weka's agentic sessions** (huggingface.co/datasets/semianalysisai/cc-traces-weka-042026): one JSON object
+  per session with ``requests`` (``t`` seconds, ``in`` and ``out`` tokens, ``hash_ids`` of full blocks) and
+  ``block_size``. A folder of sessions is one trace, in which all sessions start at second 0.
+- **RAGPulse** (github.com/flashserve/RAGPulse): JSON lines whose ``hash_ids`` name the components of a prompt.
+  The other .jsonl files of the folder have the length of each component.
+- **KV events** (vllm/distributed/kv_events.py, 0.32): JSON lines, or msgpack payloads one after the other. Each
+  is a batch ``[timestamp, [event, ...], rank]``, in JSON also an object with ``ts`` and ``events``. A chain of
+  ``BlockStored`` events is a request. A later event that adds one block to a chain is output. A request that
+  stored no full block leaves no event.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tonnage.cache.replay.trace_request import TraceRequest, as_count, as_number
+
+RAG_BLOCK = 16  # tokens per hash id that is made of RAGPulse's components: the block size of vLLM
+_COMPONENTS = (
+    "sys_prompt",
+    "passages_ids",
+    "history",
+    "web_search",
+    "user_input",
+)  # in the order of the prompt
+_EVENTS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+
+
+def is_session(record: object) -> bool:
+    """Return whether a JSON value is a session of Weka's traces."""
+    return isinstance(record, dict) and "requests" in record and "hash_id_scope" in record
+
+
+def is_rag_pulse(record: object) -> bool:
+    """Return whether a JSON value is a request of RAGPulse."""
+    return isinstance(record, dict) and isinstance(record.get("hash_ids"), dict)
+
+
+def is_event_batch(record: object) -> bool:
+    """Return whether a JSON value is a batch of KV events."""
+    if isinstance(record, dict):
+        return "ts" in record and "events" in record
+    return isinstance(record, list) and len(record) in (2, 3) and isinstance(record[1], list)
+
+
+# -- agentic sessions --------------------------------------------------------------------------------------
+
+
+class SessionReader:
+    """A reader of sessions, which gives the hash ids of each session numbers of their own."""
+
+    def __init__(self) -> None:
+        self._next = count()
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def read(self, session: dict[str, Any]) -> Iterator[TraceRequest]:
+        """Yield the requests of a session.
+
+        Raises:
+            ValueError: A field has an impossible value; the message names it.
+            KeyError: A field is missing.
+        """
+        scope = session["hash_id_scope"]
+        if scope not in ("local", "global"):
+            raise ValueError(f"hash_id_scope is {scope!r:.40}, neither local nor global")
+        block = as_count(session, "block_size", least=1)
+        name = str(session["id"]) if scope == "local" else ""
+        for place, request in enumerate(session["requests"]):
+            try:
+                yield self._request(request, name, block)
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+                raise ValueError(f"request {place}: {reason}") from None
+
+    def _request(self, record: dict[str, Any], session: str, block: int) -> TraceRequest:
+        prompt, ids = as_count(record, "in", least=1), record["hash_ids"]
+        if not isinstance(ids, list) or not all(type(each) is int for each in ids):
+            raise ValueError("hash_ids is not a list of whole numbers")
+        if len(ids) != prompt // block:
+            raise ValueError(
+                f"{len(ids)} hash_ids for {prompt // block} full blocks of {block} in {prompt} tokens"
+            )
+        numbers = [self._number(session, each) for each in ids]
+        if prompt % block:  # tokens behind the last full block belong to this request only
+            numbers.append(next(self._next))
+        # a request that was cancelled before its first token has out = 0; its prompt was computed
+        output = max(1, as_count(record, "out"))
+        return TraceRequest(as_number(record, "t"), prompt, output, hash_ids=tuple(numbers), hash_block=block)
+
+    def _number(self, session: str, hash_id: int) -> int:
+        key = (session, hash_id)
+        if key not in self._numbers:
+            self._numbers[key] = next(self._next)
+        return self._numbers[key]
+
+
+# -- RAGPulse ----------------------------------------------------------------------------------------------
+
+
+class RagPulseReader:
+    """A reader of RAGPulse's requests.
+
+    Args:
+        folder: The folder with the files of component lengths.
+        name: Name of the trace file in it.
+
+    Raises:
+        ValueError: A file of lengths cannot be read.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._lengths: dict[int, int] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+        for path in sorted(folder.glob("*.jsonl")):
+            if path.name != name:
+                for line in path.read_text(encoding="utf-8").splitlines():
+                    record = json.loads(line)
+                    named = [key for key in record if key != "token_length"] if isinstance(record, dict) else []
+                    if len(named) != 1 or "token_length" not in record:
+                        break  # another kind of file
+                    self._lengths[as_count(record, named[0])] = as_count(record, "token_length")
+        if not self._lengths:
+            raise ValueError("no file beside it has the lengths of its components (token_length)")
+
+    def read(self, record: dict[str, Any]) -> TraceRequest:
+        """Return a request, whose blocks are equal to those of another one if their prompts begin equally."""
+        unknown = sorted(set(record["hash_ids"]) - set(_COMPONENTS))
+        if unknown:
+            raise ValueError(f"hash_ids has the unknown component {unknown[0]!r:.40}")
+        prompt = as_count(record, "input_length", least=1)
+        pieces: list[tuple[object, int]] = []
+        for component in _COMPONENTS:
+            for each in record["hash_ids"][component]:
+                if each not in self._lengths:
+                    raise ValueError(f"the length of {component} {each!r:.40} is in no file beside it")
+                pieces.append((each, self._lengths[each]))
+        known = sum(length for _, length in pieces)
+        if known < prompt:  # template and separators, taken as this request's own
+            pieces.append((("own", len(self._numbers)), prompt - known))
+        ids = tuple(self._blocks(pieces, prompt))
+        arrival = float(record["timestamp"])
+        return TraceRequest(arrival, prompt, as_count(record, "output_length", least=1), hash_ids=ids,
+                            hash_block=RAG_BLOCK)  # fmt: skip
+
+    def _blocks(self, pieces: list[tuple[object, int]], prompt: int) -> Iterator[int]:
+        parent, at, content = -1, 0, list[object]()
+        for piece, length in pieces:
+            start = 0
+            while start < length and at < prompt:
+                taken = min(RAG_BLOCK - at % RAG_BLOCK, length - start, prompt - at)
+                content.append((piece, start, taken))
+                start, at = start + taken, at + taken
+                if at % RAG_BLOCK == 0 or at == prompt:
+                    parent = self._numbers.setdefault((parent, *content), len(self._numbers))
+                    content = []
+                    yield parent
+
+
+# -- KV events ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The blocks that one request stored; ``last`` is the hash of its prompt's last block."""
+
+    arrival: float
+    last: object
+    block_size: int
+    output: int = 0
+
+
+class EventReader:
+    """A reader of KV event batches in order of time, which collects the chains of stored blocks."""
+
+    def __init__(self) -> None:
+        self._parents: dict[object, object] = {}  # block hash -> hash of the block before, None for the first
+        self._numbers: dict[object, int] = {}
+        self._open: dict[object, _Chain] = {}  # hash of a chain's last block -> chain
+        self._chains: list[_Chain] = []
+
+    def read(self, batch: Any) -> None:
+        """Read one batch.
+
+        Raises:
+            ValueError: An event is not understood; the message names the field.
+            KeyError: A field is missing.
+        """
+        time, events = (batch["ts"], batch["events"]) if isinstance(batch, dict) else (batch[0], batch[1])
+        for event in events:
+            self._apply(event, as_number({"ts": time}, "ts"))
+
+    def _apply(self, event: dict[str, Any], time: float) -> None:
+        if not isinstance(event, dict):
+            raise ValueError("an event is not a JSON object with a type")
+        if event["type"] not in _EVENTS:
+            raise ValueError(f"{event['type']!r:.40} is not an event of vLLM's block pool")
+        # blocks of CPU tiers and of further KV cache groups repeat those of the first group on the GPU
+        if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
+            return
+        size, hashes, parent = (
+            as_count(event, "block_size", 1),
+            event["block_hashes"],
+            event["parent_block_hash"],
+        )
+        if not isinstance(hashes, list) or not hashes:
+            raise ValueError("block_hashes is not a list with a hash")
+        if not all(isinstance(each, int | str | bytes | None) for each in (*hashes, parent)):
+            raise ValueError("block_hashes or parent_block_hash has a value that is no hash")
+        before = parent
+        for value in hashes:
+            self._parents[value] = before
+            before = value
+        chain = self._open.pop(parent, None)
+        if chain is not None and len(hashes) == 1:
+            chain.output += size
+        elif chain is not None and not chain.output:
+            chain.last = before
+        else:
+            chain = _Chain(time, before, size)
+            self._chains.append(chain)
+        self._open[before] = chain
+
+    def requests(self) -> Iterator[TraceRequest]:
+        """Yield the requests of all batches, with the blocks of their prompts.
+
+        Raises:
+            ValueError: A block comes before itself.
+        """
+        for chain in self._chains:
+            path, block = list[int](), chain.last
+            while block is not None:  # a block that was stored before the recording began has no parent here
+                path.append(self._numbers.setdefault(block, len(self._numbers)))
+                if len(path) > len(self._parents) + 1:
+                    raise ValueError(f"parent_block_hash: the block {block!r:.40} comes before itself")
+                block = self._parents.get(block)
+            yield TraceRequest(chain.arrival, len(path) * chain.block_size, max(1, chain.output),
+                               hash_ids=tuple(path[::-1]), hash_block=chain.block_size)  # fmt: skip

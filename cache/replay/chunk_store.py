@@ -1,0 +1,306 @@
+"""The chunks that a KV tier holds, in an order of eviction: LRU or ARC as vLLM's CPU tier, or learned.
+
+LRU and ARC decide as vLLM's CPUOffloadingManager with these policies (v1/kv_offload/cpu of vLLM 0.32) for the
+same calls in the same order; benchmarks/tier_replay.py drives both. ARC is by Megiddo and Modha (FAST 2003). In
+vLLM's version a store is no second access, and a request counts as one access, when it ends. The learned order
+(`tonnage.cache.eviction.chunk_order`) also leaves chunks out that are not worth their bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
+
+Key = int
+POLICIES = ("lru", "arc", "learned")
+
+
+@dataclass(slots=True, eq=False)
+class ChunkUse:
+    """The chunks of one request in prefix order, and what the request did with them in one store.
+
+    Attributes:
+        keys: Keys of the full chunks of the prompt.
+        seen: Places of the chunks that the request loaded, stored or found stored.
+        inserted: Keys that the request stored.
+        reused: Keys that the request loaded or found stored.
+        missed: Keys that the request offered and that were not stored.
+        declined: Whether a chunk was not worth its bytes, so that no later chunk of the request is stored.
+    """
+
+    keys: Sequence[Key]
+    seen: set[int] = field(default_factory=set)
+    inserted: set[Key] = field(default_factory=set)
+    reused: set[Key] = field(default_factory=set)
+    missed: set[Key] = field(default_factory=set)
+    declined: bool = False
+
+
+class Order(Protocol):
+    """The order in which a store evicts chunks."""
+
+    def __contains__(self, key: Key) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def insert(self, key: Key) -> None:
+        """Add a chunk."""
+
+    def miss(self, keys: Sequence[Key]) -> None:
+        """Note chunks in prefix order that a request offers and that are not stored."""
+
+    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
+        """Return whether the chunks ``new`` of a request's ``keys`` are stored."""
+
+    def load(self, keys: Sequence[Key]) -> None:
+        """Note chunks that a request loads."""
+
+    def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
+        """Note the end of a request that used ``keys``, in prefix order."""
+
+    def evict(self, count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key] | None:
+        """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing."""
+
+
+class LRUOrder:
+    """Least recently used first. A chunk is never older than the chunks behind it in a prompt."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Key, None] = OrderedDict()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def insert(self, key: Key) -> None:
+        """Add a chunk as the most recent one."""
+        self._order[key] = None
+
+    def miss(self, keys: Sequence[Key]) -> None:
+        """Do nothing: LRU does not learn from misses; vLLM's touch skips chunks that are not stored."""
+
+    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
+        """Return True: LRU stores every chunk."""
+        return True
+
+    def load(self, keys: Sequence[Key]) -> None:
+        """Do nothing: chunks become recent when their request ends."""
+
+    def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
+        """Make the request's chunks the most recent ones, the first chunk last."""
+        for key in reversed(keys):
+            if key in self._order:
+                self._order.move_to_end(key)
+
+    def evict(self, count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key] | None:
+        """Remove and return the ``count`` oldest chunks neither ``kept`` nor ``busy``; None changes nothing."""
+        found = _first(self._order, count, kept, busy)
+        if len(found) < count:
+            return None
+        for key in found:
+            del self._order[key]
+        return found
+
+
+class ARCOrder:
+    """Adaptive replacement: chunks used once and chunks used again, with a learned division between them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.target = capacity, 0.0  # `target` is the number of chunks used once to keep
+        self.once: OrderedDict[Key, None] = OrderedDict()
+        self.again: OrderedDict[Key, None] = OrderedDict()
+        # keys that were evicted from `once` and from `again`
+        self.gone_once: OrderedDict[Key, None] = OrderedDict()
+        self.gone_again: OrderedDict[Key, None] = OrderedDict()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self.once or key in self.again
+
+    def __len__(self) -> int:
+        return len(self.once) + len(self.again)
+
+    def insert(self, key: Key) -> None:
+        """Add a chunk as used once."""
+        self.once[key] = None
+        self.gone_once.pop(key, None)
+        self.gone_again.pop(key, None)
+
+    def miss(self, keys: Sequence[Key]) -> None:
+        """Move the division towards the side that has evicted these chunks."""
+        for key in reversed(keys):
+            if key in self.gone_once:
+                step = max(1, len(self.gone_again) / len(self.gone_once))
+                self.target = min(self.target + step, self.capacity)
+                self.gone_once.move_to_end(key)
+            elif key in self.gone_again:
+                step = max(1, len(self.gone_once) / len(self.gone_again))
+                self.target = max(self.target - step, 0)
+                self.gone_again.move_to_end(key)
+
+    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
+        """Return True: ARC stores every chunk."""
+        return True
+
+    def load(self, keys: Sequence[Key]) -> None:
+        """Do nothing: a request counts as one access, when it ends."""
+
+    def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
+        """Count the request as one access to the chunks that it reused."""
+        for key in reversed(keys):
+            if key in use.inserted and key not in use.reused:
+                if key in self.once:
+                    self.once.move_to_end(key)
+                elif key in self.again:
+                    self.again.move_to_end(key)
+            elif key in use.reused and key in self.once:
+                del self.once[key]
+                self.again[key] = None
+            elif key in use.reused and key in self.again:
+                self.again.move_to_end(key)
+
+    def evict(self, count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key] | None:
+        """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing."""
+        once, again = _free(self.once, kept, busy), _free(self.again, kept, busy)
+        left, found = len(self.once), list[tuple[Key, bool]]()
+        for _ in range(count):
+            key = next(once, None) if left >= int(self.target) else None
+            if key is None:
+                key = next(again, None)
+                if key is not None:
+                    found.append((key, False))
+                    continue
+                key = next(once, None)
+                if key is None:
+                    return None
+            found.append((key, True))
+            left -= 1
+        for key, from_once in found:
+            if from_once:
+                del self.once[key]
+                self.gone_once[key] = None
+            else:
+                del self.again[key]
+                self.gone_again[key] = None
+        for ghost in (self.gone_once, self.gone_again):
+            for _ in range(len(ghost) - self.capacity):
+                ghost.popitem(last=False)
+        return [key for key, _ in found]
+
+
+class LearnedOrder(LearnedChunkOrder[Key]):
+    """The learned order behind the calls of a store."""
+
+    def miss(self, keys: Sequence[Key]) -> None:
+        """Do nothing: the request's end shows the misses, too."""
+
+    def load(self, keys: Sequence[Key]) -> None:
+        """Keep the chunks until their request ends: a prompt longer than the tier keeps its beginning."""
+        self.use(keys)
+
+    def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:  # type: ignore[override]
+        """Record the end of a request with its whole prompt, whether its chunks were stored or not."""
+        super().finish(use.keys, use.reused)
+
+
+class ChunkStore:
+    """A tier's chunks. A chunk in transfer is busy: it is not evicted, and not loadable while it is stored."""
+
+    def __init__(self, capacity: int, policy: str = "lru") -> None:
+        self.capacity = capacity
+        self.order: Order = (
+            LearnedOrder(capacity)
+            if policy == "learned"
+            else ARCOrder(capacity)
+            if policy == "arc"
+            else LRUOrder()
+        )
+        self._busy: dict[Key, int] = {}  # number of loads in flight; -1 while the chunk is stored
+        self.stored = self.evicted = self.refused = self.declined = 0  # chunks; offers without space; chunks
+
+    def lookup(self, key: Key) -> bool:
+        """Return whether a chunk can be loaded."""
+        return key in self.order and self._busy.get(key, 0) >= 0
+
+    def load(self, use: ChunkUse, start: int, end: int) -> None:
+        """Begin to load the chunks at places [start, end) of a request, which must be loadable."""
+        for place in range(start, end):
+            key = use.keys[place]
+            self._busy[key] = self._busy.get(key, 0) + 1
+            use.seen.add(place)
+            if key not in use.inserted:
+                use.reused.add(key)
+        self.order.load(use.keys[start:end])
+
+    def loaded(self, use: ChunkUse, start: int, end: int) -> None:
+        """End the load of the chunks at places [start, end)."""
+        for key in use.keys[start:end]:
+            self._busy[key] -= 1
+            if not self._busy[key]:
+                del self._busy[key]
+
+    def store(self, use: ChunkUse, start: int, end: int) -> list[Key] | None:
+        """Begin to store the chunks at places [start, end) that are not stored yet.
+
+        Returns:
+            The chunks to copy; None if so many chunks are busy that none can be evicted for them.
+        """
+        offered = use.keys[start:end]
+        new = [key for key in offered if key not in self.order]
+        misses = [key for key in new if key not in use.missed]
+        self.order.miss(misses)
+        use.missed.update(misses)
+        for place in range(start, end):
+            key = use.keys[place]
+            if key not in self.order:
+                use.seen.add(place)
+            elif self._busy.get(key, 0) >= 0:
+                use.seen.add(place)
+                if key not in use.inserted:
+                    use.reused.add(key)
+        if new and (use.declined or not self.order.admits(use.keys, new)):
+            use.declined = True
+            self.declined += len(new)
+            new = []
+        if not new:
+            return new
+        over = len(new) + len(self.order) - self.capacity
+        if over > 0:
+            gone = self.order.evict(over, set(offered), self._busy)
+            if gone is None:
+                self.refused += 1
+                return None
+            self.evicted += len(gone)
+        for key in new:
+            self.order.insert(key)
+            self._busy[key] = -1
+        use.inserted.update(new)
+        self.stored += len(new)
+        return new
+
+    def written(self, keys: Iterable[Key]) -> None:
+        """End the store of chunks, which are loadable from then on."""
+        for key in keys:
+            del self._busy[key]
+
+    def finish(self, use: ChunkUse) -> None:
+        """Note the end of a request."""
+        self.order.finish([use.keys[place] for place in sorted(use.seen)], use)
+
+
+def _free(order: OrderedDict[Key, None], kept: set[Key], busy: dict[Key, int]) -> Iterator[Key]:
+    return (key for key in order if key not in kept and not busy.get(key, 0))
+
+
+def _first(order: OrderedDict[Key, None], count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key]:
+    found: list[Key] = []
+    for key in _free(order, kept, busy):
+        if len(found) == count:
+            break
+        found.append(key)
+    return found

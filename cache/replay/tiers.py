@@ -1,0 +1,256 @@
+"""KV tiers in a replay: hits in host memory and on disk, their loads, and the bytes that move.
+
+The rules are those of vLLM 0.32's OffloadingConnector. Full chunks of prompts are stored as they are computed
+(offload_prompt_only). A request that starts looks for the chunks behind its hit in the GPU's prefix cache, and
+loads the consecutive ones; meanwhile other requests compute. Loads share the link from host memory, one after
+the other. A disk tier holds what was stored, in LRU order; its hits go through host memory first.
+
+Not simulated: stores take no time, since both directions of a link work at once, and a block under load counts
+as a hit for other requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tonnage.cache.errors import CacheConfigError
+from tonnage.cache.replay.chunk_store import ChunkStore, ChunkUse
+from tonnage.cache.replay.trace import Trace
+from tonnage.cache.replay.trace_request import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """The configuration of the tiers behind one engine's pool.
+
+    Attributes:
+        host_bytes: Size of the tier in host memory.
+        token_bytes: Bytes of K/V per token over all layers.
+        disk_bytes: Size of the tier on disk; 0: none.
+        policy: Order of eviction: lru, arc or learned.
+        host_bandwidth: Bytes per second from host memory to the GPU.
+        disk_bandwidth: Bytes per second from disk to host memory.
+    """
+
+    host_bytes: int
+    token_bytes: int
+    disk_bytes: int = 0
+    policy: str = "lru"
+    host_bandwidth: float = 50e9
+    disk_bandwidth: float = 5e9
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Counters of the tiers in a replay; bytes count in the direction in which they move."""
+
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    loads: int = 0
+    host_loaded_bytes: int = 0
+    host_stored_bytes: int = 0
+    disk_loaded_bytes: int = 0
+    disk_stored_bytes: int = 0
+    load_seconds: float = 0.0
+    waited_seconds: float = 0.0  # from a request's start until its load has ended, over all requests
+    chunks_stored: int = 0
+    chunks_evicted: int = 0
+    refused_stores: int = 0
+    chunks_declined: int = 0  # not stored, because they were not worth their bytes
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that were loaded from any tier."""
+        return self.host_hit_tokens + self.disk_hit_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """The chunks of one request: its use of each store, and how far its prompt is stored."""
+
+    host: ChunkUse
+    disk: ChunkUse
+    next_stored: int = 0
+    loading: tuple[int, int] | None = None
+
+
+@dataclass(slots=True)
+class Tiers:
+    """The tiers of one replayed engine.
+
+    Attributes:
+        setup: Sizes and bandwidths.
+        chunk_tokens: Tokens of a chunk, which are those of a hash id of the trace.
+        host: The store in host memory. A benchmark replaces it by vLLM's own.
+    """
+
+    setup: TierSetup
+    chunk_tokens: int
+    host: Any = None
+    disk: ChunkStore | None = None
+    counts: TierCounts = field(default_factory=TierCounts)
+    _keys: dict[tuple[int, int], int] = field(default_factory=dict)
+    _requests: dict[int, _Request] = field(default_factory=dict)
+    _writing: list[tuple[Any, list[int]]] = field(default_factory=list)
+    _link_free: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.host = self.host or ChunkStore(self._chunks(self.setup.host_bytes, "host"), self.setup.policy)
+        if self.setup.disk_bytes:
+            self.disk = ChunkStore(self._chunks(self.setup.disk_bytes, "disk"), self.setup.policy)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk."""
+        return self.chunk_tokens * self.setup.token_bytes
+
+    def _chunks(self, size: int, name: str) -> int:
+        chunks = size // self.chunk_bytes
+        if chunks < 1:
+            raise CacheConfigError(
+                f"{name}={size:,} bytes hold no chunk: {self.chunk_tokens} tokens, {self.chunk_bytes:,}",
+                field="--tiers",
+            )
+        return chunks
+
+    # -- the life of a request -----------------------------------------------------------------------------
+
+    def load(self, sequence: int, trace: TraceRequest, computed: int, now: float) -> tuple[int, float]:
+        """Return how many tokens behind ``computed`` a starting request loads, and when the load has ended."""
+        request = self._requests.get(sequence)
+        if request is None:
+            found = chunk_keys(trace, self._keys)
+            request = self._requests[sequence] = _Request(ChunkUse(found), ChunkUse(found))
+        keys, size = request.host.keys, self.chunk_tokens
+        start, ends = computed // size, len(keys)
+        end, from_disk = start, list[int]()
+        while end < ends:
+            if self.host.lookup(keys[end]):
+                end += 1
+            elif self.disk is not None and self.disk.lookup(keys[end]):
+                from_disk.append(end)
+                end += 1
+            else:
+                break
+        # The last token of a prompt is always computed.
+        tokens = min(end * size, trace.prompt_tokens - 1) - computed
+        if end == start or end * size - computed < size or tokens <= 0:
+            return 0, now
+        end = self._begin(request, start, end, from_disk)
+        tokens = min(end * size, trace.prompt_tokens - 1) - computed
+        if end * size - computed < size or tokens <= 0:
+            self.host.loaded(request.host, start, end)
+            return 0, now
+        request.loading = (start, end)
+        request.next_stored = max(request.next_stored, end)
+        moved = (end * size - computed) * self.setup.token_bytes
+        return tokens, self._took(now, tokens, sum(place < end for place in from_disk), moved)
+
+    def _begin(self, request: _Request, start: int, end: int, from_disk: list[int]) -> int:
+        """Begin the load of the chunks at places [start, end); return the end of what is loaded.
+
+        Chunks that only the disk holds are stored in host memory first. By then the chunks found there are
+        busy, so that they are not evicted. Where no space is left, the load ends.
+        """
+        if not from_disk or self.disk is None:
+            self.host.load(request.host, start, end)
+            return end
+        for place in (place for place in range(start, end) if place not in from_disk):
+            self.host.load(request.host, place, place + 1)
+        for place in from_disk:
+            if self.host.store(request.host, place, place + 1) is None:
+                for later in (later for later in range(place + 1, end) if later not in from_disk):
+                    self.host.loaded(request.host, later, later + 1)
+                return place
+            self.host.written([request.host.keys[place]])
+            self.host.load(request.host, place, place + 1)
+            self.disk.load(request.disk, place, place + 1)
+            self.disk.loaded(request.disk, place, place + 1)
+        return end
+
+    def _took(self, now: float, tokens: int, from_disk: int, moved: int) -> float:
+        """Count a load of ``moved`` bytes, ``from_disk`` chunks of them; return the time when it has ended."""
+        setup, counts = self.setup, self.counts
+        disk = from_disk * self.chunk_bytes
+        seconds = moved / setup.host_bandwidth + disk / setup.disk_bandwidth
+        self._link_free = max(self._link_free, now) + seconds
+        counts.loads += 1
+        counts.disk_hit_tokens += min(tokens, from_disk * self.chunk_tokens)
+        counts.host_hit_tokens += tokens - min(tokens, from_disk * self.chunk_tokens)
+        counts.host_loaded_bytes += moved
+        counts.disk_loaded_bytes += disk
+        counts.load_seconds += seconds
+        counts.waited_seconds += self._link_free - now
+        return self._link_free
+
+    def loaded(self, sequence: int) -> None:
+        """End the load of a request."""
+        request = self._requests[sequence]
+        if request.loading is not None:
+            self.host.loaded(request.host, *request.loading)
+            request.loading = None
+
+    def computed(self, sequence: int, tokens: int) -> None:
+        """Store the full chunks of a prompt of which ``tokens`` tokens are computed."""
+        request = self._requests[sequence]
+        end = min(tokens // self.chunk_tokens, len(request.host.keys))
+        if end <= request.next_stored:
+            return
+        new = self.host.store(request.host, request.next_stored, end)
+        if new is None:  # tried again in the next step
+            return
+        self._writing.append((self.host, new))
+        self.counts.host_stored_bytes += len(new) * self.chunk_bytes
+        if self.disk is not None and (kept := self.disk.store(request.disk, request.next_stored, end)):
+            self._writing.append((self.disk, kept))
+            self.counts.disk_stored_bytes += len(kept) * self.chunk_bytes
+        request.next_stored = end
+
+    def step_ended(self) -> None:
+        """Make the chunks that were stored in this step loadable."""
+        for store, keys in self._writing:
+            store.written(keys)
+        self._writing.clear()
+
+    def ended(self, sequence: int) -> None:
+        """Note the end of a request."""
+        request = self._requests.pop(sequence)
+        self.host.finish(request.host)
+        if self.disk is not None:
+            self.disk.finish(request.disk)
+
+    def result(self) -> TierCounts:
+        """Return the counts, with those of the store in host memory."""
+        counts = self.counts
+        counts.chunks_stored, counts.chunks_evicted = self.host.stored, self.host.evicted
+        counts.refused_stores, counts.chunks_declined = self.host.refused, self.host.declined
+        return counts
+
+
+def chunk_keys(trace: TraceRequest, known: dict[tuple[int, int], int]) -> tuple[int, ...]:
+    """Return a key for each full chunk of a prompt; equal keys mean equal prompts up to the chunk's end.
+
+    ``known`` maps (key of the chunk before, hash id) to the key; new chunks are added to it.
+    """
+    keys, parent = [], -1
+    for place in (trace.hash_ids or ())[: trace.prompt_tokens // trace.hash_block]:
+        parent = known.setdefault((parent, place), len(known))
+        keys.append(parent)
+    return tuple(keys)
+
+
+def chunk_tokens_of(trace: Trace) -> int:
+    """Return the tokens of a hash id of a trace.
+
+    Raises:
+        CacheConfigError: The trace has no hash ids, or hash ids of different sizes.
+    """
+    sizes = {request.hash_block for request in trace.requests if request.hash_ids is not None}
+    if not sizes:
+        raise CacheConfigError(
+            f"{trace.name} has no hash_ids, so it does not say which prompts share a prefix", field="--tiers"
+        )
+    if len(sizes) > 1:
+        raise CacheConfigError(f"{trace.name} has hash ids of {sorted(sizes)} tokens", field="--tiers")
+    return sizes.pop()

@@ -1,0 +1,120 @@
+"""HiCache, SGLang's KV tier in host memory and in files: bytes, tokens and state slots of each rank.
+
+Each rank has host pools of its own: one for the tokens of full attention, one for sliding windows, one for
+recurrent states. --hicache-ratio multiplies the slots of every device pool, states included. --hicache-size is
+in GB of each rank and is divided by the device pools' bytes. Sources: mem_cache/pool_host/base.py, mamba.py and
+hybrid_cache/hybrid_pool_assembler.py of 0.5.23, memory_pool_host.py of 0.5.9.
+"""
+
+from __future__ import annotations
+
+from tonnage.planner.engines import sglang_states as states
+from tonnage.planner.engines.runtime.host import HostInputs
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.tier import KVTier, TierGroup
+from tonnage.planner.units import ceil_div
+
+_RATIO = 2.0  # default of --hicache-ratio
+_GB = 10**9
+# First known release that keeps MLA latents on one rank only (mem_cache/mla_host_dedup.py), and first whose
+# default layout is page_first.
+_ONE_COPY, _PAGE_FIRST = (0, 5, 23), (0, 5, 23)
+
+
+def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTier, ...]:
+    """Return HiCache's tiers of one replica; empty without --enable-hierarchical-cache.
+
+    Args:
+        hosted: The sized plan.
+        full: Bytes per token on one rank in layers that keep every token.
+        sliding: Bytes per token on one rank in sliding-window layers.
+        slot: Bytes of one state slot on one rank.
+
+    Raises:
+        DeploymentError: the flags contradict each other or the pool.
+        UnsupportedArchitecture: HiCache's pools are not known for this model.
+    """
+    flags = hosted.chosen.flags
+    if not flags.enable_hierarchical_cache:
+        return ()
+    _check(hosted, slot)
+    ratio = _RATIO if flags.hicache_ratio is None else float(flags.hicache_ratio)
+    page, tokens = hosted.chosen.block_size, hosted.tokens
+    windows = int(tokens * flags.swa_full_tokens_ratio) if full and sliding else tokens if sliding else 0
+    slots = 0 if not slot else hosted.apart // slot - states.padding(hosted.chosen.version)
+    # (kind, slots of the device pool, bytes of a slot, slots of a page)
+    pools = [
+        pool for pool in (("full", tokens, full, page), ("sliding", windows, sliding, page),
+                          ("state", slots, slot, 1)) if pool[2]
+    ]  # fmt: skip
+    device = sum(count * size for _, count, size, _ in pools)
+    held, rank, parts = {}, 0, []
+    for kind, count, size, paged in pools:
+        if flags.hicache_size is None:
+            wanted = int(count * ratio)
+        else:
+            wanted = int(flags.hicache_size * (count * size / device) * _GB // size)
+        held[kind] = (wanted // paged + 1) * paged  # one page of padding
+        rank += held[kind] * size
+        parts.append(f"{held[kind]:,} {'slots' if kind == 'state' else 'tokens'} x {size:,} ({kind})")
+    latent = all(layer.kind == "mla" for layer in hosted.architecture.cache_layers if layer.kind != "state")
+    once = latent and not slot and hosted.chosen.version >= _ONE_COPY
+    ranks = 1 if once else len(hosted.ranks)
+    low = high = rank
+    if flags.hicache_size is None and tokens:  # the device's pool is an estimate, and the ratio multiplies it
+        low, high = (rank * bound // tokens for bound in hosted.token_bounds)
+    kept = held.get("full", held.get("sliding", 0))
+    groups = tuple(
+        TierGroup(kind, paged, 1 if kind == "state" else ceil_div(hosted.chosen.max_model_len, paged))
+        for kind, _, _, paged in pools
+    )
+    asked = None if flags.hicache_size is None else flags.hicache_size * _GB * ranks
+    chunk = (full or sliding) * page * ranks
+    note = "the pod's memory limit needs this on top of what SGLang takes besides, which is not known"
+    if slot:
+        note = f"of it {held['state'] * slot * ranks:,} bytes for {held['state']:,} states a rank; {note}"
+    layout = flags.hicache_mem_layout
+    if layout == "auto":
+        layout = "page_first" if hosted.chosen.version >= _PAGE_FIRST else "layer_first"
+    host = KVTier(
+        "HiCache", "host", asked, rank * ranks, low * ranks, high * ranks, rank, ranks, True, False, chunk,
+        kept // page, kept, groups,
+        f"{ranks} {'rank' if ranks == 1 else 'ranks'} x ({' + '.join(parts)}), layout {layout}",
+        "mem_cache/pool_host/base.py, mamba.py", note=note,
+    )  # fmt: skip
+    return (host, _files(chunk, groups)) if flags.hicache_storage_backend else (host,)
+
+
+def _check(hosted: HostInputs, slot: int) -> None:
+    flags = hosted.chosen.flags
+    if flags.hicache_ratio is not None and flags.hicache_size is not None:
+        raise DeploymentError(
+            f"{flags.hicache_size} GB on each rank replaces --hicache-ratio {flags.hicache_ratio:g}; give one",
+            field="--hicache-size",
+        )
+    if flags.hicache_ratio is not None and not 0 < flags.hicache_ratio < float("inf"):
+        raise DeploymentError(f"{flags.hicache_ratio} is not a positive number", field="--hicache-ratio")
+    ratio = _RATIO if flags.hicache_ratio is None else flags.hicache_ratio
+    if hosted.chosen.version < _ONE_COPY and flags.hicache_size is None and ratio <= 1:
+        raise DeploymentError(
+            f"{ratio:g} makes no host pool larger than the device's; SGLang {flags.engine_version} stops",
+            field="--hicache-ratio", hint="more than 1",
+        )  # fmt: skip
+    if not flags.enable_prefix_caching:
+        raise DeploymentError("has no effect without prefix caching", field="--enable-hierarchical-cache")
+    if slot and flags.speculative_model:
+        raise UnsupportedArchitecture("HiCache's states with a draft model are not known", field="layer_types")
+    if slot and hosted.chosen.version < _ONE_COPY:
+        raise UnsupportedArchitecture(
+            "HiCache of a model with states is known from 0.5.23 on", field="layer_types",
+            hint="--engine-version 0.5.23",
+        )  # fmt: skip
+
+
+def _files(chunk: int, groups: tuple[TierGroup, ...]) -> KVTier:
+    """Return the tier of --hicache-storage-backend file, without an upper bound by default (HiCacheFile)."""
+    return KVTier(
+        "HiCacheFile", "disk", None, None, 0, None, None, 1, False, False, chunk, None, None, groups,
+        f"files of {chunk:,} bytes for each page", "mem_cache/hicache_storage.py",
+        note="without SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE (0.5.23), SGLang removes no file of this tier",
+    )  # fmt: skip

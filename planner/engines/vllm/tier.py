@@ -1,0 +1,399 @@
+"""KV tiers of vLLM: bytes, chunks and tokens of the blocks that a connector keeps beside the GPU's pool.
+
+Named source files are from vLLM 0.32 and LMCache 0.5.6. A chunk holds the blocks of one KV cache group on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tonnage.planner.devices.catalogue import is_amd
+from tonnage.planner.engines.runtime.host import HostInputs, pinned
+from tonnage.planner.engines.vllm.kv_transfer import (
+    CONFIG,
+    LMCACHE,
+    LMCACHE_MP,
+    Connector,
+    connector_of,
+)
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
+from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk
+from tonnage.planner.units import GiB, ceil_div, gib, parse_size
+
+# First vLLM whose workers share one region in /dev/shm; older ones pin a tensor for each layer slot
+# (v1/kv_offload/cpu/shared_offload_region.py; 0.26 pinned 24 tensors per rank, vllm-project/vllm#53042).
+SHARED_SINCE = (0, 30, 0)
+# First vLLM that keeps all layers of a model with one KV cache group in a single tensor for its connectors
+# (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).
+_ONE_TENSOR = (0, 12, 0)
+_PAGE = 4096  # SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
+_SECONDARY = ("fs", "obj", "p2p", "kvcr", "example", "tonnage")  # v1/kv_offload/tiering/factory.py
+_SIMPLE_HOST, _SIMPLE_DISK, _SIMPLE_SLOTS = 8 * GiB, 100 * GiB, 2  # simple_cpu_offload_connector.py
+# Defaults of LMCache (v1/config.py), and of its server (v1/distributed/config.py).
+_LMCACHE_CHUNK, _LMCACHE_HOST = 256, 5.0
+
+
+def tiers(hosted: HostInputs) -> tuple[KVTier, ...]:
+    """Return the tiers of one replica; empty without a connector that keeps blocks.
+
+    Raises:
+        DeploymentError: a flag or a setting of the connector is not understood.
+        UnsupportedArchitecture: the model's blocks in this connector are not known.
+    """
+    connector = connector_of(hosted.chosen.flags)
+    if connector is None or not hosted.layout.groups:
+        return ()
+    if connector.name == LMCACHE:
+        return _lmcache(hosted, connector)
+    if connector.name == LMCACHE_MP:
+        return _lmcache_server(hosted, connector)
+    if connector.name == "SimpleCPUOffloadConnector":
+        return _simple(hosted, connector)
+    return _native(hosted, connector)
+
+
+# -- OffloadingConnector
+
+
+def _native(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
+    per_chunk = _blocks_per_chunk(hosted, connector)
+    policy = connector.extra.get("eviction_policy", "lru")
+    if policy not in ("lru", "arc") and "cache_policy_module_path" not in connector.extra:
+        raise DeploymentError(
+            f"eviction_policy {policy!r:.40} is neither lru nor arc", field=connector.field,
+            hint="a policy of your own also needs cache_policy_module_path",
+        )  # fmt: skip
+    shared = hosted.chosen.version >= SHARED_SINCE and not is_amd(hosted.chosen.flags.gpu)
+    host = (_region if shared else _tensors)(hosted, connector, per_chunk)
+    return (host, *_secondary(hosted, connector, host, per_chunk))
+
+
+def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
+    """Return the blocks of a chunk, by blocks_per_chunk or block_size in tokens (offloading/config.py)."""
+    blocks, tokens = connector.size("blocks_per_chunk"), connector.size("block_size")
+    if blocks is not None and tokens is not None:
+        raise DeploymentError("has both block_size and blocks_per_chunk; give one", field=connector.field)
+    if tokens is None:
+        return blocks or 1
+    sizes = {_group_tokens(hosted, place) for place in range(len(hosted.layout.groups))}
+    if len(sizes) > 1:
+        raise DeploymentError(
+            f"block_size needs groups of one block size; this model's have {sorted(sizes)} tokens",
+            field=connector.field, hint="give blocks_per_chunk",
+        )  # fmt: skip
+    block = sizes.pop()
+    if tokens % block:
+        raise DeploymentError(
+            f"block_size {tokens} is no multiple of the pool's block of {block} tokens", field=connector.field,
+            hint=f"{ceil_div(tokens, block) * block}",
+        )  # fmt: skip
+    return tokens // block
+
+
+def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
+    """Return the tier in one region of /dev/shm that all ranks map (CPUOffloadingSpec in cpu/spec.py)."""
+    asked = connector.size("cpu_bytes_to_use")
+    if asked is None:
+        raise DeploymentError(
+            "cpu_bytes_to_use must be specified in kv_connector_extra_config, says vLLM", field=connector.field
+        )
+    copies = _copies(hosted)
+    chunk = ceil_div(_rank_block(hosted) * copies * per_chunk, _PAGE) * _PAGE
+    chunks = asked // chunk
+    _check_chunks(chunks, asked, chunk, connector)
+    held = chunk * chunks
+    tokens = tokens_held(hosted, chunks, per_chunk)
+    said = f"{chunks:,} blocks x {chunk:,} ({copies} {'copy' if copies == 1 else 'copies'}, whole pages)"
+    if len(hosted.layout.groups) > 1:
+        said += f", each for one of {len(hosted.layout.groups)} groups"
+    said += f": {tokens:,} tokens of requests of {hosted.chosen.max_model_len:,}"
+    # Pipeline stages with different layers have blocks of different sizes, so the upper bound is the requested
+    # size.
+    high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
+    return KVTier(
+        connector.name, "host", asked, held, held, high, None, len(hosted.ranks), True, True, chunk, chunks,
+        tokens, _groups(hosted, per_chunk), said, "v1/kv_offload/cpu/spec.py",
+    )  # fmt: skip
+
+
+def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
+    """Return the tier in pinned tensors of each rank, which PyTorch rounds up to powers of two.
+
+    A rank has one tensor for each layer slot of a block. A model with one group of full attention has a single
+    tensor since 0.12, where the connector selects the layout with all layers in one block.
+    """
+    ranks, block = len(hosted.ranks), _rank_block(hosted) * per_chunk
+    count, asked = connector.size("num_cpu_blocks"), connector.size("cpu_bytes_to_use")
+    if count is not None and asked is not None:
+        raise DeploymentError(
+            "has both num_cpu_blocks and cpu_bytes_to_use; give one of them", field=connector.field
+        )
+    if count is None and asked is None:
+        raise DeploymentError("has neither cpu_bytes_to_use nor num_cpu_blocks", field=connector.field)
+    chunks = count if count is not None else (asked or 0) // (block * ranks)
+    _check_chunks(chunks, asked or 0, block * ranks, connector)
+    layout, tensors = hosted.layout, hosted.layout.layer_slots
+    if len(layout.groups) == 1 and layout.groups[0].kind == "full" and hosted.chosen.version >= _ONE_TENSOR:
+        tensors = 1
+    exact = chunks * block
+    each = pinned_tensors(exact, tensors)
+    said = (
+        f"{chunks:,} blocks x {block:,} on each of {ranks} ranks, in {tensors} pinned "
+        f"{'tensor' if tensors == 1 else 'tensors'} rounded up to powers of two"
+    )
+    return KVTier(
+        connector.name, "host", asked, ranks * each, ranks * exact, 2 * ranks * exact, each, ranks, True, False,
+        block * ranks, chunks, tokens_held(hosted, chunks, per_chunk), _groups(hosted, per_chunk), said,
+        "1.92 times in vllm-project/vllm#53042",
+    )  # fmt: skip
+
+
+def pinned_tensors(size: int, tensors: int) -> int:
+    """Return the bytes that PyTorch pins on a rank for ``size`` bytes in equal tensors, each a power of two."""
+    return tensors * pinned(ceil_div(size, tensors))
+
+
+def _check_chunks(chunks: int, asked: int, chunk: int, connector: Connector) -> None:
+    if chunks < 1:
+        raise DeploymentError(
+            f"{asked:,} bytes hold no chunk of {chunk:,} bytes",
+            field=connector.field,
+            hint=f"at least {gib(chunk)}",
+        )
+
+
+def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk: int) -> tuple[KVTier, ...]:
+    """Return the secondary tiers behind the host's (v1/kv_offload/tiering). vLLM's own have no upper bound."""
+    asked = connector.extra.get("secondary_tiers", [])
+    spec = connector.extra.get("spec_name", "CPUOffloadingSpec")
+    if spec not in ("CPUOffloadingSpec", "TieringOffloadingSpec", "CpuTieringSpec"):
+        raise DeploymentError(f"spec_name {spec!r:.60} is not planned", field=connector.field,
+                              hint="CPUOffloadingSpec or TieringOffloadingSpec")  # fmt: skip
+    if not isinstance(asked, list) or not all(isinstance(tier, dict) for tier in asked):
+        raise DeploymentError("secondary_tiers is not a list of objects", field=connector.field)
+    if asked and spec == "CPUOffloadingSpec":
+        raise DeploymentError(
+            "secondary_tiers have no effect without spec_name TieringOffloadingSpec", field=connector.field
+        )
+    found = []
+    for tier in asked:
+        kind = tier.get("type")
+        if kind not in _SECONDARY:
+            raise DeploymentError(f"secondary tier {kind!r:.60} is not one of {', '.join(_SECONDARY)}",
+                                  field=connector.field)  # fmt: skip
+        if kind == "fs" and not tier.get("root_dir"):
+            raise DeploymentError("the secondary tier fs needs root_dir", field=connector.field)
+        if kind == "tonnage":
+            found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
+        if kind not in ("fs", "obj"):
+            continue
+        chunk = host.chunk_bytes  # with its padding to whole pages (fs/manager.py writes the view's stride)
+        found.append(
+            KVTier(
+                kind, "disk", None, None, 0, None, None, 1, False, False, chunk, None, None,
+                _groups(hosted, per_chunk), f"a file of {chunk:,} bytes for each chunk",
+                f"v1/kv_offload/tiering/{kind}/manager.py",
+                note="vLLM removes no file of this tier: limit or clean its folder",
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _bounded(
+    hosted: HostInputs, connector: Connector, tier: Mapping[str, Any], chunk: int, per_chunk: int
+) -> KVTier:
+    """Return Tonnage's disk tier (docs/disk_tier.md): files up to ``size`` bytes."""
+    if not tier.get("path") or not tier.get("size"):
+        raise DeploymentError("the secondary tier tonnage needs path and size", field=connector.field)
+    size = parse_size(str(tier["size"]), connector.field)
+    chunks = blocks_on_disk(size, chunk)
+    _check_chunks(chunks, size, chunk, connector)
+    return KVTier(
+        "tonnage", "disk", size, size, chunks * chunk, size, None, 1, False, False, chunk, chunks,
+        tokens_held(hosted, chunks, per_chunk), _groups(hosted, per_chunk),
+        f"{chunks:,} files of {chunk:,} bytes with header, pages and directories", "cache/disk/folder.py",
+    )  # fmt: skip
+
+
+# -- SimpleCPUOffloadConnector
+
+
+def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
+    """Return the tier of SimpleCPUOffloadConnector: its own pinned tensors on each rank, without rounding.
+
+    The memory is registered after its allocation, so PyTorch does not round it (simple_kv_offload/worker.py).
+    """
+    backend = connector.extra.get("kv_offload_backend", "cpu")
+    if backend not in ("cpu", "disk"):
+        raise DeploymentError(f"kv_offload_backend {backend!r:.40} is neither cpu nor disk", field=CONFIG)
+    ranks, block = len(hosted.ranks), _rank_block(hosted)
+    if not hosted.chosen.flags.enable_prefix_caching:
+        raise DeploymentError(
+            "SimpleCPUOffloadConnector keeps nothing without prefix caching", field=CONFIG,
+            hint="--enable-prefix-caching",
+        )  # fmt: skip
+    asked = connector.size("cpu_bytes_to_use", _SIMPLE_HOST) or 0
+    rank = connector.size("cpu_bytes_to_use_per_rank") or asked // ranks
+    source = "v1/simple_kv_offload/worker.py"
+    if backend == "cpu":
+        chunks = max(1, rank // block)
+        return (
+            KVTier(
+                connector.name, "host", rank * ranks, chunks * block * ranks, chunks * block * ranks,
+                chunks * block * ranks, chunks * block, ranks, True, False, block * ranks, chunks,
+                tokens_held(hosted, chunks, 1), _groups(hosted, 1),
+                f"{chunks:,} blocks x {block:,} on each of {ranks} ranks", source,
+            ),
+        )  # fmt: skip
+    if not connector.extra.get("disk_path"):
+        raise DeploymentError('kv_offload_backend "disk" requires disk_path', field=CONFIG)
+    capacity = connector.size("disk_capacity_bytes", _SIMPLE_DISK) or 0
+    chunks = max(1, capacity // block)
+    slots = connector.size("disk_buffer_slots", _SIMPLE_SLOTS) or 1
+    staged = 2 * slots * block  # one buffer to store from, one to load into (disk_backend.py)
+    return (
+        KVTier(
+            connector.name, "disk", capacity * ranks, chunks * block * ranks, chunks * block * ranks,
+            chunks * block * ranks, chunks * block, ranks, False, False, block * ranks, chunks,
+            tokens_held(hosted, chunks, 1), _groups(hosted, 1),
+            f"a file of {chunks:,} blocks x {block:,} of each of {ranks} ranks", source,
+        ),
+        KVTier(
+            "staging buffers", "host", None, staged * ranks, staged * ranks, staged * ranks, staged, ranks,
+            True, False, block * ranks, None, None, (),
+            f"2 x {slots} blocks x {block:,} on each of {ranks} ranks", "v1/simple_kv_offload/disk_backend.py",
+        ),
+    )  # fmt: skip
+
+
+# -- LMCache
+
+
+def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
+    """Return LMCache's tiers inside the engine: max_local_cpu_size is GiB of each rank.
+
+    With MLA, only the first rank stores (save_only_first_rank in cache_engine.py).
+    """
+    token = _token_bytes(hosted)
+    ranks = 1 if _latent(hosted) else len(hosted.ranks)
+    size = _gibibytes(connector, "lmcache.max_local_cpu_size", _LMCACHE_HOST)
+    disk = _gibibytes(connector, "lmcache.max_local_disk_size", 0.0)
+    tokens = connector.size("lmcache.chunk_size", _LMCACHE_CHUNK) or _LMCACHE_CHUNK
+    chunk, found = token * tokens, []
+    if not size:
+        raise DeploymentError("lmcache.max_local_cpu_size is 0; LMCache stages every block in it", field=CONFIG)
+    whole = (TierGroup(hosted.layout.groups[0].kind, tokens, ceil_div(hosted.chosen.max_model_len, tokens)),)
+    media: tuple[tuple[Literal["host", "disk"], int], ...] = (("host", size), ("disk", disk))
+    for medium, each in media:
+        if not each:
+            continue
+        chunks = each // chunk
+        held = each if medium == "host" else chunks * chunk
+        found.append(
+            KVTier(
+                "LMCache", medium, each * ranks, held * ranks, held * ranks if medium == "host" else 0,
+                held * ranks, held, ranks, medium == "host", False, chunk * ranks, chunks, chunks * tokens,
+                whole, f"{ranks} ranks x {each:,}, {chunks:,} chunks of {tokens} tokens",
+                "v1/storage_backend/local_cpu_backend.py" if medium == "host" else
+                "v1/storage_backend/local_disk_backend.py",
+            )
+        )  # fmt: skip
+    if disk and not connector.extra.get("lmcache.local_disk"):
+        raise DeploymentError("lmcache.max_local_disk_size needs lmcache.local_disk, a folder", field=CONFIG)
+    return tuple(found)
+
+
+def _gibibytes(connector: Connector, key: str, default: float) -> int:
+    """Return one of LMCache's sizes, given in GiB, in bytes."""
+    value = connector.extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 30:
+        raise DeploymentError(f"{key} is {value!r:.60}, not a size in GiB", field=connector.field)
+    return int(value * GiB)
+
+
+def _lmcache_server(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
+    """Return the first level of LMCache's server: --l1-size-gb is GiB of the server, for all its ranks."""
+    size = connector.extra.get("l1_size")
+    if size is None:
+        raise DeploymentError(
+            f"{LMCACHE_MP} keeps its blocks in LMCache's server, whose --l1-size-gb is not in the JSON",
+            field=CONFIG, hint="--kv-offloading-backend lmcache --kv-offloading-size GIB",
+        )  # fmt: skip
+    copies = 1 if _latent(hosted) else len(hosted.ranks)
+    chunk = _token_bytes(hosted) * _LMCACHE_CHUNK * copies
+    chunks = size // chunk
+    _check_chunks(chunks, size, chunk, connector)
+    group = hosted.layout.groups[0]
+    return (
+        KVTier(
+            "LMCache server", "host", size, size, 0, size, None, 1, True, False, chunk, chunks,
+            chunks * _LMCACHE_CHUNK,
+            (TierGroup(group.kind, _LMCACHE_CHUNK, ceil_div(hosted.chosen.max_model_len, _LMCACHE_CHUNK)),),
+            f"{size:,} of the server, {chunks:,} chunks of {_LMCACHE_CHUNK} tokens of {copies} ranks",
+            "lmcache/v1/distributed/config.py", outside=True,
+            note=f"lmcache server --l1-size-gb {size / GiB:g} --eviction-policy LRU; vLLM ignores the size",
+        ),
+    )  # fmt: skip
+
+
+def _token_bytes(hosted: HostInputs) -> int:
+    """Return the bytes of one token on one rank, of a model whose layers all keep every token."""
+    if len(hosted.layout.groups) > 1 or hosted.layout.groups[0].kind not in ("full", "mla"):
+        raise UnsupportedArchitecture(
+            "what LMCache stores of windows and states is not known here", field="layer_types",
+            hint="--kv-offloading-backend native",
+        )  # fmt: skip
+    return ceil_div(_rank_block(hosted), _group_tokens(hosted, 0))
+
+
+# -- what chunks hold
+
+
+def _rank_block(hosted: HostInputs) -> int:
+    return hosted.block_bytes // len(hosted.ranks)
+
+
+def _latent(hosted: HostInputs) -> bool:
+    return all(group.kind == "mla" for group in hosted.layout.groups)
+
+
+def _copies(hosted: HostInputs) -> int:
+    """Return the ranks' copies in a chunk: one where every rank has the same MLA latents, else one per rank.
+
+    The rule is replicated_layout in kv_connector/v1/offloading/config.py.
+    """
+    flags, ranks = hosted.chosen.flags, len(hosted.ranks)
+    once = (
+        _latent(hosted) and ranks == flags.tensor_parallel_size > 1 and flags.decode_context_parallel_size == 1
+    )
+    return 1 if once else ranks
+
+
+def _group_tokens(hosted: HostInputs, place: int) -> int:
+    group = hosted.layout.groups[place]
+    return (group.block_size or hosted.layout.block_size) * hosted.chosen.flags.decode_context_parallel_size
+
+
+def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
+    """Return the chunks of one request of max_model_len tokens, by group.
+
+    Sliding layers keep their window, and recurrent states one chunk.
+    """
+    found = []
+    for place, group in enumerate(hosted.layout.groups):
+        tokens = _group_tokens(hosted, place) * per_chunk
+        whole = ceil_div(hosted.chosen.max_model_len, tokens)
+        most = 1 if group.kind == "state" else ceil_div(group.window, tokens) if group.window else whole
+        found.append(TierGroup(group.kind, tokens, min(whole, most)))
+    return tuple(found)
+
+
+def tokens_held(hosted: HostInputs, chunks: int, per_chunk: int = 1) -> int:
+    """Return the tokens that ``chunks`` chunks hold, in requests of max_model_len tokens, as vLLM 0.33 counts.
+
+    Each chunk belongs to one KV cache group (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py).
+    """
+    each = sum(group.chunks for group in _groups(hosted, per_chunk))
+    return chunks * hosted.chosen.max_model_len // each

@@ -1,0 +1,216 @@
+"""InternLM2 and InternVL: the language model, and the vision-language models around it and other decoders.
+
+Shapes after the published InternLM2 and InternVL files, transformers 5.19 (models/internvl) and vLLM 0.32.0
+(models/internlm2.py, intern_vit.py, internvl.py). The KV cache is the text model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common, towers
+from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.gpt import finish
+from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.registry import build_text
+from tonnage.planner.families.tensors import Tensors
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields, shown
+
+_TOP = (
+    "text_config", "llm_config", "vision_config", "image_token_id", "image_seq_length", "projector_hidden_act",
+    "vision_feature_layer", "vision_feature_select_strategy", "hidden_size", "vocab_size",
+    "force_image_size", "max_dynamic_patch", "min_dynamic_patch", "dynamic_image_size", "use_thumbnail",
+    "pad2square", "ps_version", "select_layer", "template", "use_backbone_lora", "use_llm_lora",
+    "system_message", "image_fold", "output_attentions",
+)  # fmt: skip
+_DEFAULTS = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "num_channels": 3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of an InternViT tower's modules; ``inputs`` are q, k and v, or one matrix of them."""
+
+    token: str
+    positions: str
+    patches: str
+    layers: str
+    inputs: tuple[str, ...]
+    output: str
+    norms: tuple[str, str]
+    scales: tuple[str, str]
+
+
+_PUBLISHED = _Names(
+    "class_embedding", "position_embedding", "patch_embedding", "encoder.layers", ("attn.qkv",), "attn.proj",
+    ("norm1", "norm2"), ("ls1", "ls2"),
+)  # fmt: skip
+_TRANSFORMERS = _Names(
+    "cls_token", "position_embeddings", "patch_embeddings.projection", "encoder.layer",
+    ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.projection_layer",
+    ("layernorm_before", "layernorm_after"), ("lambda_1", "lambda_2"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """How InternVL and Qianfan-OCR differ: class, tower, default language model, tie_word_embeddings."""
+
+    class_name: str
+    names: _Names
+    text: str
+    tied: bool
+    biased: bool
+
+
+def internlm2(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an InternLM2 model, whose q, k and v are one matrix."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    inner = fields.integer("intermediate_size", limit="width")
+    bias = fields.boolean("bias", False)
+    tied = fields.boolean("tie_word_embeddings", False)
+    fields.ignore("pretraining_tp", "reward_token_id")
+    t = Tensors()
+    t.vocabulary("model.tok_embeddings", vocab, dims.hidden)
+    for _, at in t.layers(layers, "model.layers"):
+        t.fused_attention(f"{at}.attention", dims, qkv="wqkv", out="wo", bias=bias, out_bias=bias)
+        t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
+        t.norm(f"{at}.attention_norm", dims.hidden)
+        t.norm(f"{at}.ffn_norm", dims.hidden)
+    t.norm("model.norm", dims.hidden)
+    t.head("output", vocab, dims.hidden, "model.tok_embeddings.weight" if tied else None)
+    t.rotary(dims.head_size, "model.rotary_emb.")
+    return finish(
+        fields, model_type, "InternLM2ForCausalLM", t, dims, layers, inner, vocab, gated=True,
+        rotary=Rotary(dims.head_size, 1),
+    )  # fmt: skip
+
+
+def _side(v: Fields, name: str, default: int) -> int:
+    """Return the one number of a size that the file may state as a pair of equal numbers."""
+    value = v.raw(name)
+    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+        return Fields({name: value[0]}).integer(name, limit="width")
+    return v.integer(name, default, limit="width")
+
+
+def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, biased: bool = False) -> int:
+    """Add the tensors of an InternViT tower and return its hidden size.
+
+    ``names`` are its modules, and ``biased`` says whether q, k and v have biases when the file does not.
+    """
+    v = Fields(config)
+    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
+    sizes = {name: v.integer(name, size, limit=limits.get(name, "width")) for name, size in _DEFAULTS.items()}
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    common.divisible(hidden, sizes["num_attention_heads"], "hidden_size", "num_attention_heads")
+    patch = _side(v, "patch_size", 14)
+    side = _side(v, "image_size", 448) // patch
+    fused = len(names.inputs) == 1
+    normed = v.boolean("qk_normalization" if fused else "use_qk_norm", False)
+    bias = v.boolean("qkv_bias", True) if fused else v.boolean("attention_bias", biased)
+    kind = v.raw("norm_type") or "layer_norm"
+    if kind not in ("layer_norm", "rms_norm"):
+        raise UnsupportedArchitecture(
+            f"{shown(kind)} is not layer_norm or rms_norm", field="vision_config.norm_type"
+        )
+    form = "layer" if kind == "layer_norm" else "rms"
+    t.add(f"{at}.embeddings.{names.token}", (1, 1, hidden), "vision", "VisionEmbeddings")
+    t.add(f"{at}.embeddings.{names.positions}", (1, side * side + 1, hidden), "vision", "VisionEmbeddings")
+    towers.conv(t, f"{at}.embeddings.{names.patches}", (hidden, sizes["num_channels"], patch, patch), True)
+    for i in range(sizes["num_hidden_layers"]):
+        here = f"{at}.{names.layers}.{i}"
+        for name in names.inputs:
+            t.linear(f"{here}.{name}", 3 * hidden // len(names.inputs), hidden, bias=bias, shard="column")
+        t.linear(f"{here}.{names.output}", hidden, hidden, bias=True, shard="row")
+        if normed:
+            for name in ("q_norm", "k_norm"):
+                t.norm(f"{here}.{names.output.partition('.')[0]}.{name}", hidden)
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
+        for name in names.norms:
+            t.norm(f"{here}.{name}", hidden, form)
+        for name in names.scales:
+            t.add(f"{here}.{name}", (hidden,), "vision", "VisionLayer")
+    return hidden
+
+
+def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden: int, out: int) -> None:
+    """Add the connector behind pixel shuffling; ``modules`` are its norm and its two matrices."""
+    ratio = fields.raw("downsample_ratio")
+    ratio = 0.5 if ratio is None else ratio
+    if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1:
+        raise ConfigError(f"{shown(ratio)} is not 1 over a whole number", field="downsample_ratio")
+    merged = hidden * int(1 / ratio) ** 2
+    t.role = "projector"
+    norm, first, second = modules
+    t.norm(norm, merged, "layer")
+    t.linear(first, out, merged, bias=True)
+    t.linear(second, out, out, bias=True)
+
+
+def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architecture:
+    """Return the architecture of an InternVL or Qianfan-OCR model in transformers' form."""
+    config = fields.mapping("text_config") or {}
+    kind = config.get("model_type", variant.text)
+    text = text_of(fields, kind, config, tied=variant.tied, either=variant.tied)
+    t = Tensors()
+    t.role = "vision"
+    tower = fields.mapping("vision_config") or {}
+    hidden = _tower(t, "model.vision_tower", tower, variant.names, biased=variant.biased)
+    at = "model.multi_modal_projector"
+    _connector(t, (f"{at}.layer_norm", f"{at}.linear_1", f"{at}.linear_2"), fields, hidden, text.hidden_size)
+    return joined(text, model_type, variant.class_name, t)
+
+
+def internvl_chat(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an InternVL 1.5 to 3.5 model as published, with the decoder in llm_config."""
+    config = fields.mapping("llm_config")
+    if config is None:
+        raise ConfigError("missing", field="llm_config")
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{shown(kind)} is not a string", field="llm_config.model_type")
+    text = build_text(config, kind)
+    fields.ignore("tie_word_embeddings")  # the decoder's own field decides
+    t = Tensors()
+    t.role = "vision"
+    hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)
+    _connector(t, ("mlp1.0", "mlp1.1", "mlp1.3"), fields, hidden, text.hidden_size)
+    return joined(text, model_type, "InternVLChatModel", t, "language_model.model.")
+
+
+FAMILIES = {
+    "internlm2": Family(internlm2, files=RENAMED),
+    "internvl": Family(
+        partial(
+            internvl,
+            variant=_Variant("InternVLForConditionalGeneration", _TRANSFORMERS, "qwen2", True, False),
+        ),
+        ignored=_TOP,
+        files=RENAMED,
+    ),
+    "qianfan_ocr": Family(
+        partial(
+            internvl,
+            variant=_Variant(
+                "QianfanOCRForConditionalGeneration",
+                replace(_TRANSFORMERS, layers="layers"),
+                "qwen3",
+                False,
+                True,
+            ),
+        ),
+        ignored=_TOP,
+        files=RENAMED,
+    ),
+    "internvl_chat": Family(internvl_chat, ignored=_TOP, files=RENAMED),
+}

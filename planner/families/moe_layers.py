@@ -1,0 +1,54 @@
+"""Rules that name the layers of a mixture-of-experts decoder whose tokens are routed to experts."""
+
+from __future__ import annotations
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.model.fields import Fields, shown
+
+
+def every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer: all layers route to experts."""
+    return (True,) * layers
+
+
+def behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
+    """Return for each layer whether it routes to experts: all but the first ``first_k_dense_replace``."""
+    first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
+    return tuple(i >= first for i in range(layers))
+
+
+def listed_layers(fields: Fields, layers: int, dense: int = 1) -> tuple[bool, ...]:
+    """Return for each layer whether it routes: as ``mlp_layer_types`` lists, else as behind_dense."""
+    listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
+    return listed or behind_dense(fields, layers, dense)
+
+
+def interval_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it routes to experts, by ERNIE's start, end and interval of MoE layers."""
+    start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
+    end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
+    step = fields.integer("moe_layer_interval", 1, limit="layers")
+    last = layers - 1 if end == -1 else end
+    return tuple((i + 1) % step == 0 and start <= i <= last for i in range(layers))
+
+
+def stepped_layers(fields: Fields, layers: int, dense: tuple[int, ...] = ()) -> tuple[bool, ...]:
+    """Return for each layer whether it routes: every ``decoder_sparse_step``-th layer, except dense layers.
+
+    ``mlp_only_layers`` lists the dense layers; without it they are ``dense``.
+    """
+    step = fields.integer("decoder_sparse_step", 1, limit="layers")
+    listed = fields.raw("mlp_only_layers")
+    listed = list(dense) if listed is None else listed or []
+    if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of layer indices", field="mlp_only_layers")
+    plain = common.numbers_in(listed)
+    return tuple(i not in plain and (i + 1) % step == 0 for i in range(layers))
+
+
+def all_listed(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return True for each layer; a list with dense layers is refused."""
+    if not all(fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True}) or (True,)):
+        raise UnsupportedArchitecture("dense layers are not supported", field="mlp_layer_types")
+    return (True,) * layers

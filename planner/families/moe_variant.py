@@ -1,0 +1,272 @@
+"""The builder of mixture-of-experts decoders with ordinary attention, and how a family may differ from Mixtral.
+
+Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
+[experts, 2 x inner, hidden] and [experts, hidden, inner]; checkpoints store one matrix per expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families import common
+from tonnage.planner.families.dense import ROPES, Bias, pattern_kinds
+from tonnage.planner.families.moe_layers import every_layer
+from tonnage.planner.families.tensors import tensors_of
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields
+from tonnage.planner.model.recipe import (
+    Attention,
+    Embedding,
+    Experts,
+    Flow,
+    Head,
+    Heads,
+    Mlp,
+    Norm,
+    NormKind,
+    Recipe,
+    Router,
+    RouterKind,
+    Table,
+    layer_of,
+)  # fmt: skip
+from tonnage.planner.model.tensor import TensorSpec
+
+_PATTERN_WINDOW = 4096  # sliding_window of ExaoneMoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class MoeVariant:
+    """How one mixture-of-experts family differs from Mixtral.
+
+    Attributes:
+        class_name: the causal language model's class in transformers.
+        experts_field: config field with the number of experts.
+        per_token_field: config field with the experts per token.
+        inner_field: config field with an expert's inner size.
+        mlp: module of the MLP in a layer.
+        router: module of the router below the MLP.
+        routing: how the experts of a token are chosen.
+        normed: whether the weights of the chosen experts are divided by their sum.
+        router_linear: whether the router is an nn.Linear.
+        router_bias: whether the router has a bias.
+        router_dtype: dtype of the loaded router; None: the model's.
+        router_stored: dtype of the router in published files; None: the model's.
+        correction: name of e_score_correction_bias below the MLP; None: there is none.
+        correction_dtype: dtype of the loaded correction bias; None: the model's.
+        correction_parameter: whether the correction bias is a parameter [1, experts] instead of a buffer.
+        shared: module of the shared expert in a layer; None: there is none.
+        shared_names: matrices of the shared expert: gate, up and down, or gate-and-up and down.
+        shared_gate: whether a gate weighs the shared expert.
+        shared_size: config field with the shared expert's inner size, and its default (None: required).
+        shared_count: without ``shared_size``, config field with the number of shared experts, each as large as
+            a routed expert; None: one.
+        sparse: function that returns for each layer whether it routes to experts.
+        jitter: whether router_jitter_noise adds noise in training, so that training activations cannot be
+            derived.
+        experts_bias: config field that would give the experts biases; a config that sets it is refused.
+        qkv_bias: whether the q, k and v projections have biases.
+        out_bias: whether the attention's output projection has a bias.
+        qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
+        qk_norm_names: modules of these norms.
+        qk_norm_field: config field that adds a norm per head.
+        normed_last: whether q and k are normed after their rotation.
+        rope: name of the rotary embedding's form in dense.ROPES.
+        rotary_share: partial_rotary_factor when the file does not say.
+        rotary_field: config field with the number of rotated values of a head, which precedes
+            partial_rotary_factor.
+        rounded_heads: whether, without head_dim, hidden_size / num_attention_heads is rounded down instead of
+            checked.
+        clipped_field: config field that, when set, limits the values of q, k and v.
+        flow: order of norms, branches and residual additions in a layer.
+        norms: norms of a layer in the order they run.
+        norm: kind of every norm.
+        head_bias: whether the head has a bias.
+        tied: tie_word_embeddings when the file does not say.
+        window: rule of ``common.kinds_of`` that says which layers have a sliding window, or ``pattern``:
+            layer_types, else sliding_window_pattern.
+        ignored: config fields of this family that change no shape.
+    """
+
+    class_name: str
+    experts_field: str = "num_experts"
+    per_token_field: str = "num_experts_per_tok"
+    inner_field: str = "moe_intermediate_size"
+    mlp: str = "mlp"
+    router: str = "gate"
+    routing: RouterKind = "softmax"
+    normed: Bias = ("norm_topk_prob", False)
+    router_linear: bool = False
+    router_bias: bool = False
+    router_dtype: str | None = None
+    router_stored: str | None = None
+    correction: str | None = None
+    correction_dtype: str | None = "float32"
+    correction_parameter: bool = False
+    shared: str | None = None
+    shared_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    shared_gate: bool = False
+    shared_size: tuple[str, int | None] | None = None
+    shared_count: str | None = "n_shared_experts"
+    sparse: Callable[[Fields, int], tuple[bool, ...]] = every_layer
+    jitter: bool = False
+    experts_bias: str = ""
+    qkv_bias: Bias = ("attention_bias", False)
+    out_bias: Bias = ("attention_bias", False)
+    qk_norm: str = "none"
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    qk_norm_field: str = ""
+    normed_last: bool = False
+    rope: str = "half"
+    rotary_share: float = 1.0
+    rotary_field: str = ""
+    rounded_heads: bool = False
+    clipped_field: str = ""
+    flow: Flow = "pre"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm: NormKind = "rms"
+    head_bias: Bias = False
+    tied: bool = False
+    window: str = "none"
+    ignored: tuple[str, ...] = ()
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a mixture-of-experts decoder of this family from its checked config."""
+        return _build(self, fields, model_type)
+
+
+def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a mixture-of-experts decoder; ``v`` says how it differs from Mixtral."""
+    dims = common.heads_of(fields, head_default=0 if v.rounded_heads else None)
+    if not dims.head_size:  # GLM-4.5's config class rounds hidden_size / num_attention_heads down.
+        dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    if fields.raw("attn_type_list") not in (None, [1] * layers):
+        raise UnsupportedArchitecture("linear attention layers are not supported", field="attn_type_list")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = _experts(fields, v)
+    chosen = fields.optional_integer(v.per_token_field, limit="width") or 1
+    inner = fields.integer(v.inner_field, limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    sparse = v.sparse(fields, layers)
+    shared = _shared_size(fields, v, inner)
+    fields.ignore(*v.ignored)
+    qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
+    if v.experts_bias and fields.boolean(v.experts_bias, False):
+        raise UnsupportedArchitecture(
+            "true is not supported: experts with biases have no adapter", field=v.experts_bias
+        )
+    tied = fields.boolean("tie_word_embeddings", v.tied)
+    qk_norm = v.qk_norm
+    if v.qk_norm_field and fields.boolean(v.qk_norm_field, False):
+        qk_norm = "head"
+    head_bias = common.bias_of(fields, v.head_bias)
+    if v.window == "pattern":
+        window = common.window_of(fields) if "sliding_window" in fields.config else _PATTERN_WINDOW
+        kinds = fields.layer_types(layers) or pattern_kinds(fields, layers, window)
+    else:
+        kinds, window = common.kinds_of(fields, v.window, layers)
+    rotary = Rotary(int(dims.head_size * _share(fields, v, dims)), 1)
+
+    table = Table("model.rotary_emb.", rotary.dim, v.rope in ("olmo", "ernie"))
+    norms = [
+        None if qk_norm == "none"
+        else Norm(name, heads * dims.head_size, v.norm) if qk_norm == "full"
+        else Norm(name, dims.head_size, v.norm, heads)
+        for name, heads in zip(v.qk_norm_names, (dims.heads, dims.kv_heads), strict=True)
+    ]  # fmt: skip
+    attention = Attention(
+        "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=norms[0], k_norm=norms[1],
+        normed_last=v.normed_last, rope=replace(ROPES[v.rope], dim=rotary.dim, tables=table.name),
+        clipped=v.clipped_field != "" and fields.config.get(v.clipped_field) is not None,
+        dropout=common.number(fields, "attention_dropout", 0.0),
+    )  # fmt: skip
+    act = common.act_of(fields, "silu")
+    routed = Experts(
+        v.mlp, dims.hidden, inner, count, chosen, act, _router(fields, v),
+        _shared(v, dims.hidden, shared, act), "shared_expert_gate" if v.shared_gate else None,
+        _correction(v, count),
+    )  # fmt: skip
+    around = tuple(Norm(name, dims.hidden, v.norm) for name in v.norms)
+    dense_layer = layer_of(v.flow, attention, Mlp(v.mlp, dims.hidden, dense, act), around)
+    routed_layer = layer_of(v.flow, attention, routed, around)
+    recipe = Recipe(
+        "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
+        tuple(routed_layer if routes else dense_layer for routes in sparse),
+        Norm("model.norm", dims.hidden, v.norm), Head(tied, head_bias), (table,),
+        # The derivation of training activations covers neither the load-balancing loss nor the router's noise.
+        taped=not (fields.config.get("output_router_logits") or _jitter(fields, v)),
+    )  # fmt: skip
+    widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
+    return common.decoder(
+        fields, model_type, v.class_name, tensors_of(recipe), dims,
+        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+        layers=layers, inner=widest, vocab=vocab, rotary=rotary, experts=count, experts_per_token=chosen,
+        recipe=recipe,
+    )  # fmt: skip
+
+
+def _router(fields: Fields, v: MoeVariant) -> Router:
+    """Return the description of the router that assigns tokens to experts."""
+    groups, taken = (int(common.number(fields, name, 1.0)) for name in ("n_group", "topk_group"))
+    normed = v.normed if isinstance(v.normed, bool) else bool(fields.config.get(*v.normed))
+    noisy = v.routing == "mixer" and common.number(fields, "input_jitter_noise", 0.0) > 0
+    return Router(
+        v.router, v.routing, normed, (groups, taken), noisy, v.router_linear, v.router_bias, v.router_dtype,
+        v.router_stored,
+    )  # fmt: skip
+
+
+def _jitter(fields: Fields, v: MoeVariant) -> bool:
+    """Return whether training adds noise to the input of the router."""
+    return v.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
+
+
+def _shared(v: MoeVariant, hidden: int, size: int, act: str) -> Mlp | None:
+    """Return the shared expert, None when there is none."""
+    if not size or v.shared is None:
+        return None
+    return Mlp(v.shared, hidden, size, act, v.shared_names, fused=len(v.shared_names) == 2)
+
+
+def _correction(v: MoeVariant, count: int) -> tuple[TensorSpec, ...]:
+    """Return e_score_correction_bias, or no tensor where the family has none."""
+    if v.correction is None:
+        return ()
+    name = f"{v.mlp}.{v.correction}"
+    if v.correction_parameter:
+        return (TensorSpec(name, (1, count), "router", "Statics", dtype="float32"),)
+    return (TensorSpec(name, (count,), "buffer", "Router", dtype=v.correction_dtype, stored="float32"),)
+
+
+def _experts(fields: Fields, v: MoeVariant) -> int:
+    """Return the number of experts; a number per layer is refused."""
+    value = fields.raw(v.experts_field)
+    if isinstance(value, list):
+        raise UnsupportedArchitecture(
+            "a list with one number per layer is not supported", field=v.experts_field
+        )
+    return fields.integer(v.experts_field, limit="width")
+
+
+def _share(fields: Fields, v: MoeVariant, dims: Heads) -> float:
+    """Return the share of each head's values that the rotary embedding rotates."""
+    rotated = fields.optional_integer(v.rotary_field, limit="width") if v.rotary_field else None
+    if rotated is None:
+        return common.rotary_share(fields, v.rotary_share)
+    fields.ignore("partial_rotary_factor")
+    return rotated / dims.head_size
+
+
+def _shared_size(fields: Fields, v: MoeVariant, inner: int) -> int:
+    """Return the inner size of the shared expert, 0 when there is none."""
+    if v.shared is None:
+        return 0
+    if v.shared_size is not None:
+        name, default = v.shared_size
+        return fields.integer(name, default, limit="width", minimum=1 if default is None else default)
+    if v.shared_count is None:
+        return inner
+    return inner * (fields.optional_integer(v.shared_count, 0, limit="width", minimum=0) or 0)

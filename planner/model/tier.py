@@ -1,0 +1,132 @@
+"""A KV tier: a store of KV blocks in host memory or on disk, behind the GPU's pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.units import ceil_div, gib, parse_size
+
+# Files of the disk tier (tonnage.cache.disk): a header before each block's bytes. Besides the blocks there are
+# 256 directories of a namespace, two above them, a lock and a description.
+HEADER_BYTES, DIRECTORIES, OTHER_FILES = 64, 258, 2
+PAGE = 4096  # bytes by which ext4, XFS and Btrfs allocate (mkfs defaults)
+# Bytes of a directory for one entry: ext4 needs 8 bytes and the name in steps of 4 (fs/ext4/ext4.h,
+# ext4_dir_entry_2), about 90, and its hash trees are at least half full.
+ENTRY_BYTES = 256
+
+
+def file_bytes(block_bytes: int) -> int:
+    """Return the bytes that a block of ``block_bytes`` takes in the disk tier, with its directory entry."""
+    return ceil_div(HEADER_BYTES + block_bytes, PAGE) * PAGE + ENTRY_BYTES
+
+
+def blocks_on_disk(size: int, block_bytes: int) -> int:
+    """Return how many blocks of ``block_bytes`` a disk tier of ``size`` bytes holds."""
+    others = DIRECTORIES * PAGE + OTHER_FILES * file_bytes(0)
+    return max(0, size - others) // file_bytes(block_bytes)
+
+
+def disk_tier(text: str, field: str) -> tuple[str, int]:
+    """Return the folder and the size in bytes of a disk tier written as ``DIR,SIZE``.
+
+    Raises:
+        DeploymentError: the text has no folder or no size; ``field`` names the flag.
+    """
+    folder, _, size = text.rpartition(",")
+    if not folder:
+        raise DeploymentError(
+            f"{text[:100]!r} is not a folder and a size", field=field, hint="for example /mnt/kv,100GiB"
+        )
+    return folder, parse_size(size, field)
+
+
+@dataclass(frozen=True, slots=True)
+class TierGroup:
+    """The chunks of a tier that one request of max_model_len tokens takes for one group of layers.
+
+    Attributes:
+        kind: kind of the group's layers, such as `full`, `sliding` or `state`.
+        chunk_tokens: tokens of one chunk.
+        chunks: chunks of one request that the tier keeps.
+    """
+
+    kind: str
+    chunk_tokens: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVTier:
+    """One KV tier of one replica, with the bytes that the engine really takes for it.
+
+    Attributes:
+        name: the engine's name of the tier, such as `OffloadingConnector`.
+        medium: `host` for memory, `disk` for files.
+        requested: bytes that the flags request for the whole replica; None if they request no bytes.
+        value: expected bytes on the machine, over all ranks; None for files without an upper bound.
+        low: lower bound of `value`.
+        high: upper bound of `value`.
+        rank_bytes: bytes that each rank takes on its own; None for one region that all ranks share.
+        ranks: ranks that take memory.
+        pinned: whether the memory is page-locked, so that the kernel can neither swap nor reclaim it.
+        shared: whether the memory is in /dev/shm.
+        chunk_bytes: bytes of one chunk over all ranks.
+        chunks: chunks that the tier holds; None for files without an upper bound.
+        tokens: tokens that the tier holds, in requests of max_model_len tokens; None if it is not known.
+        groups: chunks of one request for each group of layers.
+        formula: how the bytes follow from the flags.
+        source: file of the engine that the rule was read from.
+        outside: whether another process than the engine's takes the memory, such as LMCache's server.
+        note: a further fact for the reader, such as a missing limit; empty if there is none.
+    """
+
+    name: str
+    medium: Literal["host", "disk"]
+    requested: int | None
+    value: int | None
+    low: int
+    high: int | None
+    rank_bytes: int | None
+    ranks: int
+    pinned: bool
+    shared: bool
+    chunk_bytes: int
+    chunks: int | None
+    tokens: int | None
+    groups: tuple[TierGroup, ...]
+    formula: str
+    source: str
+    outside: bool = False
+    note: str = ""
+
+    def lines(self) -> list[str]:
+        """Return the tier as lines of text: bytes on host and rank, kind of memory, chunks and tokens."""
+        where = "host memory" if self.medium == "host" else "files"
+        title = f"KV tier in {where} ({self.name})"
+        if self.value is None:
+            held = [f"no upper bound, {self.chunk_bytes:,} bytes for each chunk"]
+        else:
+            held = [gib(self.value)]
+            if self.high is not None and gib(self.low) != gib(self.high):
+                held[0] = f"about {gib(self.value)}, {gib(self.low)} to {gib(self.high)}"
+            if self.rank_bytes is not None and self.ranks > 1:
+                held.append(f"{gib(self.rank_bytes)} on each of {self.ranks} ranks")
+            if self.requested is not None and gib(self.requested) != gib(self.value):
+                held.append(f"requested {gib(self.requested)}")
+        if self.medium == "host":
+            held.append("pinned" if self.pinned else "not pinned")
+        held += ["in /dev/shm"] if self.shared else []
+        held += ["of LMCache's server, not of the engine"] if self.outside else []
+        found = [f"{title}: {', '.join(held)}"]
+        if self.chunks is not None:
+            tokens = "tokens not known" if self.tokens is None else f"{self.tokens:,} tokens"
+            found.append(f"  {self.chunks:,} chunks of {self.chunk_bytes:,} bytes; {tokens}")
+        if len(self.groups) > 1:
+            for place, group in enumerate(self.groups):
+                found.append(
+                    f"  group {place}: {group.kind}, {group.chunks:,} chunks of {group.chunk_tokens:,} tokens "
+                    "for each request"
+                )
+        return [*found, f"  {self.note}"] if self.note else found

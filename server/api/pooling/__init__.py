@@ -1,0 +1,1 @@
+"""/pooling and /classify: ``protocol`` (bodies) and ``service`` (logic)."""

@@ -1,0 +1,86 @@
+"""/pooling and /classify without HTTP."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from tonnage.server.api.embeddings.protocol import EmbeddingUsage
+from tonnage.server.api.generation import Generator
+from tonnage.server.api.pooling.protocol import (
+    CLASSIFICATION_FIELDS,
+    POOLING_FIELDS,
+    Classification,
+    ClassificationList,
+    ClassificationRequest,
+    PooledData,
+    PooledList,
+    PoolingRequest,
+)
+from tonnage.server.api.pooling_run import PoolingRun, as_base64, rows_of, vector_of
+from tonnage.server.engines.chunk import Pooled
+from tonnage.server.engines.request import Pooling
+from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.state import ServerState
+
+
+class ClassificationService:
+    """Logic of the classification endpoint; every method raises ApiError or the engine's TonnageErrors."""
+
+    fields = CLASSIFICATION_FIELDS
+
+    def __init__(self, state: ServerState, generator: Generator) -> None:
+        self._state = state
+        self._generator = generator
+
+    async def complete(self, request: ClassificationRequest, ticket: Ticket) -> bytes:
+        """Return the label of each input as JSON; cancelling the call aborts the request."""
+        run = PoolingRun(self._state, self._generator, request, ticket, "classify")
+        results = await run.of_inputs(request.inputs(), Pooling(use_activation=request.use_activation))
+        answer = ClassificationList(
+            id=f"classify-{ticket.request_id}",
+            created=int(time.time()),
+            model=request.model,
+            data=[self._classification(index, result) for index, result in enumerate(results)],
+            usage=EmbeddingUsage.of(run.counts),
+        )
+        return answer.model_dump_json().encode()
+
+    def _classification(self, index: int, result: Pooled) -> Classification:
+        best = int(np.argmax(result))  # the first of equal values, as in vLLM
+        label = self._state.classifier.labels.get(best)
+        return Classification(index=index, label=label, probs=vector_of(result), num_classes=len(result))
+
+
+class PoolingService:
+    """Logic of the pooling endpoint; every method raises ApiError or the engine's TonnageErrors."""
+
+    fields = POOLING_FIELDS
+
+    def __init__(self, state: ServerState, generator: Generator) -> None:
+        self._state = state
+        self._generator = generator
+
+    async def complete(self, request: PoolingRequest, ticket: Ticket) -> bytes:
+        """Return the result of each input as JSON; cancelling the call aborts the request."""
+        state = self._state
+        run = PoolingRun(state, self._generator, request, ticket, "embed", "classify", "token_classify")
+        task = state.engine.capabilities.pools
+        if request.task not in (None, task):
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"{state.model_name!r} does the task {task!r} only; got {request.task!r}",
+                param="task",
+            )
+        results = await run.of_inputs(request.inputs(), Pooling(use_activation=request.use_activation))
+        written = as_base64 if request.encoding_format == "base64" else rows_of
+        answer = PooledList(
+            id=f"pooling-{ticket.request_id}",
+            created=int(time.time()),
+            model=request.model,
+            data=[PooledData(index=index, data=written(result)) for index, result in enumerate(results)],
+            usage=EmbeddingUsage.of(run.counts),
+        )
+        return answer.model_dump_json().encode()

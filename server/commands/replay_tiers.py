@@ -1,0 +1,138 @@
+"""The flags of ``tonnage replay`` for KV tiers, and the text and JSON of the curve of all sizes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from tonnage.planner.devices.catalogue import Gpu, find_gpu
+from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture, did_you_mean
+from tonnage.planner.plans import Plan
+from tonnage.planner.units import gib, parse_size
+
+if TYPE_CHECKING:
+    from tonnage.cache.replay.tier_curve import TierCurve
+    from tonnage.cache.replay.tiers import TierSetup
+
+_NAMES = ("host", "disk")
+# Peak bytes per second in one direction: PCIe 3.0, 4.0 and 5.0 with 16 lanes (8, 16, 32 GT/s, 128b/130b coding,
+# PCI-SIG), and NVLink-C2C (NVIDIA's Grace Hopper and Grace Blackwell data sheets: 900 GB/s in both directions).
+_PCIE_3, _PCIE_4, _PCIE_5, _C2C = 15.75e9, 31.5e9, 63.0e9, 450e9
+_FIELD = "--tiers"
+
+
+def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | None:
+    """Return the configured tiers, or None without --tiers.
+
+    Raises:
+        DeploymentError: a flag is not understood, or a bandwidth is not known.
+        UnsupportedArchitecture: the model has layers that do not keep every token.
+    """
+    if arguments.tiers is None:
+        for name in ("tier_policy", "host_bandwidth", "disk_bandwidth"):
+            if getattr(arguments, name) is not None:
+                raise DeploymentError(f"needs {_FIELD}", field=f"--{name.replace('_', '-')}")
+        return None
+    # imported here, because --help does not need it
+    from tonnage.cache.replay.tiers import TierSetup
+
+    sizes = _sizes(arguments.tiers)
+    host = _bandwidth(arguments.host_bandwidth, "--host-bandwidth")
+    disk = _bandwidth(arguments.disk_bandwidth, "--disk-bandwidth")
+    if host is None:
+        host = _link(find_gpu(arguments.gpu) if arguments.gpu else None)
+    token_bytes = token_bytes_of(plan)
+    if sizes.get("disk") and disk is None:
+        raise DeploymentError("the speed of the disk is not known", field="--disk-bandwidth", hint="GB/s")
+    return TierSetup(
+        host_bytes=sizes["host"],
+        disk_bytes=sizes.get("disk", 0),
+        token_bytes=token_bytes,
+        policy=arguments.tier_policy or "lru",
+        # Each GPU loads its own part over its own link.
+        host_bandwidth=host * token_bytes / rank_token_bytes(plan),
+        disk_bandwidth=disk or 1.0,
+    )
+
+
+def token_bytes_of(plan: Plan) -> int:
+    """Return the bytes of one token in all layers, on all ranks that divide the KV heads.
+
+    Ranks hold equal MLA latents, which a tier keeps once (vLLM 0.32, v1/kv_offload/cpu/spec.py).
+
+    Raises:
+        UnsupportedArchitecture: some layers do not keep every token, so that hits need more than a prefix.
+    """
+    layout = plan.kv_cache.layout
+    kinds = sorted({group.kind for group in layout.groups} - {"full", "mla"})
+    if kinds or not layout.groups:
+        raise UnsupportedArchitecture(
+            f"tiers are replayed for layers that keep every token; this model has {', '.join(kinds)} layers",
+            field=_FIELD,
+            hint="tonnage plan with --kv-offloading-size prints how many tokens a tier holds",
+        )
+    ranks = plan.deployment.tensor_parallel_size
+    return sum(layout.token_bytes(group) * (ranks if group.kind == "full" else 1) for group in layout.groups)
+
+
+def rank_token_bytes(plan: Plan) -> int:
+    """Return the bytes of one token in the layers that keep every token, on one rank."""
+    layout = plan.kv_cache.layout
+    return sum(layout.token_bytes(group) for group in layout.groups if group.kind != "state")
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """Parse host=SIZE,disk=SIZE into bytes."""
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (word.strip() for word in part.partition("="))
+        if not equals:
+            raise DeploymentError(
+                f"{part[:60]!r} is not NAME=SIZE", field=_FIELD, hint="for example host=64GiB"
+            )
+        if name not in _NAMES:
+            hint = did_you_mean(name, _NAMES) or "host or disk"
+            raise DeploymentError(f"{name[:60]!r} is not a tier", field=_FIELD, hint=hint)
+        if name in found:
+            raise DeploymentError(f"{name} is given twice", field=_FIELD)
+        found[name] = parse_size(size, _FIELD)
+    if "host" not in found:
+        raise DeploymentError(
+            "a disk tier is behind one in host memory", field=_FIELD, hint="host=SIZE,disk=SIZE"
+        )
+    return found
+
+
+def _bandwidth(value: float | None, field: str) -> float | None:
+    if value is not None and not 0 < value < float("inf"):
+        raise DeploymentError(f"{value} is not a positive finite number", field=field)
+    return None if value is None else value * 1e9
+
+
+def _link(gpu: Gpu | None) -> float:
+    """Return the peak bandwidth from host memory to a GPU, in bytes per second."""
+    if gpu is not None and gpu.name.startswith(("gh200", "gb200", "gb300")):
+        return _C2C
+    if gpu is None or gpu.capability is None:
+        raise DeploymentError(
+            "the bandwidth from host memory to the device is not known", field="--host-bandwidth", hint="GB/s"
+        )
+    return _PCIE_3 if gpu.capability < (8, 0) else _PCIE_4 if gpu.capability < (9, 0) else _PCIE_5
+
+
+def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
+    """Return the curve as (size, hit rate) text, with the knee."""
+    rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
+    rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]
+    knee = curve.knee()
+    return [*rows, ("  knee", f"{gib(knee * chunk_bytes)}, {100 * curve.hit_rate(knee):.2f} %")]
+
+
+def curve_dict(curve: TierCurve, chunk_bytes: int) -> dict[str, object]:
+    """Return the curve for ``--json``."""
+    return {
+        "points": [{"bytes": size, "hit_rate": round(rate, 5)} for size, rate in curve.points(chunk_bytes)],
+        "highest": round(curve.highest, 5),
+        "knee_bytes": curve.knee() * chunk_bytes,
+        "sampled": round(curve.rate, 5),
+    }

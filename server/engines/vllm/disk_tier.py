@@ -1,0 +1,333 @@
+"""A secondary tier of vLLM's KV offloading: a folder on disk that never exceeds its size.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184,
+        "secondary_tiers": [{"type": "tonnage", "module_path": "tonnage.server.engines.vllm.disk_tier",
+          "path": "/mnt/kv", "size": "1TiB"}]}}'
+
+vLLM's own tier ``fs`` has no upper bound. vLLM calls all methods in the scheduler's thread. They only look at
+the index in memory and hand work to threads (vLLM 0.32, v1/kv_offload/tiering/base.py).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from tonnage.cache.disk import DiskCounts, DiskStore
+from tonnage.cache.disk.files import files_of
+from tonnage.cache.disk.metrics import GAUGES, METRICS, metric_name
+from tonnage.cache.disk.pace import ReadRule
+from tonnage.planner.errors import DeploymentError
+from tonnage.planner.units import parse_size
+
+# This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
+log = init_logger(f"vllm.{__name__}")
+
+# Reads of requests that wait come first: they have threads of their own. More threads do not help a disk whose
+# queue is full, and each holds a block.
+READERS, WRITERS = 4, 2
+# Bytes of blocks that may wait to be written. vLLM keeps them in the host tier until they are written, so a
+# slow disk would fill the host tier with them.
+WAITING_BYTES = 256 << 20
+# Seconds between two reports of the metrics. Prometheus scrapes every few seconds.
+REPORT_SECONDS = 0.5
+_Work = Callable[[Any, memoryview], bool]  # writes or reads the block of a key; returns whether it succeeded
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+_VALUES = attrgetter(*METRICS)
+_EXPORTED = [(metric_name(name), name in GAUGES) for name in METRICS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A job that has ended.
+
+    Attributes:
+        result: What vLLM is told.
+        read: Whether the job read.
+        waited: Chunks that waited to be written.
+        loaded: Chunks that were read.
+        seconds: Seconds since the job was submitted.
+    """
+
+    result: JobResult
+    read: bool
+    waited: int
+    loaded: int
+    seconds: float
+
+
+class _Threads:
+    """Threads that run jobs in the order of their arrival.
+
+    `concurrent.futures` has the same, at 50 us of the caller's time for each job.
+    """
+
+    def __init__(self, count: int, name: str, run: Callable[[TransferJob, float], None]) -> None:
+        self._jobs: SimpleQueue[tuple[TransferJob, float] | None] = SimpleQueue()
+        self._run, self._closed = run, False
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for _ in range(count)]
+        for each in self._threads:
+            each.start()
+
+    def submit(self, job: TransferJob) -> None:
+        """Run a job in one of the threads."""
+        self._jobs.put((job, time.monotonic()))
+
+    def close(self) -> None:
+        """End the threads after the jobs that they are running; jobs that wait are not run."""
+        self._closed = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        for each in self._threads:
+            each.join()
+
+    def _work(self) -> None:
+        while (found := self._jobs.get()) is not None and not self._closed:
+            self._run(*found)
+
+
+class DiskTier(SecondaryTierManager):
+    """The disk tier.
+
+    Args:
+        offloading_spec: vLLM's offloading configuration.
+        primary_kv_view: Bytes of the host tier, of shape (chunks, bytes of a chunk).
+        tier_type: Name of the tier in vLLM's metrics.
+        path: The folder; one server writes it.
+        size: Upper bound of the folder, such as "1TiB", or an integer of bytes.
+        read_only: Whether another server writes the folder.
+        revision: Revision of the model's weights, where its name does not tell. Blocks of another revision are
+            never read.
+        waiting: Upper bound of the bytes that wait to be written; further blocks are dropped.
+        prefill: Prompt tokens a second that the engine computes, to compare reads with. Without it the tier
+            measures how long requests take from a miss to their first chunks.
+        backpressure_detector: vLLM's own detector of a slow tier.
+
+    Raises:
+        DeploymentError: an option is invalid.
+        DiskError: the folder cannot be used, or another server writes it.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        path: str,
+        size: str | int,
+        read_only: bool = False,
+        revision: str = "",
+        waiting: str | int = WAITING_BYTES,
+        prefill: float | None = None,
+        backpressure_detector: Any = None,
+        **unknown: object,
+    ) -> None:
+        if unknown:
+            raise DeploymentError(
+                f"the disk tier has no option {next(iter(unknown))!r}", field="secondary_tiers",
+                hint="it has path, size, read_only, revision, waiting and prefill",
+            )  # fmt: skip
+        self._rule = ReadRule(None if prefill is None else _tokens_of_chunk(offloading_spec) / _pace(prefill))
+        self._most_waiting = parse_size(str(waiting), "waiting")
+        more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)  # vLLM 0.30 has no detector
+        assert primary_kv_view.strides is not None
+        self._chunk: int = primary_kv_view.strides[0]  # bytes
+        mapper = FileMapper.from_offloading_spec(
+            root_dir="", offloading_spec=offloading_spec, blocks_per_file=offloading_spec.blocks_per_chunk,
+            parallel_agnostic=True,
+        )  # fmt: skip
+        namespace = mapper.get_run_config() | {
+            "rank": mapper.rank, "bytes": self._chunk, "revision": revision,
+            "files": files_of(mapper.get_run_config()["model_name"]),
+        }  # fmt: skip
+        self._store = DiskStore(
+            Path(path), parse_size(str(size), "size"), namespace, read_only=_flag(read_only)
+        )
+        self._bytes = primary_kv_view.cast("B")
+        self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not reported yet
+        self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
+        self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
+        self._ended: deque[_Ended] = deque()
+        self._report_at = 0.0  # time of the next report of the metrics
+        self._reported = _VALUES(DiskCounts(0))
+        self._may_read: dict[str, int | None] = {}  # chunks that a request may read; None: all
+        self._missed: dict[str, float] = {}  # time of a request's last miss, until its first chunks are stored
+
+    # -- methods that vLLM calls -----------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Return vLLM's default policy: each chunk is offloaded when it is complete."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        """Return whether the index has the chunk, and reading it is faster than computing it."""
+        request = req_context.req_id
+        if self._store.contains(key) and self._reads(request):
+            return _HIT
+        self._missed[request] = time.monotonic()
+        return _MISS
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        """Note that the chunks were used."""
+        self._store.touch(list(keys))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Write the chunks of a job later, or drop them if too many bytes wait already."""
+        count = len(job_metadata.keys)
+        size = count * self._chunk
+        since = self._missed.pop(job_metadata.req_context.req_id, None)
+        if since is not None:  # later chunks of a prompt come with other steps, whose time is not known
+            self._rule.computed(count, time.monotonic() - since)
+        self._unfinished += 1
+        if self._waiting and self._waiting + size > self._most_waiting:
+            self._store.drop(count)
+            self._ended.append(_Ended(JobResult(job_metadata.job_id, success=False), False, 0, 0, 0.0))
+            return
+        self._waiting += size
+        self._writers.submit(job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Read the chunks of a job in another thread."""
+        self._unfinished += 1
+        self._readers.submit(job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that have ended since the last call."""
+        found = []
+        while self._ended:
+            each = self._ended.popleft()
+            self._unfinished -= 1
+            if not each.read:
+                self._waiting -= each.waited * self._chunk
+            elif each.loaded:
+                self._rule.read(each.loaded, each.seconds)
+            found.append(each.result)
+        return found
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Note that the request's chunks were used, also those found in the host tier, and forget it."""
+        # vLLM 0.32 has no public method that lists the keys of a request.
+        keys = tuple(getattr(req_context, "_offload_key_positions", ()))
+        if keys:
+            self._store.touch(keys[::-1])  # the first chunk is the most recent one: others need it
+        self._may_read.pop(req_context.req_id, None)
+        self._missed.pop(req_context.req_id, None)
+
+    def drain_jobs(self) -> None:
+        """Wait until each job has ended."""
+        while len(self._ended) < self._unfinished:
+            time.sleep(0.001)
+
+    def shutdown(self) -> None:
+        """End the threads and release the folder; jobs that wait are not run."""
+        self._readers.close()
+        self._writers.close()
+        self._bytes.release()
+        self._store.close()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Return the metrics ``tonnage_tier_*``."""
+        found: dict[str, OffloadingMetricMetadata] = {}
+        for name, what in METRICS.items():
+            kind = OffloadingGaugeMetadata if name in GAUGES else OffloadingCounterMetadata
+            found[metric_name(name)] = kind(documentation=what)
+        return found
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the gauges, and the increases of the counters since the last report; None until it is due."""
+        if (time_now := time.monotonic()) < self._report_at:
+            return None
+        self._report_at = time_now + REPORT_SECONDS
+        now, before = _VALUES(self._store.counts()), self._reported
+        self._reported = now
+        stats = OffloadingConnectorStats()
+        for (name, gauge), value, old in zip(_EXPORTED, now, before, strict=True):
+            if gauge:
+                stats.set_gauge(name, float(value))
+            elif value != old:
+                stats.increase_counter(name, value - old)
+        return stats
+
+    def _reads(self, request: str) -> bool:
+        """Return whether a request may read one more chunk. The rule is asked once for each request."""
+        may = self._may_read
+        if request not in may:
+            may[request] = self._rule.blocks_to_read()
+            if may[request] is not None:
+                self._store.decline()
+        left = may[request]
+        if left:
+            may[request] = left - 1
+        return left != 0
+
+    # -- work of the threads ---------------------------------------------------------------------------------
+
+    def _read(self, job: TransferJob, asked: float) -> None:
+        self._run(self._store.load, job, asked)
+
+    def _write(self, job: TransferJob, asked: float) -> None:
+        self._run(self._store.store, job, asked)
+
+    def _run(self, work: _Work, job: TransferJob, asked: float) -> None:
+        """Run one job; each job ends with a result, whatever happens."""
+        since, done, keys = time.monotonic(), [], list(job.keys)
+        try:
+            for key, chunk in zip(keys, job.chunk_ids.tolist(), strict=True):
+                at = chunk * self._chunk
+                if work(key, self._bytes[at : at + self._chunk]):
+                    done.append(key)
+        except Exception:
+            log.exception("a job of the disk tier failed")
+        now = time.monotonic()
+        result = JobResult(
+            job.job_id, success=len(done) == len(keys), successful_keys=tuple(done) or None,
+            transfer_time=now - since,
+        )  # fmt: skip
+        self._ended.append(_Ended(result, job.is_promotion, len(keys), len(done), now - asked))
+
+
+# vLLM finds the class in this module under the `type` of its configuration.
+tonnage = DiskTier
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise DeploymentError("is not true or false", field="read_only")
+    return value
+
+
+def _pace(prefill: object) -> float:
+    if isinstance(prefill, bool) or not isinstance(prefill, int | float) or not 0 < prefill < math.inf:
+        raise DeploymentError(f"{prefill!r} is not a positive number of tokens a second", field="prefill")
+    return float(prefill)
+
+
+def _tokens_of_chunk(offloading_spec: Any) -> int:
+    """Return the fewest tokens of a chunk: groups of several block sizes have chunks of several lengths."""
+    return int(min(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk)

@@ -1,0 +1,119 @@
+"""The learned order of eviction as a policy of vLLM's KV tier in host memory.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {"cpu_bytes_to_use": 17179869184, "eviction_policy": "LearnedCachePolicy",
+        "cache_policy_module_path": "tonnage.server.engines.vllm.host_policy"}}'
+
+vLLM's manager of the tier keeps the chunks in the policy and asks it which to evict (vLLM 0.32,
+v1/kv_offload/cpu/policies/base.py). `tonnage.cache.eviction.chunk_order` decides; this module adapts it.
+
+An exception in our code never fails a request: after the first one, the least recently used chunks are evicted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
+
+from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
+
+# This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
+log = init_logger(f"vllm.{__name__}")
+
+
+class LearnedCachePolicy(CachePolicy):
+    """vLLM's chunks in host memory, evicted in the learned order.
+
+    Args:
+        cache_capacity: Chunks of the tier.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._chunks: OrderedDict[Any, ChunkStatus] = OrderedDict()  # the least recently used first
+        self._busy: dict[Any, int] = {}  # transfers of chunks that may be in transfer
+        self._order: LearnedChunkOrder[Any] | None = LearnedChunkOrder(
+            cache_capacity
+        )  # None after an exception
+
+    def get(self, key: Any) -> ChunkStatus | None:
+        """Return a chunk, or None if it is not in the tier."""
+        return self._chunks.get(key)
+
+    def insert(self, key: Any, chunk: ChunkStatus) -> None:
+        """Add a chunk that is about to be stored."""
+        self._chunks[key], self._busy[key] = chunk, chunk.ref_cnt
+        self._learned(lambda order: order.insert(key))
+
+    def remove(self, key: Any) -> None:
+        """Remove a chunk whose store has failed."""
+        del self._chunks[key]
+        self._busy.pop(key, None)
+        self._learned(lambda order: order.remove(key))
+
+    def touch(self, keys: Iterable[Any], req_context: Any) -> None:
+        """Make chunks the most recent ones, the first chunk last; the learned order sees whole requests."""
+        for key in reversed(list(keys)):
+            if key in self._chunks:
+                self._chunks.move_to_end(key)
+
+    def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
+        """Do nothing: the chunks are inserted next."""
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[Any]],
+        insertion_only_keys: set[Any],
+        reused_keys: set[Any],
+        req_context: Any,
+    ) -> None:
+        """Learn from the chunks that a request used, group by group in prefix order."""
+        self.touch(order_request_keys(key_groups, req_context), req_context)
+
+        def finish(order: LearnedChunkOrder[Any]) -> None:
+            for keys in key_groups:
+                order.finish(keys, reused_keys)
+
+        self._learned(finish)
+
+    def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, ChunkStatus]] | None:
+        """Remove and return ``n`` chunks that are neither in transfer nor protected; None changes nothing."""
+        if self._order is not None:
+            keys = self._learned(lambda order: order.evict(n, protected, self._busy))
+            if self._order is not None:
+                return None if keys is None else [(key, self._chunks.pop(key)) for key in keys]
+        idle = (key for key, chunk in self._chunks.items() if chunk.ref_cnt == 0 and key not in protected)
+        oldest = [key for key, _ in zip(idle, range(n), strict=False)]
+        return [(key, self._chunks.pop(key)) for key in oldest] if len(oldest) == n else None
+
+    def mark_evictable(self, key: Any) -> None:
+        """Note that a chunk's last transfer has ended."""
+        self._busy.pop(key, None)
+
+    def mark_non_evictable(self, key: Any) -> None:
+        """Note that a chunk is in transfer, and keep it until the request that loads it ends."""
+        self._busy[key] = 1
+        self._learned(lambda order: order.use((key,)))
+
+    def clear(self) -> None:
+        """Remove all chunks."""
+        self._chunks.clear()
+        self._busy.clear()
+        self._learned(lambda order: order.clear())
+
+    def _learned(self, call: Callable[[LearnedChunkOrder[Any]], Any]) -> Any:
+        """Return what a call of the learned order returns; after an exception, never call it again."""
+        if self._order is None:
+            return None
+        try:
+            return call(self._order)
+        except Exception:
+            log.exception(
+                "the learned eviction of the host tier is off; least recently used chunks are evicted"
+            )
+            self._order = None
+            return None

@@ -1,0 +1,53 @@
+"""Metrics of the hf engine's KV tier. The names of the disk tier are those of the tier inside vLLM.
+
+`tonnage watch` exports those that a watched server reports under the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from tonnage.cache.disk.metrics import GAUGES, METRICS
+from tonnage.server.engines.stats import TierStats
+from tonnage.server.observe.metrics.families import Page
+
+# Names and descriptions of the metrics of host memory, and of what the whole tier saves and takes, without the
+# prefix ``tonnage_tier_``
+HOST_GAUGES = ("host_size", "host_used", "host_blocks")
+HOST_METRICS = {
+    "host_size": "Planned bytes of the KV tier's host memory.",
+    "host_used": "Bytes of the blocks in the KV tier's host memory.",
+    "host_blocks": "Blocks in the KV tier's host memory.",
+    "host_stored": "Blocks copied from the pool to host memory.",
+    "host_evicted": "Blocks removed from host memory to make room.",
+    "host_hit_tokens": "Tokens loaded from the KV tier instead of being computed; those read from disk, too.",
+    "host_load_seconds": "Seconds of copies from host memory to the pool.",
+    "saved_seconds": "Estimated seconds of prefill that blocks loaded from the KV tier saved.",
+    "spent_seconds": "Seconds that the KV tier took: copies, and reads that requests waited for.",
+}
+
+
+def host_metric_name(name: str) -> str:
+    """Return the Prometheus name of a metric in `HOST_METRICS`; a counter's ends in ``_total``."""
+    return f"tonnage_tier_{name}" if name in HOST_GAUGES else f"tonnage_tier_{name}_total"
+
+
+def tier_families(page: Page, tier: TierStats | None, block_size: int) -> None:
+    """Write the blocks, bytes and hits of the host memory and of the folder behind it; nothing without a tier.
+
+    Args:
+        page: the metrics page to write to.
+        tier: statistics of the tier.
+        block_size: tokens of a block.
+    """
+    if tier is None:
+        return
+    values = {**asdict(tier), "host_hit_tokens": tier.host_hit_blocks * block_size}
+    for name, text in HOST_METRICS.items():
+        write = page.gauge if name in HOST_GAUGES else page.counter
+        write(f"tonnage_tier_{name}", text, values[name])
+    if tier.disk is None:
+        return
+    for name, value in asdict(tier.disk).items():
+        write = page.gauge if name in GAUGES else page.counter
+        write(f"tonnage_tier_{name}", METRICS[name], value)

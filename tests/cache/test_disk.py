@@ -1,0 +1,285 @@
+"""A folder of KV blocks on disk: its size, damaged files, killed writers, and who may use it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import PATIENCE
+
+from tonnage.cache.disk import DiskError, DiskStore
+from tonnage.planner.model.tier import HEADER_BYTES, blocks_on_disk
+
+MODEL = {"model": "demo", "dtype": "bfloat16"}
+
+
+@contextmanager
+def opened(
+    path: Path, size: int = 4 << 20, namespace: dict[str, str] = MODEL, **more: bool
+) -> Iterator[DiskStore]:
+    store = DiskStore(path, size, namespace, **more)
+    try:
+        store.wait_until_ready(PATIENCE)
+        yield store
+    finally:
+        store.close()
+
+
+def block(number: int, size: int) -> memoryview:
+    """Return a block's bytes, which follow from its number."""
+    return memoryview(random.Random(number).randbytes(size))
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(36, "big")
+
+
+def read(store: DiskStore, number: int, size: int) -> bytes | None:
+    into = memoryview(bytearray(size))
+    return bytes(into) if store.load(key(number), into) else None
+
+
+def du(path: Path) -> int:
+    """Return the bytes that a folder takes, as ``du`` counts them."""
+    done = subprocess.run(["du", "-sB1", str(path)], capture_output=True, text=True)  # 1: a file ends meanwhile
+    return int(done.stdout.split()[0])
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.kv"))
+
+
+def test_blocks_are_there_after_a_restart_in_the_order_of_their_use(tmp_path: Path) -> None:
+    size = 100_000
+    with opened(tmp_path, 1 << 20) as store:
+        for number in range(9):
+            assert store.store(key(number), block(number, size))
+            time.sleep(0.01)  # modification times differ
+        assert read(store, 0, size) == block(0, size)
+    with opened(tmp_path, 1 << 20) as store:
+        held = [number for number in range(9) if store.contains(key(number))]
+        assert 0 in held
+        for number in range(100, 100 + len(held) - 1):
+            assert store.store(key(number), block(number, size))
+        assert store.contains(key(0))  # it was read last
+        assert not any(store.contains(key(number)) for number in range(1, 9))
+        assert read(store, 0, size) == block(0, size)
+
+
+def test_folder_never_exceeds_its_size(tmp_path: Path) -> None:
+    """Ten times the folder's size is written by four threads, beside files and blocks from before."""
+    limit, chance = 8 << 20, random.Random(0)
+    path = tmp_path / "kv"
+    with opened(path, 64 << 20, {"model": "another"}) as store:
+        for number in range(40):
+            store.store(key(number), block(number, 100_000))
+    (path / "notes.txt").write_bytes(b"x" * 1_000_000)
+    most, end = [0], threading.Event()
+    with opened(path, limit) as store:
+
+        def watch() -> None:
+            while not end.wait(0.05):
+                most[0] = max(most[0], du(path))
+
+        def write(first: int) -> None:
+            for number in range(first, first + 200):
+                size = chance.choice((1, 4_096, 70_000, 300_000))
+                store.store(key(number), block(number, size))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        writers = [threading.Thread(target=write, args=(1000 * at,)) for at in range(1, 5)]
+        for each in writers:
+            each.start()
+        for each in writers:
+            each.join()
+        end.set()
+        watcher.join()
+        counts = store.counts()
+        assert counts.written_bytes > 9 * limit
+        assert counts.stored + counts.dropped == 800
+        assert counts.dropped == 0
+        assert 0 < most[0] <= limit
+        assert du(path) <= counts.used <= limit
+        assert counts.blocks == len(files(path))
+    assert (path / "notes.txt").stat().st_size == 1_000_000
+
+
+@pytest.mark.parametrize("size", [4_000, 20_000])
+def test_full_folder_holds_the_planned_number_of_blocks(tmp_path: Path, size: int) -> None:
+    limit = 12 << 20
+    with opened(tmp_path / "kv", limit) as store:
+        for number in range(4_000):
+            digest = hashlib.sha256(key(number)).digest()  # vLLM's keys are hashes, so all directories are used
+            assert store.store(digest, block(number, size))
+        assert store.counts().blocks == blocks_on_disk(limit, size)
+
+
+def test_folder_that_was_larger_is_brought_within_its_size(tmp_path: Path) -> None:
+    with opened(tmp_path, 8 << 20) as store:
+        for number in range(60):
+            store.store(key(number), block(number, 100_000))
+    assert du(tmp_path) > 2 << 20
+    with opened(tmp_path, 2 << 20) as store:
+        assert du(tmp_path) <= 2 << 20
+        assert store.counts().evicted > 0
+
+
+def test_other_files_that_fill_the_folder_leave_no_room_and_stay(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_bytes(b"x" * (2 << 20))
+    with opened(tmp_path, 1 << 20) as store:
+        assert not store.store(key(1), block(1, 1000))
+        assert store.counts().dropped == 1
+    assert (tmp_path / "mine").stat().st_size == 2 << 20
+
+
+def test_block_larger_than_the_folder_is_dropped_and_evicts_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, 1 << 20) as store:
+        assert store.store(key(1), block(1, 1000))
+        assert not store.store(key(2), block(2, 2 << 20))
+        assert store.contains(key(1))
+
+
+@pytest.mark.parametrize("damage", ["cut off", "longer", "one bit", "header", "gone", "another block", "empty"])
+def test_damaged_block_is_a_miss_and_never_wrong(tmp_path: Path, damage: str) -> None:
+    with opened(tmp_path) as store:
+        assert store.store(key(1), block(1, 50_000))
+        assert store.store(key(2), block(2, 50_000))
+        path = next(each for each in files(tmp_path) if each.stem == key(1).hex())
+        data = bytearray(path.read_bytes())
+        if damage == "gone":
+            path.unlink()
+        else:
+            if damage == "cut off":
+                del data[-1:]
+            elif damage == "longer":
+                data += b"x"
+            elif damage == "one bit":
+                data[HEADER_BYTES + 40_000] ^= 1
+            elif damage == "header":
+                data[20] ^= 1
+            elif damage == "empty":
+                data = bytearray()
+            else:
+                data = bytearray(next(each for each in files(tmp_path) if each != path).read_bytes())
+            path.write_bytes(data)
+        assert store.contains(key(1))
+        assert read(store, 1, 50_000) is None
+        assert not store.contains(key(1))
+        assert store.counts().lost == 1
+        assert store.store(key(1), block(1, 50_000))  # it is computed and written again
+        assert read(store, 1, 50_000) == block(1, 50_000)
+
+
+def test_blocks_of_another_namespace_are_never_read(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        store.store(key(1), block(1, 1000))
+    with opened(tmp_path, namespace=MODEL | {"dtype": "float16"}) as store:
+        assert not store.contains(key(1))
+        assert read(store, 1, 1000) is None
+    with opened(tmp_path) as store:
+        assert read(store, 1, 1000) == block(1, 1000)
+
+
+def test_folder_belongs_to_one_server_and_others_may_read_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as writer:
+        writer.store(key(1), block(1, 1000))
+        with pytest.raises(DiskError, match=f"belongs to another server \\(process {os.getpid()}\\)"):
+            DiskStore(tmp_path, 1 << 20, MODEL)
+        with opened(tmp_path, read_only=True) as reader:
+            assert read(reader, 1, 1000) == block(1, 1000)
+            assert not reader.store(key(2), block(2, 1000))
+            assert read(writer, 1, 1000) == block(1, 1000)
+    with opened(tmp_path) as writer:
+        assert writer.counts().blocks == 1
+
+
+def test_only_the_owner_can_read_the_blocks(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv") as store:
+        store.store(key(1), block(1, 1000))
+    (file,) = files(tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_full_disk_costs_writes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the file size stands for the disk: the kernel fails the write in the middle of a file."""
+    code = f"""
+import resource, signal, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from tests_disk import opened, block, key, read, files
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with opened(Path({str(tmp_path)!r})) as store:
+    assert store.store(key(1), block(1, 50_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    for number in range(2, 9):
+        assert not store.store(key(number), block(number, 50_000))
+    assert store.counts().dropped == 7
+    assert read(store, 1, 50_000) == block(1, 50_000)
+    assert store.store(key(9), block(9, 10_000))
+    assert store.counts().used < 200_000
+assert len(files(Path({str(tmp_path)!r}))) == 2
+assert not list(Path({str(tmp_path)!r}).rglob("*.tmp"))
+"""
+    helper = f"import importlib.util as u, sys; s = u.spec_from_file_location('tests_disk', {__file__!r}); "
+    helper += "m = u.module_from_spec(s); sys.modules['tests_disk'] = m; s.loader.exec_module(m)\n"
+    lines = code.strip().split("\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([lines[0], lines[1], helper, *lines[2:]])],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+WRITER = """
+import random, sys
+from pathlib import Path
+from tonnage.cache.disk import DiskStore
+store = DiskStore(Path(sys.argv[1]), 3 << 20, {"model": "demo", "dtype": "bfloat16"})
+assert store.wait_until_ready(60)
+print("ready", flush=True)
+chance = random.Random(int(sys.argv[2]))
+while True:
+    number = chance.randrange(200)
+    store.store(number.to_bytes(36, "big"), memoryview(random.Random(number).randbytes(60_000)))
+"""
+
+
+def test_killed_writer_leaves_a_usable_folder_and_no_wrong_block(tmp_path: Path) -> None:
+    """Kills at random moments; after each the last writes are cut off, as a machine that loses power does."""
+    chance, found = random.Random(1), 0
+    for turn in range(int(os.environ.get("TONNAGE_KILLS", "12"))):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(turn)], stdout=subprocess.PIPE
+        )
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(chance.random() * 0.2)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        assert du(tmp_path) <= 3 << 20
+        newest = sorted(files(tmp_path), key=lambda each: each.stat().st_mtime)[-3:]
+        for each in newest:
+            os.truncate(each, chance.randrange(60_000))
+        with opened(tmp_path, 3 << 20) as store:
+            assert store.counts().ready
+            for number in range(200):
+                if store.contains(key(number)):
+                    data = read(store, number, 60_000)
+                    assert data is None or data == block(number, 60_000)
+                    found += data is not None
+            assert store.counts().lost == len(newest)
+    assert found > 0

@@ -1,0 +1,61 @@
+"""The rule that reads a disk tier only where that is faster than computing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tonnage.cache.disk import pace
+from tonnage.cache.disk.pace import ReadRule
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the monotonic clock by a list of one time in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_requests_read_until_both_costs_are_known() -> None:
+    rule = ReadRule()
+    assert rule.blocks_to_read() is None
+    rule.read(10, 100.0)
+    assert rule.blocks_to_read() is None
+    rule.computed(10, 1.0)
+    assert rule.blocks_to_read() == 0
+
+
+def test_given_cost_of_computing_replaces_the_measured_one() -> None:
+    rule = ReadRule(compute_seconds=0.5)
+    rule.computed(10, 1.0)
+    rule.read(10, 4.0)
+    assert rule.compute_seconds == 0.5
+    assert rule.blocks_to_read() is None
+    rule.read(10, 40.0)
+    assert rule.blocks_to_read() == 0
+
+
+def test_recovered_disk_is_found_by_one_block_a_minute(clock: list[float]) -> None:
+    rule = ReadRule()
+    rule.computed(10, 1.0)
+    rule.read(1000, 1000.0)
+    assert [rule.blocks_to_read() for _ in range(3)] == [0, 0, 0]
+    clock[0] += pace.PROBE_SECONDS
+    assert [rule.blocks_to_read() for _ in range(3)] == [1, 0, 0]
+    rule.read(1, 1.0)  # still slow
+    assert rule.blocks_to_read() == 0
+    clock[0] += pace.PROBE_SECONDS
+    assert rule.blocks_to_read() == 1
+    rule.read(1, 0.01)
+    assert rule.blocks_to_read() is None
+
+
+def test_recent_measurements_decide(clock: list[float]) -> None:
+    rule = ReadRule()
+    rule.computed(10, 1.0)
+    for _ in range(20):
+        rule.read(10, 0.1)
+    assert rule.blocks_to_read() is None
+    for _ in range(10):
+        rule.read(10, 10.0)
+    assert rule.blocks_to_read() == 0

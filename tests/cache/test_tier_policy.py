@@ -1,0 +1,143 @@
+"""Tests of the learned order of KV tiers, of its admission, and of the optimum."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import combinations, count
+
+import pytest
+
+from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
+from tonnage.cache.replay.chunk_store import ChunkStore, ChunkUse
+from tonnage.cache.replay.tier_curve import chunk_uses, optimum, tier_curve
+from tonnage.cache.replay.trace import Trace, TraceRequest
+
+
+def serve(store: ChunkStore, keys: Sequence[int]) -> int:
+    """Run one request through a store and return the number of chunks that it hits."""
+    use, hit = ChunkUse(tuple(keys)), 0
+    while hit < len(keys) and store.lookup(keys[hit]):
+        hit += 1
+    store.load(use, 0, hit)
+    store.loaded(use, 0, hit)
+    if new := store.store(use, hit, len(keys)):
+        store.written(new)
+    store.finish(use)
+    return hit
+
+
+def conversations(requests: int) -> list[tuple[int, ...]]:
+    """Return prompts of which a fifth belong to conversations that continue, and the others never return."""
+    draw, fresh, prompts = random.Random(4), count(1), list[tuple[int, ...]]()
+    live = [[next(fresh) for _ in range(4)] for _ in range(12)]
+    for _ in range(requests):
+        if draw.random() < 0.2:
+            prompt = draw.choice(live)
+            prompt.append(next(fresh))
+            if len(prompt) > 12:
+                prompt[:] = [next(fresh) for _ in range(4)]
+            prompts.append(tuple(prompt))
+        else:
+            prompts.append(tuple(next(fresh) for _ in range(5)))
+    return prompts
+
+
+def test_learned_hits_more_than_lru_and_stores_less() -> None:
+    prompts, hits, stores = conversations(3000), {}, {}
+    for policy in ("lru", "arc", "learned"):
+        stores[policy] = ChunkStore(128, policy)
+        hits[policy] = sum(serve(stores[policy], prompt) for prompt in prompts)
+    assert hits["learned"] > 1.2 * hits["lru"]
+    assert hits["learned"] >= 0.99 * hits["arc"]
+    assert stores["learned"].declined > 0
+    assert stores["learned"].stored < 0.8 * stores["lru"].stored
+
+
+def test_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
+    learned, lru = ChunkStore(8, "learned"), ChunkStore(8)
+    prompt = tuple(range(20))
+    for store in (learned, lru):
+        use = ChunkUse(prompt)
+        for start in range(0, 20, 4):  # in prefill steps of four chunks
+            if new := store.store(use, start, start + 4):
+                store.written(new)
+        store.finish(use)
+    assert [learned.lookup(key) for key in range(9)] == [True] * 8 + [False]
+    assert not lru.lookup(0)
+
+
+def test_conversation_that_outgrows_the_tier_hits_its_beginning_in_every_turn() -> None:
+    """Chunks that a turn has loaded stay until it ends: new ones, which no hit reaches, evict none of them."""
+    store = ChunkStore(16, "learned")
+    assert [serve(store, range(length)) for length in range(12, 40)] == [0, *range(12, 16), *[16] * 23]
+
+
+def test_simulated_lru_has_the_whole_tier_while_requests_run() -> None:
+    """LRU would also evict chunks of running requests, so these do not make its simulated tier smaller."""
+    store, long = ChunkStore(100, "learned"), ChunkUse(tuple(range(60)))
+    serve(store, long.keys)
+    store.load(long, 0, 60)  # a request that runs until the end of the test
+    store.loaded(long, 0, 60)
+    for start in range(100, 140, 10):
+        serve(store, range(start, start + 10))
+    serve(store, range(100, 110))
+    assert isinstance(store.order, LearnedChunkOrder)
+    assert store.order._order.arrays.model["alive"][0] == 100
+
+
+def test_chunks_of_running_requests_and_kept_ones_are_not_evicted() -> None:
+    order: LearnedChunkOrder[int] = LearnedChunkOrder(4)
+    for key in range(4):
+        order.insert(key)
+    assert order.evict(1, set(), {}) is None
+    order.finish((0, 1), set())
+    assert order.evict(2, {0}, {}) is None
+    assert order.evict(1, set(), {}) == [1]
+    assert 0 in order
+    order.finish((0, 2, 3), {0})
+    assert order.evict(1, set(), {3: 1}) == [2]
+    order.remove(3)
+    assert len(order) == 1
+    order.clear()
+    assert len(order) == 0
+
+
+def trace_of(*prompts: Sequence[int]) -> Trace:
+    return Trace("t", "log", tuple(
+        TraceRequest(float(at), 64 * len(ids), 1, hash_ids=tuple(ids), hash_block=64)
+        for at, ids in enumerate(prompts)
+    ))  # fmt: skip
+
+
+def best(uses: tuple[int, ...], size: int) -> int:
+    """Return the most hits of any policy, by trying every content after every use."""
+    reached = {frozenset[int](): 0}
+    for key in uses:
+        following: dict[frozenset[int], int] = {}
+        for content, hits in reached.items():
+            found, offered = hits + (key in content), content | {key}
+            for length in range(min(size, len(offered)) + 1):
+                for kept in map(frozenset, combinations(offered, length)):
+                    following[kept] = max(following.get(kept, 0), found)
+        reached = following
+    return max(reached.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_optimum_equals_the_best_of_all_policies(seed: int) -> None:
+    draw = random.Random(seed)
+    prompts = [[10 * draw.randrange(3) + place for place in range(draw.randrange(1, 3))] for _ in range(12)]
+    trace = trace_of(*prompts)
+    uses = chunk_uses(trace)
+    keys, tokens = tuple(uses.keys.tolist()), sum(request.prompt_tokens for request in trace.requests)
+    for size in (1, 2, 3):
+        assert optimum(uses, size) == pytest.approx(best(keys, size) * 64 / tokens)
+
+
+def test_optimum_of_every_size_is_an_upper_bound_and_of_any_size_the_highest() -> None:
+    uses = chunk_uses(trace_of(*conversations(400)))
+    curve = tier_curve(uses)
+    for size in (16, 64, 256):
+        assert curve.hit_rate(size) <= optimum(uses, size) <= curve.highest + 1e-9
+    assert optimum(uses, uses.distinct) == pytest.approx(curve.highest)
