@@ -116,7 +116,8 @@ class Simulator:
             max_num_batched_tokens=setup.max_model_len if setup.whole_prompts else setup.budget,
             enable_prefix_caching=self.caching,
             policy=setup.policy,
-            hash_seed=0,  # Which cached blocks are evicted depends on their hashes; a replay gives the same twice.
+            # Eviction depends on the hashes of blocks; with one key a trace has one result.
+            hash_seed=0,
         )
         self.scheduler: Scheduler[_Sequence] = Scheduler(
             self.manager,

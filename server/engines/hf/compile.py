@@ -67,9 +67,9 @@ class Part:
 class Preparation:
     """The compiled code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
 
-    Each part that is not on disk is compiled in a process of its own, one after the other: two processes at once
-    would need 230 MB more (demo model) than the plan has for a first start. The first one starts at once, the next
-    ones in `load`. Progress is printed on stderr.
+    Each part that is not on disk is compiled in a process of its own, one after the other: two processes at
+    once would need more memory than the plan has for a first start. The first one starts at once, the next ones
+    in `load`. Progress is printed on stderr.
     """
 
     def __init__(self, layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
