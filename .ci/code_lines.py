@@ -9,6 +9,7 @@ packages.
 from __future__ import annotations
 
 import ast
+import signal
 import sys
 import tokenize
 from collections import defaultdict
@@ -56,4 +57,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this script without a traceback
     main(sys.argv[1:])

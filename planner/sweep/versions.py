@@ -21,6 +21,7 @@ from tonnage.planner.output.terminal import for_this_cpu
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.size import Sizer
 from tonnage.planner.plans import Plan
+from tonnage.planner.screen import Screen
 from tonnage.planner.source.resolve import ModelSource
 from tonnage.planner.sweep.page import write_upgrade_page
 from tonnage.planner.units import gib
@@ -187,19 +188,20 @@ def _as_dict(upgrade: Upgrade, since: str, until: str) -> dict[str, Any]:
 
 
 def _print(upgrade: Upgrade, since: str, until: str) -> None:
+    screen = Screen(sys.stdout)
     for line in _headline(upgrade, since, until):
-        print(line)
-    print()
+        screen.print(line)
+    screen.print()
     for name, *figures, difference in (("", since, until, "difference"), *_rows(upgrade)):
-        print(f"{name:<24}" + "".join(f"{figure:>18}" for figure in figures) + f"{difference:>14}")
+        screen.print_line(f"{name:<24}" + "".join(f"{figure:>18}" for figure in figures) + f"{difference:>14}")
     for line in _reasons(upgrade, since, until):
-        print(line)
-    print()
+        screen.print(line)
+    screen.print()
     if not upgrade.steps:
-        print("No release between changes this plan.")
+        screen.print("No release between changes this plan.")
     for release, did in _steps(upgrade):
-        print(release)
-        print(f"    {did}")
+        screen.print(release)
+        screen.print(f"    {did}")
 
 
 def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:

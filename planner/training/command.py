@@ -158,15 +158,16 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(result, indent=2))
     else:
         render.print_plan(plan, args.explain, sys.stdout)
+        screen = Screen(sys.stdout)
         if found:
             aligned = f" ({found.aligned:,} as a multiple of {found.multiple})" if found.aligned else ""
-            print(f"Largest {args.find} that fits: {found.value:,}{aligned}")
+            screen.print(f"Largest {args.find} that fits: {found.value:,}{aligned}")
         for line in render.trick_lines(rows) if rows else ():
-            print(line)
+            screen.print(line)
         for line in render.combination_lines(several) if several is not None else ():
-            print(line)
+            screen.print(line)
         if plan.fits is False and not rows:
-            print("--tricks ranks what would make it fit.")
+            screen.print("--tricks ranks what would make it fit.")
     return DOES_NOT_FIT if plan.fits is False else FITS
 
 
