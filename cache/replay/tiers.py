@@ -159,7 +159,7 @@ class Tiers:
         for place in (place for place in range(start, end) if place not in from_disk):
             self.host.load(request.host, place, place + 1)
         for place in from_disk:
-            if self.host.store(request.host, place, place + 1) is None:
+            if not self.host.store(request.host, place, place + 1, promoted=True):
                 for later in (later for later in range(place + 1, end) if later not in from_disk):
                     self.host.loaded(request.host, later, later + 1)
                 return place
