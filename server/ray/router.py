@@ -72,14 +72,15 @@ def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, f
     """Return the replica ids, best first: longest matched prefix, then most headroom, then shortest queue.
 
     A replica whose queue is longer than the shortest by more than MAX_QUEUE_LEAD is ranked as if it had no
-    matched prefix.
+    matched prefix. A replica without a report of its headroom has just started, so it is taken to have as much
+    as the best one; then the shortest queue decides.
     """
-    shortest = min(queues.values(), default=0)
+    shortest, most = min(queues.values(), default=0), max(headroom.values(), default=0.0)
 
     def rank(replica_id: str) -> tuple[float, float, int]:
         crowded = queues[replica_id] - shortest > MAX_QUEUE_LEAD
         affinity = 0 if crowded else matched.get(replica_id, 0)
-        return (-affinity, -headroom.get(replica_id, 0.0), queues[replica_id])
+        return (-affinity, -headroom.get(replica_id, most), queues[replica_id])
 
     return sorted(queues, key=rank)
 
@@ -102,7 +103,9 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         hashes = _hashes(pending_request)
         queues = {key: self._sent.get(key, 0) for key in replicas}
         headroom = {
-            key: float(replica.routing_stats.get("headroom_blocks", 0)) for key, replica in replicas.items()
+            key: float(blocks)
+            for key, replica in replicas.items()
+            if (blocks := replica.routing_stats.get("headroom_blocks")) is not None
         }
         ranked = order(self._memory.matched(hashes), queues, headroom)
         return [[replicas[key]] for key in ranked]

@@ -187,6 +187,8 @@ def test_router_prefers_prefix_then_headroom_then_shorter_queue() -> None:
     assert order({"a": 3}, queues, headroom) == ["a", "b"]
     assert order({}, queues, headroom) == ["b", "a"]
     assert order({}, queues, {}) == ["b", "a"]
+    assert order({}, queues, {"a": 9.0}) == ["b", "a"]  # b has just started: its report is not yet here
+    assert order({}, {"a": 0, "b": 1}, {"a": 9.0}) == ["a", "b"]
     assert order({"a": 3}, {"a": MAX_QUEUE_LEAD + 1, "b": 0}, headroom) == ["b", "a"]
 
 
