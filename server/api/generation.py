@@ -32,6 +32,10 @@ from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, detokeni
 # work.
 _ENCODE_INLINE_CHARACTERS = 16_384
 
+# Converting an item of a conversation (a block, a call) takes about ten microseconds. More items than this are
+# converted in a thread.
+_ITEMS_INLINE = 100
+
 # Encoding a text in one piece takes a hundred bytes of memory per character. A text that exceeds this limit and
 # _CHARACTERS_A_TOKEN per token of the context is therefore first encoded in slices, to count its tokens.
 # Ordinary prompts have three to five characters per token.
@@ -88,6 +92,11 @@ class Generator:
         """Number of sequences of unfinished requests, whether waiting or running."""
         return self._sequences
 
+    @property
+    def ordinary_characters(self) -> int:
+        """Characters that no ordinary text exceeds whose tokens fit into the context."""
+        return max(_ENCODE_WHOLE_CHARACTERS, _CHARACTERS_A_TOKEN * self._state.max_model_len)
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt; a long text is encoded in a thread."""
         (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
@@ -132,14 +141,20 @@ class Generator:
         async with self._encoding:
             return await asyncio.to_thread(work, *arguments)
 
+    async def converted(self, items: int, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Return the result of ``work``, which visits ``items`` of a body; many are visited in a thread."""
+        if items <= _ITEMS_INLINE:
+            return work(*arguments)
+        return await self.in_thread(work, *arguments)
+
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
         """Raise ApiError (context_length_exceeded) for a text that has over twice the context's tokens.
 
         Long texts are encoded in slices. The cuts change the token count by far less than a factor of two.
         """
-        tokenizer, limit = self._state.tokenizer, self._state.max_model_len
+        tokenizer, limit, whole = self._state.tokenizer, self._state.max_model_len, self.ordinary_characters
         for text in texts:
-            if len(text) <= max(_ENCODE_WHOLE_CHARACTERS, _CHARACTERS_A_TOKEN * limit):
+            if len(text) <= whole:
                 continue
             tokens = 0
             for at in range(0, len(text), _ENCODE_INLINE_CHARACTERS):

@@ -32,6 +32,7 @@ TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 StopString = Annotated[str, Field(min_length=1)]
+StopStringList = Annotated[list[StopString], Field(fail_fast=True)]
 STOP_EXPECTED = f"a string or a list of strings, of at most {MAX_STOP_CHARACTERS:,} characters together"
 
 
@@ -82,7 +83,7 @@ class StructuredOutputs(BaseModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1, max_length=10_000)
-    choice: list[str] | None = Field(None, min_length=1, max_length=1000)
+    choice: list[str] | None = Field(None, min_length=1, max_length=1000, fail_fast=True)
     grammar: str | None = Field(None, min_length=1, max_length=100_000)
     json_object: bool | None = None
 
@@ -109,7 +110,7 @@ class SamplingFields(EngineBody):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[StopString | list[StopString] | None, AfterValidator(short_stop)] = None
+    stop: Annotated[StopString | StopStringList | None, AfterValidator(short_stop)] = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -125,7 +126,7 @@ class SamplingFields(EngineBody):
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED, fail_fast=True)
     bad_words: list[BadWord] | None = Field(None, max_length=64)
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit",

@@ -225,7 +225,11 @@ class CompletionService(OpenAIEvents):
             lora,
             shows_stop=bool(request.include_stop_str_in_output),
         )
-        return submission, [text for text in self._echo(request, prompts) for _ in range(generated)]
+        echo = [text for text in self._echo(request, prompts) for _ in range(generated)]
+        # a request that waits keeps its token ids and its grammar, and not what they were made from
+        request.prompt, request.suffix = "", None
+        request.response_format = request.structured_outputs = None
+        return submission, echo
 
     @staticmethod
     def _sequences(request: CompletionRequest) -> int:
