@@ -122,9 +122,10 @@ class Generator:
         """Return the token ids of each pair of texts, and the index of the first token of the second text."""
         encode = self._state.tokenizer.encode_pairs
         found: list[tuple[tuple[int, ...], int | None]] = []
+        one: dict[int, int] = {}  # as in encode_all
         for part in _slices(pairs, size=lambda pair: len(pair[0]) + len(pair[1])):
             encoded = await self.in_thread(encode, part, add_special_tokens)
-            found += [(tuple(ids), second) for ids, second in encoded]
+            found += [(tuple(map(one.setdefault, ids, ids)), second) for ids, second in encoded]
         return found
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
