@@ -19,6 +19,7 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.chunk import Chunk, Pooled, TokenLogprobs
 from tonnage.server.engines.errors import NeverFits, Refused
 from tonnage.server.engines.inbox import Inbox
+from tonnage.server.engines.packed import TokenIds
 from tonnage.server.engines.request import GenerationRequest, Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
@@ -346,7 +347,8 @@ class Generator:
                 for _ in range(n)
             ]
             unfinished = len(sequences)
-            requests = self._requests(submission, ticket)
+            params = await self._with_bad_words(submission.params)
+            requests = self._requests(submission, params, ticket)
             async with aclosing(_chunks(state.engine, requests)) as chunks:
                 async for chunk in chunks:
                     index = chunk.index
@@ -392,14 +394,19 @@ class Generator:
             used = counts.prompt + counts.completion
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
-    def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the token ids of their bad words, which are encoded in a thread."""
+        if not params.bad_words:
+            return params
+        vocabulary = self._state.plan.model.vocab_size
+        found = await self.in_thread(self._state.tokenizer.bad_word_ids, params.bad_words)
+        return replace(params, bad_token_ids=tuple(TokenIds(ids) for ids in found if max(ids) < vocabulary))
+
+    def _requests(
+        self, submission: Submission, params: SamplingParams, ticket: Ticket
+    ) -> list[GenerationRequest]:
         """Return one engine request for each prompt of a submission."""
         tenant = ticket.tenant
-        params = submission.params
-        if params.bad_words:
-            vocabulary = self._state.plan.model.vocab_size
-            found = self._state.tokenizer.bad_word_ids(params.bad_words)
-            params = replace(params, bad_token_ids=tuple(ids for ids in found if max(ids) < vocabulary))
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         pooling = params.pooling
         return [

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from tonnage.server.engines.packed import TokenBiases, TokenIds
 from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.text.grammar import Grammar
@@ -103,6 +104,13 @@ class EngineBody(BaseModel):
     def streams(self) -> bool:
         """Whether the client requests the answer as server-sent events."""
         return False
+
+
+# fields of all bodies that a request does not need while it waits
+_CONVERTED = frozenset({
+    "allowed_token_ids", "bad_words", "chat_template_kwargs", "instructions", "logit_bias", "metadata",
+    "response_format", "stop_token_ids", "structured_outputs", "suffix", "text", "tools",
+})  # fmt: skip
 
 
 class SamplingFields(EngineBody):
@@ -222,13 +230,23 @@ class SamplingFields(EngineBody):
             logit_bias=self._biases(vocab_size),
             min_tokens=self.min_tokens or 0,
             grammar=self.grammar(),
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            allowed_token_ids=TokenIds(self.allowed_token_ids) if self.allowed_token_ids else (),
             bad_words=tuple(self.bad_words or ()),
         )
 
-    def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    def forget(self) -> None:
+        """Drop the fields that became sampling parameters, a grammar or a prompt.
+
+        A request that waits keeps these, and not what they were made from.
+        """
+        for name in _CONVERTED & type(self).model_fields.keys():
+            setattr(self, name, None)
+
+    def _biases(self, vocab_size: int) -> tuple[()] | TokenBiases:
+        if not self.logit_bias:
+            return ()
         biases = []
-        for name, bias in (self.logit_bias or {}).items():
+        for name, bias in self.logit_bias.items():
             if not (name.isascii() and name.isdigit() and len(name) <= 10):
                 raise ApiError(
                     ErrorCode.INVALID_VALUE,
@@ -236,7 +254,7 @@ class SamplingFields(EngineBody):
                     param="logit_bias",
                 )
             biases.append((_in_vocabulary(int(name), vocab_size, "logit_bias"), bias))
-        return tuple(biases)
+        return TokenBiases(biases)
 
 
 def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:

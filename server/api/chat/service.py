@@ -212,9 +212,8 @@ class ChatService(OpenAIEvents):
         submission = submission_with_tools(request, prompt, params, use, lora, request.n or 1)
         if request.return_token_ids:
             submission = replace(submission, all_tokens=True)
-        # A request that waits keeps its token ids and its grammar, and not what they were made from.
-        request.messages, request.tools, request.chat_template_kwargs = [], None, None
-        request.response_format = request.structured_outputs = None
+        request.messages = []
+        request.forget()
         return submission, replace(use, shown=())
 
     async def prompt(self, request: ChatRequest) -> tuple[tuple[int, ...], ToolUse]:

@@ -226,9 +226,8 @@ class CompletionService(OpenAIEvents):
             shows_stop=bool(request.include_stop_str_in_output),
         )
         echo = [text for text in self._echo(request, prompts) for _ in range(generated)]
-        # a request that waits keeps its token ids and its grammar, and not what they were made from
-        request.prompt, request.suffix = "", None
-        request.response_format = request.structured_outputs = None
+        request.prompt = ""
+        request.forget()
         return submission, echo
 
     @staticmethod

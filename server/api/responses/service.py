@@ -174,8 +174,8 @@ class ResponseService:
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
         submission = submission_with_tools(request, prompt, params, use, lora, field="input")
-        request.input, request.instructions, request.metadata, request.tools = "", None, None, None
-        request.text = request.chat_template_kwargs = request.structured_outputs = None
+        request.input = ""
+        request.forget()
         return submission, replace(use, shown=()), repeated
 
     def _repeated(self, request: ResponseRequest) -> bytes:
