@@ -227,7 +227,8 @@ class ResponseService:
         A field that is accepted without effect has the value that says so, such as false for ``store``.
         """
         params = submission.params
-        return pydantic_core.from_json(repeated) | {
+        members: dict[str, Any] = pydantic_core.from_json(repeated)
+        return members | {
             "id": f"resp_{ticket.request_id}",
             "object": "response",
             "created_at": int(time.time()),
