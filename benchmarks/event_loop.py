@@ -27,11 +27,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import uvicorn
-from abuse.raw_http import CHAT, COMPLETIONS, HOST, MODEL, RESPONSES
+from abuse.raw_http import CHAT, COMPLETIONS, HOST, MESSAGES, MODEL, RESPONSES
 
 from tonnage.server.app import create_app
 from tonnage.server.commands.launch import make_engine, plan_for_loading, select_backend
 from tonnage.server.demo.model import ensure_demo
+from tonnage.server.engines.heap import settle_heap
 from tonnage.server.http.protocol import BoundedHttpProtocol
 from tonnage.server.settings import load_settings
 
@@ -39,6 +40,8 @@ LIMIT_MS = 50.0
 START_SECONDS, ANSWER_SECONDS = 300.0, 8.0
 BODY = 8_000_000  # bytes; the default limit of a body is 8 MiB
 HELLO = {"role": "user", "content": "Once"}
+TURN = HELLO | {"content": "lorem ip" * 90}
+FUNCTION_CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 
 
 def call(arguments: str) -> list[dict[str, Any]]:
@@ -60,6 +63,12 @@ def schema(properties: int) -> dict[str, Any]:
     """Return a JSON schema with ``properties`` properties."""
     return {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(properties)}}
 
+
+# path -> the field that limits an answer to a few tokens
+LIMITS = {
+    path: {"max_output_tokens" if path == RESPONSES else "max_tokens": 4}
+    for path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+}
 
 # name -> (path, function that makes the body)
 CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
@@ -85,12 +94,33 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
                                      "max_tokens": 400}),
     "input": (RESPONSES, lambda: {"input": "lorem ipsu" * (BODY // 10)}),
     "inputs": (RESPONSES, lambda: {"input": [HELLO] * 10_000}),
+    "function_calls": (RESPONSES, lambda: {"input": [FUNCTION_CALL] * 9_900}),
+    "unused_tools": (RESPONSES, lambda: {"input": "a", "tool_choice": "none", "tools": [
+        {"type": "function", "name": f"f{at}", "description": "x" * 70_000} for at in range(100)
+    ]}),
+    "metadata": (RESPONSES, lambda: {"input": "a", "metadata": {"a": "x" * (BODY - 1000)}}),
+    "turns": (MESSAGES, lambda: {"messages": [TURN] * 9_900}),
+    "tool_uses": (MESSAGES, lambda: {"messages": [HELLO, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": f"{at}", "name": "f", "input": {"a": [1] * 20}} for at in range(9_000)
+    ]}]}),
+    "count_tokens": (f"{MESSAGES}/count_tokens", lambda: {"messages": [TURN] * 9_900}),
+    "server_tools": (MESSAGES, lambda: {
+        "messages": [HELLO], "tools": [{"type": "web_search_" + "a" * 40}] * 90_000,
+    }),
+    "many_parts": (CHAT, lambda: {"messages": [
+        HELLO | {"content": [{"type": "text", "text": "a"}] * 4} for _ in range(9_900)
+    ]}),
+    "template_arguments": (CHAT, lambda: {
+        "messages": [HELLO], "chat_template_kwargs": {"a": [["x" * 60]] * 90_000},
+    }),
     "tokenize": ("/tokenize", lambda: {"prompt": "lorem ipsu" * (BODY // 10), "return_token_strs": True}),
     "tokenize_chat": ("/tokenize", lambda: {"messages": [HELLO] * 10_000}),
     "detokenize": ("/detokenize", lambda: {"tokens": [1234] * 2**18}),
     "wrong_items": (CHAT, lambda: {"messages": [{}] * 90_000}),
     "wrong_numbers": (COMPLETIONS, lambda: {"prompt": [[1.5]] * 90_000}),
     "wrong_json": (COMPLETIONS, lambda: {"prompt": "a" * (BODY - 100), "x": "\ud800"}),
+    "wrong_stops": (COMPLETIONS, lambda: {"prompt": "a", "stop": [1] * 250_000}),
+    "wrong_place": (COMPLETIONS, lambda: {"prompt": "\ud800", "x" * (BODY // 2): [1] * 250_000}),
     "wrong_name": (COMPLETIONS, lambda: {"prompt": "a", "x" * (BODY - 100): 1}),
 }  # fmt: skip
 
@@ -141,8 +171,7 @@ def send(port: int, path: str, case: str) -> str:
     """Send the body of a case in this process, and return the status of the answer."""
     import http.client
 
-    body = json.dumps({"model": MODEL, "max_tokens": 4} | CASES[case][1]() if path.startswith("/v1") else
-                      {"model": MODEL} | CASES[case][1]()).encode()  # fmt: skip
+    body = json.dumps({"model": MODEL} | LIMITS.get(path, {}) | CASES[case][1]()).encode()
     connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_SECONDS)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})
@@ -171,6 +200,7 @@ async def measured(names: list[str]) -> list[dict[str, Any]]:
     async with asyncio.timeout(START_SECONDS):
         while not (server.started and state.started):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    settle_heap()  # as tonnage serve does
     port = server.servers[0].sockets[0].getsockname()[1]
     rows = []
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients, Watchdog() as watchdog:

@@ -13,6 +13,7 @@ from typing import Any
 
 HOST = "127.0.0.1"
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 MODEL = "demo"
 
 _CODE = re.compile(rb'"code": ?"(\w+)"')

@@ -21,6 +21,8 @@ MAGIC = b"TNGKV001"
 _HEADER = struct.Struct("<8sQ16s32x")
 assert _HEADER.size == HEADER_BYTES
 SUFFIX, TEMPORARY = ".kv", ".tmp"
+# A link is not followed out of the folder, and a pipe under a block's name does not hold a thread for ever.
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def write_block(path: Path, key: bytes, block: memoryview) -> None:
@@ -30,7 +32,7 @@ def write_block(path: Path, key: bytes, block: memoryview) -> None:
         OSError: the disk is full, read-only or failed; nothing is left of the file.
     """
     temporary = path.with_suffix(TEMPORARY)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _SAFELY, 0o600)
     try:
         try:
             _write_all(descriptor, [memoryview(_header(key, block)), block])
@@ -52,7 +54,7 @@ def read_block(path: Path, key: bytes, into: memoryview) -> bool:
         OSError: the file is missing or cannot be read.
     """
     header = bytearray(HEADER_BYTES)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | _SAFELY)
     try:
         if os.fstat(descriptor).st_size != HEADER_BYTES + len(into):
             return False

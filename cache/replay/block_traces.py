@@ -13,13 +13,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tonnage.cache.replay.json_text import parse_json
 from tonnage.cache.replay.trace_request import TraceRequest, as_count, as_number
 
 RAG_BLOCK = 16  # tokens per hash id that is made of RAGPulse's components: the block size of vLLM
@@ -121,7 +121,7 @@ class RagPulseReader:
         for path in sorted(folder.glob("*.jsonl")):
             if path.name != name:
                 for line in path.read_text(encoding="utf-8").splitlines():
-                    record = json.loads(line)
+                    record = parse_json(line)
                     named = [key for key in record if key != "token_length"] if isinstance(record, dict) else []
                     if len(named) != 1 or "token_length" not in record:
                         break  # another kind of file

@@ -6,12 +6,12 @@ An example is ``--columns arrival=t,prompt_tokens=in,output_tokens=out``.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from tonnage.cache.replay.json_text import parse_json
 from tonnage.planner.errors import DeploymentError, did_you_mean
 
 NEEDED = ("arrival", "prompt_tokens", "output_tokens")
@@ -61,7 +61,7 @@ def cell(text: str) -> Any:
     """Convert a CSV cell: a whole number to int, a JSON list to a list, anything else stays text."""
     if text.startswith("["):
         with contextlib.suppress(ValueError):
-            return json.loads(text)
+            return parse_json(text)
     return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text
 
 

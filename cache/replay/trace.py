@@ -36,6 +36,7 @@ from tonnage.cache.replay.block_traces import (
     is_session,
 )
 from tonnage.cache.replay.columns import NAMES, NEEDED, cell, renamed
+from tonnage.cache.replay.json_text import parse_json
 from tonnage.cache.replay.trace_request import MOONCAKE_BLOCK, TraceRequest, as_count, as_number
 from tonnage.planner.errors import did_you_mean
 
@@ -122,7 +123,7 @@ def _read_sessions(paths: list[Path], name: str, limit: int | None) -> Trace:
     reader, requests = SessionReader(), list[TraceRequest]()
     for path in paths:
         try:
-            session = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            session = parse_json(path.read_text(encoding="utf-8", errors="replace"))
             if not is_session(session):
                 raise ValueError("not an agentic session: requests or hash_id_scope is missing")
             requests += reader.read(session)
@@ -177,7 +178,7 @@ def _read(
 ) -> Trace:
     first, name = file.readline(), path.name
     try:
-        record = json.loads(first)
+        record = parse_json(first)
     except ValueError:
         record = None
     if path.suffix == ".json" or is_session(record):
@@ -185,7 +186,7 @@ def _read(
     if is_event_batch(record):
         numbered = chain([(1, first)], enumerate(file, start=2))
         batches = (line for line in numbered if line[1].strip())
-        return _read_events(batches, json.loads, "line", name, limit)
+        return _read_events(batches, parse_json, "line", name, limit)
     requests: list[TraceRequest] = []
     skipped = 0
     kind, lines, parse = _format_of(first, record, file, path, named)
@@ -304,7 +305,7 @@ def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequ
 
 
 def _record(line: str) -> dict[str, Any]:
-    record = json.loads(line)
+    record = parse_json(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
     return record

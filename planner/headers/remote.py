@@ -121,9 +121,9 @@ class Remote:
         if answer is None:
             return None
         with answer, _as_model_not_found(name):
-            stated = answer.headers.get("Content-Length")
-            if stated is not None and stated.isdigit() and int(stated) > limit:
-                raise CheckpointError(f"has {int(stated):,} bytes; at most {limit:,} are read", field=name)
+            stated = _bytes(answer.headers.get("Content-Length"))
+            if stated is not None and stated > limit:
+                raise CheckpointError(f"has {stated:,} bytes; at most {limit:,} are read", field=name)
             data: bytes = answer.read(limit + 1)
         if len(data) > limit:
             raise CheckpointError(f"has more than {limit:,} bytes", field=name)
@@ -144,8 +144,10 @@ class Remote:
             data: bytes = answer.read(MAX_INDEX_BYTES)
         try:
             entries = json.loads(data)
-        except ValueError:
-            raise CheckpointError("the hub's list of files is not JSON", field=self._model.repo) from None
+        except (ValueError, RecursionError):
+            entries = None
+        if not isinstance(entries, list):
+            raise CheckpointError("the hub's list of files is not a JSON list", field=self._model.repo)
         found = [entry.get("path") for entry in entries if isinstance(entry, dict)]
         return [path for path in found if isinstance(path, str)]
 
@@ -181,11 +183,11 @@ class Remote:
                 raise CheckpointError(
                     "the server does not answer range requests; weights are not read", field=name
                 )
-            total = (answer.headers.get("Content-Range") or "").rpartition("/")[2]
+            total = _bytes((answer.headers.get("Content-Range") or "").rpartition("/")[2])
             data: bytes = answer.read(count + 1)
-        if not total.isdigit() or len(data) > count:
+        if total is None or len(data) > count:
             raise CheckpointError("the server's answer is not the range asked for", field=name)
-        return data, int(total)
+        return data, total
 
     def _get(self, name: str, span: str | None, address: str | None = None) -> Any:
         """Return the response to a request for a file, or None if the model has no such file.
@@ -251,6 +253,13 @@ class Remote:
                 "try again later; a local folder with config.json needs no hub"
             )
         return said, f"look at {self._page}"
+
+
+def _bytes(header: str | None) -> int | None:
+    """Return the number of bytes that a header gives, or None if it gives none."""
+    if header is None or not (header.isascii() and header.isdecimal() and len(header) < 20):
+        return None
+    return int(header)
 
 
 def _seconds(retry_after: str | None) -> int | None:

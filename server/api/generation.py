@@ -19,6 +19,7 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.chunk import Chunk, Pooled, TokenLogprobs
 from tonnage.server.engines.errors import NeverFits, Refused
 from tonnage.server.engines.inbox import Inbox
+from tonnage.server.engines.packed import TokenIds
 from tonnage.server.engines.request import GenerationRequest, Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
@@ -31,6 +32,10 @@ from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, detokeni
 # this size. Each slice blocks the event loop for at most about ten milliseconds, and a disconnect stops the
 # work.
 _ENCODE_INLINE_CHARACTERS = 16_384
+
+# Converting an item of a conversation (a block, a call) takes about ten microseconds. More items than this are
+# converted in a thread.
+_ITEMS_INLINE = 100
 
 # Encoding a text in one piece takes a hundred bytes of memory per character. A text that exceeds this limit and
 # _CHARACTERS_A_TOKEN per token of the context is therefore first encoded in slices, to count its tokens.
@@ -88,6 +93,11 @@ class Generator:
         """Number of sequences of unfinished requests, whether waiting or running."""
         return self._sequences
 
+    @property
+    def ordinary_characters(self) -> int:
+        """Characters that no ordinary text exceeds whose tokens fit into the context."""
+        return max(_ENCODE_WHOLE_CHARACTERS, _CHARACTERS_A_TOKEN * self._state.max_model_len)
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of a prompt; a long text is encoded in a thread."""
         (ids,) = await self.encode_all([text], add_special_tokens=add_special_tokens)
@@ -113,9 +123,10 @@ class Generator:
         """Return the token ids of each pair of texts, and the index of the first token of the second text."""
         encode = self._state.tokenizer.encode_pairs
         found: list[tuple[tuple[int, ...], int | None]] = []
+        one: dict[int, int] = {}  # as in encode_all
         for part in _slices(pairs, size=lambda pair: len(pair[0]) + len(pair[1])):
             encoded = await self.in_thread(encode, part, add_special_tokens)
-            found += [(tuple(ids), second) for ids, second in encoded]
+            found += [(tuple(map(one.setdefault, ids, ids)), second) for ids, second in encoded]
         return found
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
@@ -132,14 +143,20 @@ class Generator:
         async with self._encoding:
             return await asyncio.to_thread(work, *arguments)
 
+    async def converted(self, items: int, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Return the result of ``work``, which visits ``items`` of a body; many are visited in a thread."""
+        if items <= _ITEMS_INLINE:
+            return work(*arguments)
+        return await self.in_thread(work, *arguments)
+
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
         """Raise ApiError (context_length_exceeded) for a text that has over twice the context's tokens.
 
         Long texts are encoded in slices. The cuts change the token count by far less than a factor of two.
         """
-        tokenizer, limit = self._state.tokenizer, self._state.max_model_len
+        tokenizer, limit, whole = self._state.tokenizer, self._state.max_model_len, self.ordinary_characters
         for text in texts:
-            if len(text) <= max(_ENCODE_WHOLE_CHARACTERS, _CHARACTERS_A_TOKEN * limit):
+            if len(text) <= whole:
                 continue
             tokens = 0
             for at in range(0, len(text), _ENCODE_INLINE_CHARACTERS):
@@ -330,7 +347,8 @@ class Generator:
                 for _ in range(n)
             ]
             unfinished = len(sequences)
-            requests = self._requests(submission, ticket)
+            params = await self._with_bad_words(submission.params)
+            requests = self._requests(submission, params, ticket)
             async with aclosing(_chunks(state.engine, requests)) as chunks:
                 async for chunk in chunks:
                     index = chunk.index
@@ -376,14 +394,19 @@ class Generator:
             used = counts.prompt + counts.completion
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
-    def _requests(self, submission: Submission, ticket: Ticket) -> list[GenerationRequest]:
+    async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the token ids of their bad words, which are encoded in a thread."""
+        if not params.bad_words:
+            return params
+        vocabulary = self._state.plan.model.vocab_size
+        found = await self.in_thread(self._state.tokenizer.bad_word_ids, params.bad_words)
+        return replace(params, bad_token_ids=tuple(TokenIds(ids) for ids in found if max(ids) < vocabulary))
+
+    def _requests(
+        self, submission: Submission, params: SamplingParams, ticket: Ticket
+    ) -> list[GenerationRequest]:
         """Return one engine request for each prompt of a submission."""
         tenant = ticket.tenant
-        params = submission.params
-        if params.bad_words:
-            vocabulary = self._state.plan.model.vocab_size
-            found = self._state.tokenizer.bad_word_ids(params.bad_words)
-            params = replace(params, bad_token_ids=tuple(ids for ids in found if max(ids) < vocabulary))
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         pooling = params.pooling
         return [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import reprlib
 from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
@@ -43,6 +44,12 @@ _CHECKED_AT_ONCE = 10_000
 # Limit of the members of one object. JSON schemas are the largest: OpenAI allows 5,000 properties (its guide to
 # structured outputs).
 _MAX_KEYS = 10_000
+
+# A place in a JSON document: the place of the object or list around it (None: the document), and the name or
+# index in it (None: one of the names).
+_Place = tuple["_Place | None", str | int | None]
+_WITH_TEXT = (str, list, dict)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _short = reprlib.Repr()  # Error messages show values shortened, so that a message does not grow with the body.
 _short.maxstring = _short.maxother = 60
@@ -153,7 +160,7 @@ def document_steps(
         ApiError: The body is not a JSON object, or is too large.
     """
     yield from _check_values(body, most)
-    document = _json_object(body)
+    document = yield from _json_object(body)
     yield
     yield from _check_size(document, names)
     return document
@@ -213,12 +220,12 @@ def check_embedded(texts: Sequence[str], most: int, where: str) -> None:
         completed(_check_values("\n".join(texts).encode("utf-8", "replace"), most, where))
 
 
-def _json_object(body: bytes | bytearray) -> dict[str, Any]:
+def _json_object(body: bytes | bytearray) -> Generator[None, None, dict[str, Any]]:
     try:
         document = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         _check_encoding(body)
-        _check_surrogates(body)
+        yield from _check_surrogates(body)
         raise ApiError(ErrorCode.INVALID_JSON, f"the request body is not JSON: {str(error)[:200]}") from None
     if not isinstance(document, dict):
         raise ApiError(
@@ -237,7 +244,7 @@ def _check_encoding(body: bytes | bytearray) -> None:
         ) from None
 
 
-def _check_surrogates(body: bytes | bytearray) -> None:
+def _check_surrogates(body: bytes | bytearray) -> Generator[None, None, None]:
     """Raise ApiError, with the field's name, when a string has half of a surrogate pair (U+D83D alone)."""
     if b"\\ud" not in body and b"\\uD" not in body:
         return
@@ -245,28 +252,44 @@ def _check_surrogates(body: bytes | bytearray) -> None:
         document = json.loads(body)  # unlike pydantic's parser, json.loads accepts half of a surrogate pair
     except (ValueError, RecursionError):
         return
-    waiting: list[tuple[str, Any]] = [("", document)]
+    yield
+    # A place is the place of the object or list around it, and the name or index in it. Its text is built for
+    # the error alone, because a long name repeated for each value inside it would exceed the machine's memory.
+    waiting: list[tuple[_Place | None, Any]] = [(None, document)]
+    checked = 0
     while waiting:
-        path, value = waiting.pop()
+        checked += 1
+        if checked % _CHECKED_AT_ONCE == 0:
+            yield
+        place, value = waiting.pop()
         if isinstance(value, str):
-            if (at := next((at for at, c in enumerate(value) if "\ud800" <= c <= "\udfff"), -1)) >= 0:
+            if found := _SURROGATE.search(value):
+                path = _path(place)
                 raise ApiError(
                     ErrorCode.INVALID_JSON,
-                    f"{path[:120]}: character {at} is half of a surrogate pair (U+{ord(value[at]):X}), "
-                    "which is no text; send both halves or the character itself",
+                    f"{path[:120]}: character {found.start()} is half of a surrogate pair "
+                    f"(U+{ord(found[0]):X}), which is no text; send both halves or the character itself",
                     param=path.partition(".")[0].partition("[")[0] or None,
                 )
         elif isinstance(value, dict):
-            waiting += [
-                (f"{path}.{name}" if path else _printable(name), inner) for name, inner in value.items()
-            ]
-            waiting += [(f"a name in {path or 'the request'}", name) for name in value]
+            if any(map(_SURROGATE.search, value)):
+                waiting = [((place, None), name) for name in value]
+                continue
+            waiting += [((place, name), inner) for name, inner in value.items()]
         elif isinstance(value, list):
-            waiting += [(f"{path}[{at}]", inner) for at, inner in enumerate(value)]
+            waiting += [((place, at), inner) for at, inner in enumerate(value) if isinstance(inner, _WITH_TEXT)]
 
 
-def _printable(name: str) -> str:
-    return name.encode("utf-8", "backslashreplace").decode()
+def _path(place: _Place | None) -> str:
+    """Return a place in a document as text, such as ``messages[0].content``; names are cut to 60 characters."""
+    path = ""
+    while place is not None:
+        place, name = place
+        if name is None:
+            return f"a name in {_path(place) or 'the request'}"
+        text = f"[{name}]" if isinstance(name, int) else f".{name[:60]}"
+        path = text + path
+    return path.removeprefix(".")
 
 
 def _check_size(document: dict[str, Any], names: Collection[str]) -> Generator[None, None, None]:

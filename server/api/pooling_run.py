@@ -5,19 +5,29 @@ A prompt passes quota, queue and admission like any request; the engine returns 
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import struct
-from collections.abc import Sequence
-from contextlib import aclosing
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing, closing
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel
 
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import EngineBody
-from tonnage.server.engines.chunk import Pooled
 from tonnage.server.engines.request import Pooling, PoolingTask, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
+
+# A result: a vector, or a vector for each token.
+Values = npt.NDArray[np.float64]
+# The event loop runs other tasks after this time of writing an answer.
+_STEP_SECONDS = 0.005
 
 
 class PoolingRun:
@@ -51,7 +61,7 @@ class PoolingRun:
         self._param = param
         self.counts = TokenCounts()
 
-    async def of_inputs(self, items: list[str] | list[list[int]], pooling: Pooling) -> list[Pooled]:
+    async def of_inputs(self, items: list[str] | list[list[int]], pooling: Pooling) -> list[Values]:
         """Return the result of each text or list of token ids."""
         special = self._request.add_special_tokens is not False
         self._generator.check_sequences(len(items), 1, param=self._param)
@@ -63,7 +73,7 @@ class PoolingRun:
         prompts: tuple[tuple[int, ...], ...],
         pooling: Pooling,
         second_texts: Sequence[int | None] = (),
-    ) -> list[Pooled]:
+    ) -> list[Values]:
         """Return the result of each prompt.
 
         Args:
@@ -72,17 +82,10 @@ class PoolingRun:
             second_texts: For each prompt of two texts, the index of the first token of the second.
 
         Raises:
-            ApiError: A prompt is too long.
+            ApiError: A prompt is too long, or the results of all tokens are too large.
         """
         state = self._state
-        longest, limit = max(map(len, prompts)), state.max_model_len
-        if longest > limit:
-            state.accounts.refused["never", "max_model_len"] += 1
-            raise ApiError(
-                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"an input may have at most {limit} tokens on this server; the longest has {longest}",
-                param=self._param,
-            )
+        check_input_length(self._state, max(map(len, prompts)), self._param)
         submission = Submission(
             prompts,
             SamplingParams(1, pooling=pooling),
@@ -92,27 +95,57 @@ class PoolingRun:
             field=self._param,
             second_texts=tuple(second_texts),
         )
-        results: list[Pooled] = [()] * len(prompts)
-        async with aclosing(self._generator.run(submission, self.counts, self._ticket)) as deltas:
-            async for delta in deltas:
-                results[delta.index] = delta.pooled
+        results: list[Values] = [np.empty(0)] * len(prompts)
+        with closing(HeldAnswer(state.outboxes)) as held:
+            async with aclosing(self._generator.run(submission, self.counts, self._ticket)) as deltas:
+                async for delta in deltas:
+                    values = results[delta.index] = np.asarray(delta.pooled, np.float64)
+                    if values.ndim > 1:  # the queue bounds results of one vector
+                        held.hold(values.nbytes)
         self._ticket.finish("stop")
         return results
 
 
-def vector_of(result: Pooled) -> list[float]:
+def check_input_length(state: ServerState, longest: int, param: str) -> None:
+    """Raise ApiError if ``longest``, the tokens of a request's longest input, exceed the context."""
+    limit = state.max_model_len
+    if longest > limit:
+        state.accounts.refused["never", "max_model_len"] += 1
+        raise ApiError(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"an input may have at most {limit} tokens on this server; the longest has {longest}",
+            param=param,
+        )
+
+
+def vector_of(result: Values) -> list[float]:
     """Return a result with one vector as a list."""
-    return [value for value in result if not isinstance(value, tuple)]
+    vector: list[float] = result.tolist()
+    return vector
 
 
-def rows_of(result: Pooled) -> list[float] | list[list[float]]:
+def rows_of(result: Values) -> list[float] | list[list[float]]:
     """Return a result as nested lists."""
-    return [list(item) if isinstance(item, tuple) else item for item in result]  # type: ignore[return-value]
+    rows: list[float] | list[list[float]] = result.tolist()
+    return rows
 
 
-def as_base64(result: Pooled) -> str:
+def as_base64(result: Values) -> str:
     """Return a result as base64 of its values in little-endian 32-bit floats, row after row."""
-    values: list[float] = []
-    for item in result:
-        values += item if isinstance(item, tuple) else (item,)
-    return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+    return base64.b64encode(result.astype("<f4").tobytes()).decode()
+
+
+async def with_items(answer: BaseModel, items: Iterable[BaseModel]) -> bytes:
+    """Return the JSON of an answer whose ``data`` is empty, with ``items`` in it.
+
+    The event loop runs other tasks between the items, which together may have a million numbers.
+    """
+    parts: list[str] = []
+    begun = time.perf_counter()
+    for item in items:
+        parts.append(item.model_dump_json())
+        if time.perf_counter() - begun > _STEP_SECONDS:
+            await asyncio.sleep(0)
+            begun = time.perf_counter()
+    head, _, tail = answer.model_dump_json().partition('"data":[]')
+    return f'{head}"data":[{",".join(parts)}]{tail}'.encode()

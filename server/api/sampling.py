@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from tonnage.server.engines.packed import TokenBiases, TokenIds
 from tonnage.server.engines.request import SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.text.grammar import Grammar
@@ -32,6 +33,7 @@ TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
 StopString = Annotated[str, Field(min_length=1)]
+StopStringList = Annotated[list[StopString], Field(fail_fast=True)]
 STOP_EXPECTED = f"a string or a list of strings, of at most {MAX_STOP_CHARACTERS:,} characters together"
 
 
@@ -82,7 +84,7 @@ class StructuredOutputs(BaseModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1, max_length=10_000)
-    choice: list[str] | None = Field(None, min_length=1, max_length=1000)
+    choice: list[str] | None = Field(None, min_length=1, max_length=1000, fail_fast=True)
     grammar: str | None = Field(None, min_length=1, max_length=100_000)
     json_object: bool | None = None
 
@@ -104,12 +106,19 @@ class EngineBody(BaseModel):
         return False
 
 
+# fields of all bodies that a request does not need while it waits
+_CONVERTED = frozenset({
+    "allowed_token_ids", "bad_words", "chat_template_kwargs", "instructions", "logit_bias", "metadata",
+    "response_format", "stop_token_ids", "structured_outputs", "suffix", "text", "tools",
+})  # fmt: skip
+
+
 class SamplingFields(EngineBody):
     """Base class of the request bodies that generate text, with their sampling fields."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[StopString | list[StopString] | None, AfterValidator(short_stop)] = None
+    stop: Annotated[StopString | StopStringList | None, AfterValidator(short_stop)] = None
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -125,7 +134,7 @@ class SamplingFields(EngineBody):
     structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED, fail_fast=True)
     bad_words: list[BadWord] | None = Field(None, max_length=64)
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit",
@@ -221,13 +230,23 @@ class SamplingFields(EngineBody):
             logit_bias=self._biases(vocab_size),
             min_tokens=self.min_tokens or 0,
             grammar=self.grammar(),
-            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            allowed_token_ids=TokenIds(self.allowed_token_ids) if self.allowed_token_ids else (),
             bad_words=tuple(self.bad_words or ()),
         )
 
-    def _biases(self, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    def forget(self) -> None:
+        """Drop the fields that became sampling parameters, a grammar or a prompt.
+
+        A request that waits keeps these, and not what they were made from.
+        """
+        for name in _CONVERTED & type(self).model_fields.keys():
+            setattr(self, name, None)
+
+    def _biases(self, vocab_size: int) -> tuple[()] | TokenBiases:
+        if not self.logit_bias:
+            return ()
         biases = []
-        for name, bias in (self.logit_bias or {}).items():
+        for name, bias in self.logit_bias.items():
             if not (name.isascii() and name.isdigit() and len(name) <= 10):
                 raise ApiError(
                     ErrorCode.INVALID_VALUE,
@@ -235,7 +254,7 @@ class SamplingFields(EngineBody):
                     param="logit_bias",
                 )
             biases.append((_in_vocabulary(int(name), vocab_size, "logit_bias"), bias))
-        return tuple(biases)
+        return TokenBiases(biases)
 
 
 def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:

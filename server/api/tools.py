@@ -22,6 +22,9 @@ from tonnage.server.text.chat_template import SHIPPED
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, Parsed, ToolDict, ToolUse, new_call_id
 
+# Maximum number of tools before those without effect are removed; 128 functions may remain, which is OpenAI's
+# limit. Codex, which declares most tools of other types, sends about ten.
+MAX_TOOLS = 1024
 # JSON schema of the arguments of a function without parameters: only ``{}`` matches it
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 # keywords of a JSON schema that may allow properties which ``properties`` does not name
@@ -122,10 +125,19 @@ def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
 
     Returns:
         The places and types of the removed tools, for the header ``x-ignored-fields``.
+
+    Raises:
+        ApiError: The body has too many tools.
     """
     tools = document.get("tools")
     if not isinstance(tools, list):
         return []
+    if len(tools) > MAX_TOOLS:
+        raise ApiError(
+            ErrorCode.INVALID_VALUE,
+            f"tools has {len(tools)} items; at most {MAX_TOOLS} are allowed",
+            param="tools",
+        )
     types = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
     # the types become part of a header
     dropped = {at: kind for at, kind in enumerate(types) if kind.startswith(kinds) and _TYPE.fullmatch(kind)}
@@ -242,7 +254,6 @@ def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
 
 _TYPE = re.compile(r"[a-z0-9_]{1,60}")
 _HEAD = re.compile(r'[\s}]*[\[,]\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"parameters"\s*:')
-_DECODER = json.JSONDecoder()
 
 
 class ForcedReader:
@@ -256,10 +267,9 @@ class ForcedReader:
 
     def __init__(self, function: str | None) -> None:
         self._function = function
-        self._rest = ""  # text that is not parsed yet; within a call it starts with the call's arguments
-        self._passed_on = 0  # number of characters of the arguments that are already passed on
+        self._rest = ""  # text that is neither parsed nor passed on
         self._calls = 0
-        self._inside = False
+        self._value: _JsonValue | None = None  # the arguments of the call that is read, if any
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
         """Parse the complete text of an answer; return an empty text (nothing else remains) and its calls."""
@@ -269,38 +279,67 @@ class ForcedReader:
         """Parse further text; return an empty text (nothing else remains) and the new pieces of calls."""
         self._rest += text
         deltas: list[CallDelta] = []
-        while self._inside or self._begins(deltas):
-            if not self._passed_on:
-                self._rest = self._rest.lstrip()
-            end = _end_of_value(self._rest) if "}" in text else None
-            if piece := self._rest[self._passed_on : end]:
+        while (value := self._value or self._next_value(text, deltas)) is not None:
+            piece, self._rest = value.push(self._rest)
+            if piece:
                 deltas.append(CallDelta(self._calls - 1, piece))
-            if end is None:
-                self._passed_on = len(self._rest)
+            self._value = None if value.ended else value
+            if not value.ended:
                 break
-            self._inside, self._passed_on, self._rest = False, 0, self._rest[end:]
         return Parsed("", deltas)
 
-    def _begins(self, deltas: list[CallDelta]) -> bool:
-        """Return whether the text starts another call; if so, append the call's name to ``deltas``."""
+    def _next_value(self, text: str, deltas: list[CallDelta]) -> _JsonValue | None:
+        """Return the arguments of another call that begins, and append the call's name to ``deltas``.
+
+        Returns None if no call begins. ``text`` is the newest text; the head of a call ends with a colon.
+        """
         if self._function is not None:
             name = self._function
             if self._calls or not self._rest.strip():
-                return False
+                return None
         else:
-            head = _HEAD.match(self._rest)
+            head = _HEAD.match(self._rest) if ":" in text else None
             if head is None:
-                return False
+                return None
             name, self._rest = head[1], self._rest[head.end() :]
         deltas.append(CallDelta(self._calls, id=new_call_id(), name=name))
         self._calls += 1
-        self._inside = True
-        return True
+        return _JsonValue()
 
 
-def _end_of_value(text: str) -> int | None:
-    """Return where the JSON value at the start of ``text`` ends, or None when it is incomplete."""
-    try:
-        return _DECODER.raw_decode(text)[1]
-    except ValueError:
-        return None
+class _JsonValue:
+    """A valid JSON value whose text arrives in pieces; each character is visited once."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._depth = 0  # open objects and lists
+        self._begun = self._quoted = self._escaped = False
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the part of ``text`` that belongs to the value, without blanks before it, and the rest."""
+        if not self._begun:
+            text = text.lstrip()
+        for at, character in enumerate(text):
+            self._begun = True
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._quoted = False
+            elif character == '"':
+                self._quoted = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]" and self._depth:
+                self._depth -= 1
+            elif not self._depth and (character in "},]" or character.isspace()):
+                self.ended = True  # a number or a word, which ends before this character
+                return text[:at], text[at:]
+            else:
+                continue
+            if not self._depth and not self._quoted:
+                self.ended = True
+                return text[: at + 1], text[at + 1 :]
+        return text, ""

@@ -21,8 +21,14 @@ def bound_heap() -> None:
             ctypes.CDLL(None).mallopt(option, value)
 
 
+# Objects that are made before the next garbage collection. A request body of 1.5 MB may have 40,000 parts of
+# messages, whose validation takes 60 ms of the event loop with this threshold, and 260 ms with the default of
+# 700 (benchmarks/event_loop.py many_parts).
+_COLLECTED_AT_ONCE = 50_000
+
+
 def settle_heap() -> None:
-    """Exempt all existing objects from garbage collection, and return free memory to the kernel.
+    """Exempt all existing objects from garbage collection, make it rare, and return free memory to the kernel.
 
     A full collection visits every object. With the code and the model's tables loaded it takes 60 to 170 ms,
     during which no stream receives a token (benchmarks/server.py, 512 streams). Call this after a model has
@@ -32,5 +38,6 @@ def settle_heap() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_COLLECTED_AT_ONCE)
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -44,7 +44,7 @@ def _module(text: str, max_lora_rank: int) -> LoRAModule:
     try:
         config = json.loads((path / "adapter_config.json").read_bytes())
         rank = config["r"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         rank = None
     if not isinstance(rank, int):
         raise DeploymentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tonnage.server.engines.packed import TokenBiases, TokenIds
 from tonnage.server.text.grammar import Grammar
 
 # What a model makes of a prompt instead of tokens, with vLLM's names: one embedding, the values of the labels,
@@ -62,13 +63,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] | TokenBiases = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
     pooling: Pooling | None = None
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | TokenIds = ()
     bad_words: tuple[str, ...] = ()
-    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    bad_token_ids: tuple[tuple[int, ...] | TokenIds, ...] = ()
 
 
 # Names of the sampling parameters that every engine supports. An engine's ``Capabilities`` name further ones.

@@ -90,7 +90,7 @@ class ChatTemplate:
         if path.is_file():
             try:
                 config = json.loads(path.read_bytes())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"not JSON: {error}", field="tokenizer_config.json") from None
         if not isinstance(config, dict):
             raise ConfigError("not a JSON object", field="tokenizer_config.json")

@@ -195,7 +195,7 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
             config: Any = json.loads((folder / name).read_bytes())
         except FileNotFoundError:
             continue
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"not JSON: {error}", field=name) from None
         value = config.get("eos_token_id") if isinstance(config, dict) else None
         if value is None and isinstance(config, dict) and isinstance(config.get("text_config"), dict):

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from serving import PATIENCE
 
 from tonnage.cache.disk import DiskError, DiskStore
+from tonnage.cache.disk.block_file import read_block, write_block
 from tonnage.planner.model.tier import HEADER_BYTES, blocks_on_disk
 
 MODEL = {"model": "demo", "dtype": "bfloat16"}
@@ -179,6 +180,35 @@ def test_damaged_block_is_a_miss_and_never_wrong(tmp_path: Path, damage: str) ->
         assert store.counts().lost == 1
         assert store.store(key(1), block(1, 50_000))  # it is computed and written again
         assert read(store, 1, 50_000) == block(1, 50_000)
+
+
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_link_or_pipe_in_place_of_a_block_is_a_miss(tmp_path: Path, planted: str) -> None:
+    path, elsewhere = tmp_path / "block.kv", tmp_path / "elsewhere"
+    content = memoryview(bytearray(b"a" * 4096))
+    write_block(elsewhere, b"key", content)
+    temporary = path.with_suffix(".tmp")
+    if planted == "link":
+        path.symlink_to(elsewhere)
+        temporary.symlink_to(elsewhere)
+    else:
+        os.mkfifo(path)
+        os.mkfifo(temporary)
+    before = elsewhere.read_bytes()
+    found: list[bool] = []
+
+    def used() -> None:
+        with suppress(OSError):
+            found.append(read_block(path, b"key", content))
+        with suppress(OSError):
+            write_block(path, b"other", content)
+
+    thread = threading.Thread(target=used, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert True not in found
+    assert elsewhere.read_bytes() == before
 
 
 def test_blocks_of_another_namespace_are_never_read(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_mooncake_trace_equals_the_request_log(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ("{", "invalid JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ("[]", "not a JSON object"),
         ('{"timestamp": 1, "input_length": 5, "hash_ids": [1]}', "output_length is missing"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 1.5, "hash_ids": [1]}', "output_length is 1.5"),
@@ -86,7 +87,7 @@ def test_bad_trace_line_is_rejected_by_number_or_counted(tmp_path: Path, line: s
 def test_non_trace_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.csv")
-    for text in ("", "hello\n", '{"a": 1}\n'):
+    for text in ("", "hello\n", '{"a": 1}\n', "[" * 100_000):
         (tmp_path / "x").write_text(text)
         with pytest.raises(TraceError, match="line 1: neither"):
             read_trace(tmp_path / "x")

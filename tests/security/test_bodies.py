@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import threading
@@ -10,7 +11,7 @@ import time
 import tracemalloc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from tonnage.server.api.completions import protocol as completions
 from tonnage.server.api.embeddings import protocol as embeddings
 from tonnage.server.api.generation import _ENCODE_INLINE_CHARACTERS, Generator
 from tonnage.server.api.json_body import MAX_ITEMS, most_values
+from tonnage.server.api.messages import protocol as messages
+from tonnage.server.api.messages.conversion import chat_request
 from tonnage.server.api.responses import protocol as responses
+from tonnage.server.api.responses.service import _messages as responses_messages
 from tonnage.server.api.tokenize import _DETOKENIZE, _TOKENIZE, MAX_BYTES, MAX_TOKENS
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.errors import ApiError, ErrorCode
@@ -113,12 +117,107 @@ WRONG: dict[str, tuple[Fields[Any], dict[str, Any], str]] = {
     "biases": (
         completions.FIELDS, {"prompt": "a", "logit_bias": {str(at): "" for at in range(MANY)}}, "logit_bias",
     ),
+    "stop strings": (completions.FIELDS, {"prompt": "a", "stop": [1] * MANY}, "stop"),
+    "stop sequences": (
+        messages.FIELDS,
+        {"messages": [HELLO], "max_tokens": 1, "stop_sequences": [1] * MANY},
+        "stop_sequences.0",
+    ),
+    "tools": (
+        messages.FIELDS,
+        {"messages": [HELLO], "max_tokens": 1, "tools": [{"type": "web_search_1"}] * (MANY - 2)},
+        "tools",
+    ),
     "items": (responses.FIELDS, {"input": [{}] * (MANY - 1)}, "input"),
     "texts": (responses.FIELDS, {"input": [{"role": "user", "content": [0] * MANY}]}, "input"),
     "inputs": (embeddings.FIELDS, {"input": ["a"] * MANY}, "input"),
     "conversation": (_TOKENIZE, {"messages": [0] * MANY}, "messages.0"),
     "tokens": (_DETOKENIZE, {"tokens": ["a"] * MANY}, "tokens.0"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        (responses.FIELDS, {"input": "a", "metadata": {"k" * 100_000: 1}}),
+        (responses.FIELDS, {"input": "a", "metadata": {"k": "v" * 100_000}}),
+    ],
+    ids=["name", "value"],
+)
+def test_error_repeats_the_beginning_of_a_long_name(fields: Fields[Any], more: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as caught:
+        completed(parse_steps(json.dumps({"model": "demo"} | more).encode(), fields))
+    assert len(caught.value.message) < 300
+    assert len(caught.value.param or "") < 100
+
+
+def test_long_name_is_not_repeated_for_each_value_inside_it() -> None:
+    """A body of 60 KB took 430 MB, because half of a surrogate pair was searched with a path for each value."""
+    body = b'{"model":"m","prompt":"\\ud800","%b":[%b0]}' % (b"a" * 30_000, b"0," * 15_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match="prompt: character 0 is half of a surrogate pair"):
+            completed(parse_steps(body, completions.FIELDS))
+        assert tracemalloc.get_traced_memory()[1] < 20 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_ignored_fields_are_listed_in_a_short_header() -> None:
+    tools = [{"type": "web_search_" + "a" * 40}] * 1000
+    body = {"model": "demo", "messages": [HELLO], "max_tokens": 1, "tools": tools}
+    _, ignored = completed(parse_steps(json.dumps(body).encode(), messages.FIELDS))
+    assert len(", ".join(ignored)) < 4000
+    assert ignored[-1] == "and 968 more"
+    body = {"model": "demo", "prompt": "a"} | {f"unknown{at}": 1 for at in range(1000)}
+    _, ignored = completed(parse_steps(json.dumps(body).encode(), completions.FIELDS, lenient=True))
+    assert ignored[-1] == "and 968 more"
+
+
+def processor_seconds(work: Callable[[], object]) -> float:
+    """Return the processor time of ``work``, the shortest of three runs."""
+    found = []
+    for _ in range(3):
+        since = time.process_time()
+        work()
+        found.append(time.process_time() - since)
+    return min(found)
+
+
+@pytest.mark.parametrize("kind", ["turns", "calls"])
+def test_conversion_of_a_conversation_is_linear(kind: str) -> None:
+    def converted(count: int) -> Callable[[], object]:
+        if kind == "turns":
+            turns = [messages.AnthropicMessage(role="user", content="a" * 2000)] * count
+            request = messages.CountTokensRequest(model="m", messages=turns)
+            return lambda: chat_request(request)
+        call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+        given = responses.ResponseRequest.model_validate({"model": "m", "input": [call] * count})
+        return lambda: responses_messages(given)
+
+    # eight times as many: at most 16 times as long; it was 40 times for the turns, 30 for the calls
+    assert processor_seconds(converted(8000)) < 16 * processor_seconds(converted(1000))
+
+
+def test_thousands_of_messages_are_validated_in_short_steps() -> None:
+    parts = [{"type": "text", "text": "a"}] * 9
+    body = json.dumps({"model": "m", "messages": [HELLO | {"content": parts}] * 5900}).encode()
+
+    def longest() -> float:
+        steps, found = parse_steps(body, chat.FIELDS), 0.0
+        while True:
+            since = time.thread_time()
+            ended = next(steps, "end") == "end"
+            found = max(found, time.thread_time() - since)
+            if ended:
+                return found
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert min(longest() for _ in range(3)) < 0.03
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])

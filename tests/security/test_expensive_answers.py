@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import threading
+import time
 import tracemalloc
 from typing import Any
 
@@ -13,9 +15,12 @@ import pytest
 from tonnage.server.api import endpoint
 from tonnage.server.api.body import parse_steps
 from tonnage.server.api.chat import protocol as chat
+from tonnage.server.api.completions import protocol as completions
 from tonnage.server.api.logprobs import COMPLETION_LISTS, JsonLists, with_logprobs
 from tonnage.server.api.responses import protocol as responses
+from tonnage.server.api.tools import ForcedReader
 from tonnage.server.engines.inbox import Inbox
+from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http import outbox
 from tonnage.server.http.bodies import completed
@@ -26,6 +31,7 @@ from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 HELLO = {"role": "user", "content": "hello"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 
 # -- stop strings ---------------------------------------------------------------------------------------------
@@ -139,8 +145,41 @@ def test_fields_without_effect_are_not_kept() -> None:
     assert "xxx" not in repr(completed(parse_steps(text, responses.FIELDS))[0])
 
 
-async def test_waiting_request_keeps_no_conversation(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[chat.ChatRequest] = []
+WAITING: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (
+        CHAT,
+        {
+            "messages": [HELLO | {"content": "large"}], "chat_template_kwargs": {"a": "large"},
+            "tools": [{"type": "function", "function": {"name": "f", "description": "large"}}],
+            "tool_choice": "none",
+        },
+    ),
+    "completions": (COMPLETIONS, {"prompt": "large"}),
+    "responses": (
+        RESPONSES,
+        {
+            "input": "large", "instructions": "large", "chat_template_kwargs": {"a": "large"},
+            "tools": [{"type": "function", "name": "f", "description": "large"}], "tool_choice": "none",
+            "metadata": {"a": "large"},
+        },
+    ),
+    "messages": (
+        MESSAGES,
+        {
+            "messages": [HELLO | {"content": "large"}], "system": "large",
+            "chat_template_kwargs": {"a": "large"}, "tool_choice": {"type": "none"},
+            "tools": [{"name": "f", "description": "large", "input_schema": {}}],
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WAITING)
+async def test_waiting_request_keeps_nothing_that_it_was_made_from(
+    server, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    path, more = WAITING[case]
+    seen: list[Any] = []
     plain = endpoint.parse_steps
 
     def recorded(*arguments: Any, **named: Any) -> Any:
@@ -149,11 +188,58 @@ async def test_waiting_request_keeps_no_conversation(server, monkeypatch: pytest
         return found
 
     monkeypatch.setattr(endpoint, "parse_steps", recorded)
-    tools = [{"type": "function", "function": {"name": "f", "description": "x" * 1000}}]
-    body = {"model": "demo", "messages": [HELLO], "tools": tools, "tool_choice": "none", "max_tokens": 1}
-    assert (await server.http.post(CHAT, json=body)).status_code == 200
+    limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 1}
+    assert (await server.http.post(path, json={"model": "demo"} | limit | more)).status_code == 200
     (request,) = seen
-    assert (request.messages, request.tools) == ([], None)
+    assert "large" not in repr(request)
+
+
+def test_waiting_request_keeps_its_token_ids_packed() -> None:
+    """256 requests with the longest lists took 184 MB more than planned in the engine process."""
+    honours = BASIC_PARAMS | {"allowed_token_ids", "logit_bias"}
+    lists = {"allowed_token_ids": [*range(10_000)], "logit_bias": {str(at): at / 11 for at in range(1024)}}
+    body = json.dumps({"model": "demo", "prompt": "a"} | lists).encode()
+    request, _ = completed(parse_steps(body, completions.FIELDS, honours))
+    sent = pickle.dumps(request.sampling(1, (), 49_152))
+    tracemalloc.start()
+    try:
+        received = pickle.loads(sent)
+        assert tracemalloc.get_traced_memory()[0] < 80_000
+    finally:
+        tracemalloc.stop()
+    assert (len(received.allowed_token_ids), list(received.allowed_token_ids)[-1]) == (10_000, 9999)
+    assert list(received.logit_bias)[:2] == [(0, 0.0), (1, 1 / 11)]
+    assert received == request.sampling(1, (), 49_152)
+    request.forget()
+    assert (request.allowed_token_ids, request.logit_bias) == (None, None)
+
+
+async def test_response_repeats_at_most_what_a_prompt_may_have(server, checked) -> None:
+    tool = {"type": "function", "name": "f", "description": "x" * 140_000}
+    body = {"model": "demo", "input": "a", "tools": [tool], "tool_choice": "none", "max_output_tokens": 1}
+    error = checked(await server.http.post(RESPONSES, json=body))
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "tools")
+    assert "at most 131,072" in error.message
+    body["tools"] = [tool | {"description": "x" * 1000}]
+    answer = (await server.http.post(RESPONSES, json=body)).json()
+    assert answer["tools"][0]["description"] == "x" * 1000
+
+
+# -- forced calls ---------------------------------------------------------------------------------------------
+
+
+def test_forced_call_is_read_in_linear_time() -> None:
+    """Each token with a brace was read together with all tokens before it."""
+
+    def seconds(count: int) -> float:
+        reader, since = ForcedReader("f"), time.process_time()
+        reader.push('{"a":[', (), finished=False)
+        for _ in range(count):
+            reader.push("{},", (), finished=False)
+        assert "".join(each.arguments for each in reader.push("{}]}", (), finished=True).calls) == "{}]}"
+        return time.process_time() - since
+
+    assert seconds(16_000) < 16 * min(seconds(2000) for _ in range(3))
 
 
 # -- log probabilities ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ from tonnage.planner.errors import LONGEST_TEXT, CheckpointError, ConfigError, T
 from tonnage.planner.headers import safetensors
 from tonnage.planner.headers.gguf import read_gguf
 from tonnage.planner.headers.index import MAX_TENSORS_OF_MODEL, read_folder
+from tonnage.planner.headers.names import HubModel
+from tonnage.planner.headers.remote import Remote
 from tonnage.planner.headers.safetensors import MAX_TENSORS, read_header
 from tonnage.planner.model import fields
 from tonnage.planner.model.fields import LIMITS, MAX_CONFIG_BYTES, parse_config
@@ -309,3 +312,31 @@ def test_folder_name_with_terminal_escapes_is_printed_escaped(
         said = capsys.readouterr()
         assert "\x1b" not in said.out + said.err
         assert "\x07" not in said.out + said.err
+
+
+class HubAnswer(io.BytesIO):
+    """An answer of a hub."""
+
+    status = 206
+
+    def __init__(self, body: bytes, headers: dict[str, str]) -> None:
+        super().__init__(body)
+        self.headers = headers
+
+
+def remote(body: bytes, headers: dict[str, str]) -> Remote:
+    """Return the client of a hub that gives the same answer to each request."""
+    return Remote(HubModel("org/name"), lambda *request, **more: HubAnswer(body, headers))
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"5", b"null", b"{"])
+def test_hub_without_a_list_of_files_is_refused(body: bytes) -> None:
+    with pytest.raises(CheckpointError, match="the hub's list of files"):
+        remote(body, {}).files()
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "\u00b2", "-1", ""])
+def test_size_that_is_no_number_is_refused(size: str) -> None:
+    assert remote(b"{}", {"Content-Length": size}).read("config.json", 100) == b"{}"
+    with pytest.raises(CheckpointError, match="not the range asked for"):
+        remote(b"{}", {"Content-Range": f"bytes 0-1/{size}"}).first_bytes("model.safetensors", 100)

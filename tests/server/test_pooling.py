@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.chunk import Chunk, Pooled
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.request import GenerationRequest, PoolingTask
+from tonnage.server.errors import ErrorCode
+from tonnage.server.http import outbox
 from tonnage.server.text.classifier import ClassifierConfig, read_classifier
+from tonnage.server.text.tokenizer import Tokenizer
 
 TEXTS = ["A fox runs.", "def f(x): return x", "The bank."]
 LABELS = {0: "animal", 1: "code"}
@@ -192,3 +195,41 @@ def test_invalid_labels_name_their_field(tmp_path: Path, config: dict[str, Any],
     with pytest.raises(ConfigError) as caught:
         read_classifier(tmp_path)
     assert caught.value.field == field
+
+
+async def test_values_of_all_tokens_count_with_answers_that_wait(
+    run_server, small_plan, checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results of an input of 8,192 tokens have a vector for each, and a request may have hundreds."""
+    monkeypatch.setattr(outbox, "OUTBOX_BYTES", 100_000)
+    engine = Pooler(small_plan(), "token_classify", lambda ids: tuple((0.5,) * 10 for _ in ids))
+    async with run_server(engine) as server:
+        body = {"model": "demo", "input": [[1] * 100] * 8}
+        answer = (await server.http.post("/pooling", json=body)).json()
+        assert [len(item["data"]) for item in answer["data"]] == [100] * 8
+        error = checked(await server.http.post("/pooling", json=body | {"input": [[1] * 100] * 20}))
+        assert error.code == ErrorCode.SERVER_OVERLOADED
+        assert (server.state.outboxes.held, server.state.outboxes.behind) == (0, 0)
+
+
+async def test_query_beyond_the_context_is_not_joined_with_every_document(
+    run_server, small_plan, checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query of 130 KB with 256 documents made prompts of 34 million tokens before it was refused."""
+    engine = Pooler(small_plan(max_model_len=4096), "classify", lambda ids: (0.5,))
+    joined: list[int] = []
+
+    def encode_pairs(self: Tokenizer, pairs: Sequence[tuple[str, str]], special: bool = True) -> Any:
+        joined.append(len(pairs))
+        return plain(self, pairs, special)
+
+    plain = Tokenizer.encode_pairs
+    monkeypatch.setattr(Tokenizer, "encode_pairs", encode_pairs)
+    async with run_server(engine) as server:
+        server.state.classifier = ClassifierConfig({0: "score"})
+        body = {"model": "demo", "query": "a b " * 8000, "documents": [str(at) for at in range(100)]}
+        error = checked(await server.http.post("/rerank", json=body))
+        assert (error.code, error.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "documents")
+        assert joined == []
+        answer = await server.http.post("/rerank", json=body | {"query": "a"})
+        assert (answer.status_code, sum(joined)) == (200, 100)

@@ -18,9 +18,9 @@ from tonnage.server.text.chat_template import ChatTemplate
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
 
 
-# Conversations of up to this many characters are formatted on the event loop, in less than a millisecond.
-# Larger ones, and those with tools, whose JSON a template may expand, are formatted in a thread.
-_INLINE_CHARACTERS = 16_384
+# Conversations of up to this many characters and messages are formatted on the event loop, in about a
+# millisecond. Larger ones, and those with tools, whose JSON a template may expand, are formatted in a thread.
+_INLINE_CHARACTERS, _INLINE_MESSAGES = 16_384, 64
 
 
 async def chat_prompt(
@@ -57,7 +57,11 @@ async def chat_prompt(
             tools=tools,
         )
 
-    is_large = bool(tools or arguments) or sum(len(message.text()) for message in messages) > _INLINE_CHARACTERS
+    is_large = (
+        bool(tools or arguments)
+        or len(messages) > _INLINE_MESSAGES
+        or sum(len(message.text()) for message in messages) > _INLINE_CHARACTERS
+    )
     text = await generator.in_thread(formatted) if is_large else formatted()
     await generator.check_characters([text], param)
     prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
@@ -74,6 +78,11 @@ def template_of(state: ServerState) -> ChatTemplate:
             param="messages",
         )
     return state.chat_template
+
+
+def earlier_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation that have tool calls, which some parsers of calls need."""
+    return [message.model_dump(exclude_none=True) for message in messages if message.tool_calls]
 
 
 def check_template_arguments(arguments: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.completions.protocol import Usage
@@ -226,6 +226,7 @@ FIELDS = Fields(
     model=ChatRequest,
     table=CHAT,
     expected={"stop": STOP_EXPECTED, "content": CONTENT_EXPECTED, "tool_choice": CHOICE_EXPECTED},
+    items={"messages": TypeAdapter(Message)},
 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from json.encoder import encode_basestring_ascii  # quotes a string as json.dumps does, with less overhead
 from typing import Any, Literal
 
-from tonnage.server.api.chat.prompt import chat_prompt
+from tonnage.server.api.chat.prompt import chat_prompt, earlier_calls
 from tonnage.server.api.chat.protocol import (
     FIELDS,
     AllowedToolsChoice,
@@ -212,13 +212,13 @@ class ChatService(OpenAIEvents):
         submission = submission_with_tools(request, prompt, params, use, lora, request.n or 1)
         if request.return_token_ids:
             submission = replace(submission, all_tokens=True)
-        # A request that waits keeps its token ids, and not the conversation as text.
-        request.messages, request.tools = [], None
-        return submission, use
+        request.messages = []
+        request.forget()
+        return submission, replace(use, shown=())
 
     async def prompt(self, request: ChatRequest) -> tuple[tuple[int, ...], ToolUse]:
         """Return the token ids of a request's prompt, and how the request uses tools."""
-        use = self._tools(request)
+        use = await self._generator.converted(len(request.messages), self._tools, request)
         self._state.check_ready()
         prompt = await chat_prompt(
             self._state,
@@ -245,7 +245,7 @@ class ChatService(OpenAIEvents):
             choice if isinstance(choice, str) else None,
             function=choice.function.name if isinstance(choice, NamedTool) else None,
             parallel=request.parallel_tool_calls is not False,
-            messages=[message.model_dump(exclude_none=True) for message in request.messages],
+            messages=earlier_calls(request.messages) if tools else (),
             grammar=request.grammar(),
             template_arguments=request.template_arguments(),
         )

@@ -225,7 +225,10 @@ class CompletionService(OpenAIEvents):
             lora,
             shows_stop=bool(request.include_stop_str_in_output),
         )
-        return submission, [text for text in self._echo(request, prompts) for _ in range(generated)]
+        echo = [text for text in self._echo(request, prompts) for _ in range(generated)]
+        request.prompt = ""
+        request.forget()
+        return submission, echo
 
     @staticmethod
     def _sequences(request: CompletionRequest) -> int:

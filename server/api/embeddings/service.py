@@ -10,7 +10,7 @@ from tonnage.server.api.embeddings.protocol import (
     EmbeddingUsage,
 )
 from tonnage.server.api.generation import Generator
-from tonnage.server.api.pooling_run import PoolingRun, as_base64, vector_of
+from tonnage.server.api.pooling_run import PoolingRun, as_base64, vector_of, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.state import ServerState
@@ -32,8 +32,9 @@ class EmbeddingService:
         vectors = await run.of_inputs(request.inputs(), pooling)
         written = as_base64 if request.encoding_format == "base64" else vector_of
         answer = EmbeddingList(
-            data=[Embedding(index=index, embedding=written(vector)) for index, vector in enumerate(vectors)],
+            data=[],
             model=request.model,
             usage=EmbeddingUsage.of(run.counts),
         )
-        return answer.model_dump_json().encode()
+        items = (Embedding(index=index, embedding=written(vector)) for index, vector in enumerate(vectors))
+        return await with_items(answer, items)

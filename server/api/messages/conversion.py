@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from tonnage.server.api.chat.protocol import (
@@ -34,6 +35,11 @@ from tonnage.server.errors import ApiError, ErrorCode
 # Claude Code's first block of a system prompt. It differs from request to request, so that no later token would
 # be found in the prefix cache. vLLM 0.32 drops it, too (entrypoints/anthropic/serving.py).
 _BILLING = "x-anthropic-billing-header"
+
+
+def blocks_of(body: CountTokensRequest) -> int:
+    """Return how many content blocks a request has."""
+    return sum(1 if isinstance(turn.content, str) else len(turn.content) for turn in body.messages)
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
@@ -73,18 +79,19 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 def _messages(body: CountTokensRequest) -> list[Message]:
     """Return the conversation as chat messages; consecutive turns of the user are joined, as Anthropic does."""
-    found: list[Message] = []
+    converted: list[Message] = []
     system = body.system if isinstance(body.system, str) else _text(body.system or ())
     if system:
-        found.append(Message(role="system", content=system))
+        converted.append(Message(role="system", content=system))
     for at, message in enumerate(body.messages):
         blocks = [TextBlock(type="text", text=message.content)] if isinstance(message.content, str) else None
-        for made in _converted(message, message.content if blocks is None else blocks, at):
-            last = found[-1] if found else None
-            if made.role == "user" and last is not None and last.role == "user":
-                found[-1] = Message(role="user", content=f"{last.text()}\n{made.text()}")
-            else:
-                found.append(made)
+        converted += _converted(message, message.content if blocks is None else blocks, at)
+    found: list[Message] = []
+    for role, turns in groupby(converted, key=lambda message: message.role):
+        made = list(turns)
+        # All turns are joined at once: joined one by one, each would copy the text of all before it.
+        text = "\n".join(turn.text() for turn in made) if role == "user" else ""
+        found += made if role != "user" else [Message(role="user", content=text)]
     return found
 
 

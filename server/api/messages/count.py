@@ -9,7 +9,7 @@ from tonnage.server.api.body import inline_schema, parse_steps
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.json_body import most_values, read_body
-from tonnage.server.api.messages.conversion import chat_request
+from tonnage.server.api.messages.conversion import blocks_of, chat_request
 from tonnage.server.api.messages.protocol import COUNT_FIELDS, InputTokens
 from tonnage.server.errors import ANTHROPIC_RESPONSES
 from tonnage.server.state import ServerState
@@ -36,7 +36,7 @@ def count_router(state: ServerState, generator: Generator) -> APIRouter:
         steps = parse_steps(raw, COUNT_FIELDS, state.honours, lenient=settings.lenient, most=most)
         document, ignored = await state.bodies.in_turn(len(raw), steps)
         state.check_model(document.model)
-        prompt, _ = await chat.prompt(chat_request(document))
+        prompt, _ = await chat.prompt(await generator.converted(blocks_of(document), chat_request, document))
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
         return JSONResponse({"input_tokens": len(prompt)}, headers=headers)
 

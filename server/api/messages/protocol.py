@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import Dropped
 from tonnage.server.api.fields import COUNT_TOKENS, MESSAGES
 from tonnage.server.api.json_body import MAX_ITEMS
-from tonnage.server.api.sampling import STRICT, AtLeastOne, EngineBody, StopString, short_stop
+from tonnage.server.api.sampling import STRICT, AtLeastOne, EngineBody, StopStringList, short_stop
 from tonnage.server.api.tools import drop_tools
 
 # Anthropic's rule for names of tools.
@@ -169,7 +169,7 @@ class MessagesRequest(CountTokensRequest, EngineBody):
 
     max_tokens: AtLeastOne
     stream: bool | None = None
-    stop_sequences: Annotated[list[StopString] | None, AfterValidator(short_stop)] = None
+    stop_sequences: Annotated[StopStringList | None, AfterValidator(short_stop)] = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=0, lt=2**31)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -194,8 +194,10 @@ _EXPECTED = {
     "system": "a string or a list of text blocks",
 }
 
-FIELDS = Fields(MessagesRequest, MESSAGES, expected=_EXPECTED, drop=_server_tools)
-COUNT_FIELDS = Fields(CountTokensRequest, COUNT_TOKENS, expected=_EXPECTED, drop=_server_tools)
+_ITEMS = {"messages": TypeAdapter(AnthropicMessage)}
+
+FIELDS = Fields(MessagesRequest, MESSAGES, _EXPECTED, _server_tools, _ITEMS)
+COUNT_FIELDS = Fields(CountTokensRequest, COUNT_TOKENS, _EXPECTED, _server_tools, _ITEMS)
 
 
 class AnthropicUsage(BaseModel):

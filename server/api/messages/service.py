@@ -10,7 +10,7 @@ from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.service import outcome_of_finishes
 from tonnage.server.api.generation import Delta, Finish, Generator
 from tonnage.server.api.messages import output
-from tonnage.server.api.messages.conversion import chat_request
+from tonnage.server.api.messages.conversion import blocks_of, chat_request
 from tonnage.server.api.messages.protocol import FIELDS, MessagesRequest
 from tonnage.server.errors import ApiError, anthropic_envelope
 from tonnage.server.requests.accounts import Ticket
@@ -101,8 +101,10 @@ class MessagesService:
     async def _prepare(self, request: MessagesRequest) -> tuple[Submission, ToolUse]:
         # Clients of this API send max_tokens that exceed most contexts. The end of the context ends an answer,
         # too, as in Anthropic's API.
-        chat = chat_request(request)
+        chat = await self._generator.converted(blocks_of(request), chat_request, request)
+        # a request that waits keeps its token ids, and not what they were made from
         request.messages, request.system, request.tools = [], None, None
+        request.chat_template_kwargs = request.output_config = None
         return await self._chat.prepare(chat, default_max_tokens=request.max_tokens)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from tonnage.server.api.pooling.protocol import (
     PooledList,
     PoolingRequest,
 )
-from tonnage.server.api.pooling_run import PoolingRun, as_base64, rows_of, vector_of
-from tonnage.server.engines.chunk import Pooled
+from tonnage.server.api.pooling_run import PoolingRun, Values, as_base64, rows_of, vector_of, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
@@ -43,12 +43,12 @@ class ClassificationService:
             id=f"classify-{ticket.request_id}",
             created=int(time.time()),
             model=request.model,
-            data=[self._classification(index, result) for index, result in enumerate(results)],
+            data=[],
             usage=EmbeddingUsage.of(run.counts),
         )
-        return answer.model_dump_json().encode()
+        return await with_items(answer, map(self._classification, count(), results))
 
-    def _classification(self, index: int, result: Pooled) -> Classification:
+    def _classification(self, index: int, result: Values) -> Classification:
         best = int(np.argmax(result))  # the first of equal values, as in vLLM
         label = self._state.classifier.labels.get(best)
         return Classification(index=index, label=label, probs=vector_of(result), num_classes=len(result))
@@ -80,7 +80,8 @@ class PoolingService:
             id=f"pooling-{ticket.request_id}",
             created=int(time.time()),
             model=request.model,
-            data=[PooledData(index=index, data=written(result)) for index, result in enumerate(results)],
+            data=[],
             usage=EmbeddingUsage.of(run.counts),
         )
-        return answer.model_dump_json().encode()
+        items = (PooledData(index=index, data=written(result)) for index, result in enumerate(results))
+        return await with_items(answer, items)

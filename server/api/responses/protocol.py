@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, Field, TypeAdapter
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, effort_arguments
@@ -202,6 +202,9 @@ def _drop_defaults(document: dict[str, Any]) -> list[str]:
     return ignored
 
 
+# OpenAI's limits (API reference, "metadata")
+MetadataName = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem
 
 
@@ -211,7 +214,7 @@ class ResponseRequest(SamplingFields):
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: AtLeastOne | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: dict[MetadataName, MetadataValue] | None = Field(None, max_length=16)
     text: TextOptions | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools | None = None
@@ -219,6 +222,10 @@ class ResponseRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
+
+    def items(self) -> int:
+        """Return how many items the conversation has."""
+        return 1 if isinstance(self.input, str) else len(self.input)
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template."""
@@ -246,6 +253,7 @@ FIELDS = Fields(
         "stop": STOP_EXPECTED,
     },
     drop=_drop_defaults,
+    items={"input": TypeAdapter(InputItem)},
 )
 
 

@@ -6,11 +6,13 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tonnage.server.api.chat.prompt import chat_prompt
+import pydantic_core
+
+from tonnage.server.api.chat.prompt import chat_prompt, earlier_calls
 from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
 from tonnage.server.api.generation import Finish, Generator
@@ -80,7 +82,7 @@ class ResponseService:
 
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """Return the complete response as JSON; cancelling the call aborts the request."""
-        submission, use = await self._prepare(request)
+        submission, use, repeated = await self._prepare(request)
         counts, text, thought = TokenCounts(), "", ""
         token_ids: list[int] = []
         finish: Finish = "stop"
@@ -95,26 +97,25 @@ class ResponseService:
             text, calls, thought = reader.whole(text, token_ids)
             counts.reasoning = reader.reasoning_tokens
         ticket.finish(outcome_of_finishes([finish]))
-        response = self._response(request, ticket, submission)
+        response = self._response(request, ticket, submission, repeated)
         shown = "" if request.include_reasoning is False else thought
         found = output.items(ticket.request_id, text, calls_of(calls), _status(finish), shown)
         return json.dumps(_finished(response, found, finish, counts)).encode()
 
     async def stream(self, request: ResponseRequest, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events of a response; closing the iterator aborts the request."""
-        submission, use = await self._prepare(request)
+        submission, use, repeated = await self._prepare(request)
         reader = None if use.reader is None else use.reader(submission.prompts[0])
         counts = TokenCounts()
         finish: Finish = "stop"
-        response = self._response(request, ticket, submission)
         events = output.OutputEvents(ticket.request_id)
-        self._streams[ticket] = _Stream(events, response)
-        begun = False
+        response: dict[str, Any] = {}
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 data = b""
-                if not begun:
-                    begun = True
+                if not response:
+                    response = self._response(request, ticket, submission, repeated)
+                    self._streams[ticket] = _Stream(events, response)
                     data += events.numbered_event("response.created", response=response)
                     data += events.numbered_event("response.in_progress", response=response)
                 text = delta.text
@@ -141,13 +142,18 @@ class ResponseService:
         done = _finished(response, events.items, finish, counts)
         yield data + events.numbered_event(f"response.{done['status']}", response=done)
 
-    async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse]:
+    async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse, bytes]:
+        """Return the submission, how the request uses tools, and the JSON of what the response repeats of it.
+
+        A request that waits keeps these, and not what they were made from.
+        """
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
         check_stream_options(request)
-        messages = _messages(request)
-        use = self._tools(request, messages)
+        messages = await generator.converted(request.items(), _messages, request)
+        use = await generator.converted(request.items(), self._tools, request, messages)
+        repeated = self._repeated(request)
         state.check_ready()
         prompt = await chat_prompt(
             state,
@@ -168,8 +174,33 @@ class ResponseService:
         )
         params = request.sampling(max_tokens, state.tokenizer.eos_token_ids, state.plan.model.vocab_size)
         submission = submission_with_tools(request, prompt, params, use, lora, field="input")
-        request.input = ""  # a request that waits keeps its token ids, and not the conversation as text
-        return submission, use
+        request.input = ""
+        request.forget()
+        return submission, replace(use, shown=()), repeated
+
+    def _repeated(self, request: ResponseRequest) -> bytes:
+        """Return the JSON of the fields of a request that its response repeats.
+
+        Raises:
+            ApiError: They are too large.
+        """
+        limit = self._generator.ordinary_characters
+        repeated = pydantic_core.to_json(
+            {
+                "instructions": request.instructions,
+                "metadata": request.metadata or {},
+                "text": {"format": {"type": "text"}} if request.text is None else _shown_text(request),
+                "tools": [tool.model_dump() for tool in request.tools or ()],
+            }
+        )
+        if len(repeated) > limit:
+            raise ApiError(
+                ErrorCode.INVALID_VALUE,
+                f"instructions, metadata, text and tools, which a response repeats, have {len(repeated):,} "
+                f"bytes as JSON; at most {limit:,} are allowed",
+                param="tools" if request.tools else "instructions",
+            )
+        return repeated
 
     def _tools(self, request: ResponseRequest, messages: Sequence[Message]) -> ToolUse:
         choice = request.tool_choice
@@ -183,18 +214,21 @@ class ResponseService:
             choice if isinstance(choice, str) else None,
             function=choice.name if isinstance(choice, NamedFunctionTool) else None,
             parallel=request.parallel_tool_calls is not False,
-            messages=[message.model_dump(exclude_none=True) for message in messages],
+            messages=earlier_calls(messages) if tools else (),
             grammar=request.grammar(),
             template_arguments=request.template_arguments(),
         )
 
-    def _response(self, request: ResponseRequest, ticket: Ticket, submission: Submission) -> dict[str, Any]:
+    def _response(
+        self, request: ResponseRequest, ticket: Ticket, submission: Submission, repeated: bytes
+    ) -> dict[str, Any]:
         """Return the response object before its first token, with every field of Open Responses.
 
         A field that is accepted without effect has the value that says so, such as false for ``store``.
         """
         params = submission.params
-        return {
+        members: dict[str, Any] = pydantic_core.from_json(repeated)
+        return members | {
             "id": f"resp_{ticket.request_id}",
             "object": "response",
             "created_at": int(time.time()),
@@ -204,10 +238,8 @@ class ResponseService:
             "error": None,
             "frequency_penalty": params.frequency_penalty,
             "incomplete_details": None,
-            "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": request.metadata or {},
             "model": request.model,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
@@ -222,9 +254,7 @@ class ResponseService:
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}} if request.text is None else _shown_text(request),
             "tool_choice": _shown_choice(request),
-            "tools": [tool.model_dump() for tool in request.tools or ()],
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -250,7 +280,9 @@ def _messages(request: ResponseRequest) -> list[Message]:
             if thought is not None or not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", reasoning=thought))
             before = messages[-1]
-            messages[-1] = before.model_copy(update={"tool_calls": [*(before.tool_calls or ()), call]})
+            # The list is the message's own: a copy for each call would make a long turn quadratic.
+            before.tool_calls = before.tool_calls or []
+            before.tool_calls.append(call)
         elif item.role == "assistant":
             messages.append(Message(role="assistant", content=_text(item.content), reasoning=thought))
         elif any(isinstance(part, InputRefusal) for part in item.content):

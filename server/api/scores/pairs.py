@@ -15,6 +15,7 @@ from typing import Any
 
 from tonnage.server.api.chat.prompt import check_template_arguments
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.pooling_run import check_input_length
 from tonnage.server.state import ServerState
 
 
@@ -35,7 +36,12 @@ async def pair_prompts(
         ApiError: A text is too long, or a prompt is empty.
         TemplateRefused: The template rejects a pair.
     """
-    await generator.check_characters([text for pair in dict.fromkeys(pairs) for text in pair], param)
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    await generator.check_characters(texts, param)
+    # A text beyond the context is refused before it is joined with hundreds of others.
+    longest = max(texts, key=len)
+    if len(longest) > state.max_model_len:
+        check_input_length(state, len(await generator.encode(longest, add_special_tokens=False)), param)
     template = state.chat_template if state.settings.chat_template is not None else None
     if template is not None:
         check_template_arguments(template_arguments)

@@ -89,7 +89,7 @@ class _Scores:
             param=param,
         )
         results = await run.of_prompts(prompts, Pooling(use_activation=request.use_activation), starts)
-        return [float(value) for (value,) in results]  # type: ignore[arg-type]
+        return [float(value) for (value,) in results]
 
 
 async def _cosines(

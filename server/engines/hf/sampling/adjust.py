@@ -74,7 +74,8 @@ def _adjust_row(logits: torch.Tensor, drawing: Drawing) -> None:
     if drawing.matcher is not None:
         drawing.matcher.mask(logits)
     if params.allowed_token_ids:
-        allowed = list(params.allowed_token_ids)
+        given = np.fromiter(params.allowed_token_ids, np.int64, len(params.allowed_token_ids))
+        allowed = torch.from_numpy(given).to(logits.device)
         kept = logits[allowed]
         logits.fill_(float("-inf"))
         logits[allowed] = kept
