@@ -22,13 +22,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tonnage.cache.disk.block_file import read_block, write_block
 from tonnage.cache.disk.counts import DiskCounts
 from tonnage.cache.disk.folder import NAMESPACE_BYTES, Folder, file_of
-from tonnage.cache.disk.order import LearnedBlocks, compile_order
 from tonnage.planner.model.tier import file_bytes
+
+if TYPE_CHECKING:
+    from tonnage.cache.disk.order import LearnedBlocks
 
 log = logging.getLogger("tonnage.cache")
 
@@ -220,6 +222,8 @@ class DiskStore:
     def _keep_index(self) -> None:
         """Fill the index with the blocks from before the start, then note the ends of requests."""
         if self._block_bytes is not None:
+            from tonnage.cache.disk.order import compile_order  # imported here, because it imports numba
+
             compile_order()
         while True:
             found = self._folder.scan()
@@ -262,6 +266,8 @@ class DiskStore:
         if self._learned is not None and self._learned.failed:
             self._learned = self._block_bytes = None
         if self._block_bytes is not None:
+            from tonnage.cache.disk.order import LearnedBlocks
+
             capacity = self._folder.room(self._namespace) // file_bytes(self._block_bytes)
             self._learned = LearnedBlocks(max(1, capacity), self._folder.blocks)
 
