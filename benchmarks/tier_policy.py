@@ -1,11 +1,13 @@
 """Compare the learned order of KV tiers with LRU, ARC and the optimum, at five sizes of a trace.
 
     python benchmarks/tier_policy.py TRACE... --json --check
+    python benchmarks/tier_policy.py TRACE... --behind --check    a disk tier behind host memory of 1 %
 
 TRACE is any trace with hash ids, or a folder of agentic sessions. Each request loads its longest stored prefix,
 stores its prompt in steps of --step tokens, and ends when --running later requests have started. The optimum
 knows the future; its requests run one after the other, so it is an upper bound of all policies. --check exits
-with 1 if learned hits less than LRU or ARC by more than 1 % of their hits at any size.
+with 1 if learned hits less than LRU or ARC by more than 1 % of their hits at any size. With --behind, host
+memory is LRU, and its 1 % are of the trace's distinct chunks.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tonnage.cache.replay.tier_curve import chunk_uses, optimum
 from tonnage.cache.replay.tiers import Tiers, TierSetup
 from tonnage.cache.replay.trace import read_trace
 
+HOST, DISKS = 0.01, (0.02, 0.05, 0.2)  # shares of the distinct chunks, with --behind
 TOLERANCE = 0.01  # of the hits of LRU and ARC
 
 
@@ -45,6 +48,25 @@ def compare(path: Path, limit: int | None, running: int, step: int) -> list[dict
     return rows
 
 
+def compare_behind(path: Path, limit: int | None, running: int, step: int) -> list[dict[str, Any]]:
+    """Return hit rates of both tiers, and chunks written to disk, with each policy of the disk tier."""
+    trace, rows = read_trace(path, limit=limit), []
+    uses = chunk_uses(trace)
+    size = uses.chunk_tokens
+    host = max(1, int(HOST * uses.distinct))
+    for share in DISKS:
+        chunks = max(1, int(share * uses.distinct))
+        row: dict[str, Any] = {"trace": trace.name, "chunks": chunks, "share": share, "host": host}
+        for policy in ("lru", "learned"):
+            tiers = Tiers(TierSetup(host * size, 1, disk_bytes=chunks * size, policy=policy), size)
+            row[policy] = round(run(trace, tiers, running, step) / uses.prompt_tokens, 5)
+            assert tiers.disk is not None
+            row[f"{policy}_stored"] = tiers.disk.stored
+        row["holds"] = row["learned"] >= (1 - TOLERANCE) * row["lru"]
+        rows.append(row)
+    return rows
+
+
 def main() -> int:
     """Print the comparison; return 1 with --check if learned loses at a size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -52,15 +74,18 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--running", type=int, default=32, help="requests that run at once (default: 32)")
     parser.add_argument("--step", type=int, default=8192, help="tokens of a prefill step (default: 8192)")
+    parser.add_argument("--behind", action="store_true", help="compare disk tiers behind host memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--check", action="store_true", help="exit code 1 if learned loses at a size")
     arguments = parser.parse_args()
-    rows = []
+    rows, measure = [], compare_behind if arguments.behind else compare
     for path in arguments.traces:
-        for row in compare(path, arguments.limit, arguments.running, arguments.step):
+        for row in measure(path, arguments.limit, arguments.running, arguments.step):
             rows.append(row)
             if not arguments.json:
-                rates = ", ".join(f"{name} {100 * row[name]:.2f} %" for name in (*POLICIES, "optimum"))
+                rates = ", ".join(
+                    f"{name} {100 * row[name]:.2f} %" for name in (*POLICIES, "optimum") if name in row
+                )
                 stored = f"stored {row['lru_stored']:,} by LRU, {row['learned_stored']:,} learned"
                 print(f"{row['trace']} {row['chunks']:>7,} chunks: {rates}; {stored}", flush=True)
     holds = all(row["holds"] for row in rows)

@@ -198,6 +198,10 @@ class Deployment:
         None, "folder for offloaded blocks behind the host memory, and its upper bound (default: none)",
         group=_EXTRAS, metavar="DIR,SIZE", engine="hf", needs="kv_offloading_bytes", read=_disk_tier,
     )  # fmt: skip
+    kv_offloading_policy: str = flag(
+        "learned", "order of eviction in the last tier of offloaded blocks", group=_EXTRAS,
+        choices=("learned", "lru"), engine="hf", needs="kv_offloading_bytes",
+    )  # fmt: skip
     kv_offloading_backend: str = flag(
         "native", "store of offloaded blocks: vllm's own, or LMCache's server of this size", group=_EXTRAS,
         choices=("native", "lmcache"), engine="vllm", needs="kv_offloading_bytes",

@@ -26,7 +26,7 @@ PLANNED = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
     "enable_prefix_caching", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
     "enable_expert_parallel", "runner", "enable_lora", "max_loras", "max_lora_rank", "enforce_eager",
-    "kv_offloading_bytes", "kv_offloading_disk",
+    "kv_offloading_bytes", "kv_offloading_disk", "kv_offloading_policy",
 )  # fmt: skip
 
 LogFormat = Literal["text", "json"]

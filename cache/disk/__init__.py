@@ -1,10 +1,12 @@
 """A folder of KV blocks on disk that never exceeds its size, for engines' second cache tier.
 
-Read in this order: ``block_file`` (one block as a file), ``folder`` (all files, their sizes and the order of
-eviction), ``store`` (what an engine calls), ``pace`` (whether reading is faster than computing).
+Read in this order: ``block_file`` (one block as a file), ``folder`` (all files and their sizes), ``order`` (the
+learned order of eviction), ``store`` (what an engine calls), ``pace`` (whether reading is faster than
+computing).
 """
 
+from tonnage.cache.disk.counts import DiskCounts
 from tonnage.cache.disk.folder import DiskError
-from tonnage.cache.disk.store import DiskCounts, DiskStore
+from tonnage.cache.disk.store import DiskStore
 
 __all__ = ["DiskCounts", "DiskError", "DiskStore"]

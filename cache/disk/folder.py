@@ -1,8 +1,9 @@
 """The index of a disk tier's files: their names, their bytes on disk, and the order of their removal.
 
 A folder has one subfolder for each namespace, such as a model with its dtype and layout, and in it 256 folders
-of block files. All namespaces share the size of the folder. The least recently used block is removed first. The
-order survives a restart in the modification times of the files.
+of block files. All namespaces share the size of the folder. The least recently used block is removed first,
+unless the caller has another order (`order`). The order of use survives a restart in the modification times of
+the files.
 
 A block's id is its namespace (8 bytes) and its key. Its file is named after both in hexadecimal digits.
 """
@@ -13,7 +14,7 @@ import contextlib
 import fcntl
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tonnage.planner.model.tier import ENTRY_BYTES, PAGE
 LOCK = "tonnage.lock"
 DIRECTORY_BYTES = PAGE
 NAMESPACE_BYTES = 8
+DIRECTORIES_OF_BLOCKS = 256  # in a namespace, one for each first byte of a key
 
 
 def file_of(block: bytes) -> str:
@@ -129,8 +131,17 @@ class Folder:
         self._directories = found.directories
         self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
 
-    def make_room(self, path: str, taken: int) -> int | None:
-        """Remove the oldest blocks until a file ``path`` of ``taken`` bytes fits, and count its bytes.
+    def oldest(self) -> bytes | None:
+        """Return the least recently used block."""
+        return next(iter(self.blocks), None)
+
+    def make_room(self, path: str, taken: int, victim: Callable[[], bytes | None] | None = None) -> int | None:
+        """Remove blocks until a file ``path`` of ``taken`` bytes fits, and count its bytes.
+
+        Args:
+            path: The file, below the folder.
+            taken: Its bytes on disk.
+            victim: Function that returns the next block to remove, or None; the default is `oldest`.
 
         Returns:
             The number of removed blocks, or None if the file cannot fit.
@@ -139,9 +150,10 @@ class Folder:
         needed = taken + DIRECTORY_BYTES * len(new)
         if self._others + needed > self.size:
             return None
-        removed = 0
+        removed, victim = 0, victim or self.oldest
         while self.used + needed > self.size:
-            if not self.remove(next(iter(self.blocks))):
+            block = victim()
+            if block is None or not self.remove(block):
                 return None
             removed += 1
         self._directories.update(new)
@@ -155,9 +167,16 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
+            self.touch(block)  # a file that cannot be deleted keeps no other from being removed next time
             return False
         self._in_blocks -= self.blocks.pop(block, 0)
         return True
+
+    def room(self, namespace: bytes) -> int:
+        """Return the bytes for blocks of a namespace, without those of its directories."""
+        top = namespace.hex()
+        own = sum(each == top or each.startswith(f"{top}/") for each in self._directories)
+        return self.size - self._others - (1 + DIRECTORIES_OF_BLOCKS - own) * DIRECTORY_BYTES
 
     def forget(self, block: bytes) -> None:
         """Remove an unreadable block from the index, and delete its file if this server writes the folder."""

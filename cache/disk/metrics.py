@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from tonnage.cache.disk.store import DiskCounts
+from tonnage.cache.disk.counts import DiskCounts
 
 GAUGES = ("size", "used", "blocks", "ready")
 METRICS = {
@@ -14,6 +14,7 @@ METRICS = {
     "ready": "Whether the chunks from before the start are in the index.",
     "stored": "Chunks written to the disk tier.",
     "dropped": "Chunks not written, because too many were waiting or the disk was full or failed.",
+    "left_out": "Chunks not written, because they were not worth their bytes.",
     "evicted": "Chunks removed from the disk tier to make room.",
     "loaded": "Chunks read from the disk tier.",
     "lost": "Chunks that were missing, damaged or not readable and are computed again.",

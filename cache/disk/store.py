@@ -3,8 +3,9 @@
 Damage to the folder costs hits only. A missing, cut off or damaged block is not read, and a
 block that cannot be written, because the disk is full or failed, is dropped and counted.
 
-`DiskStore.contains` and `DiskStore.touch` read and write nothing on disk, for a scheduler's thread. `store` and
-`load` block and are called from threads of the engine.
+`DiskStore.contains`, `announce` and `finish` take no lock and touch no file, for a scheduler's thread. `store`
+and `load` block and are called from threads of the engine. A thread of the store reads the folder at the
+start, and notes the ends of requests.
 """
 
 from __future__ import annotations
@@ -17,58 +18,34 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tonnage.cache.disk.block_file import read_block, write_block
+from tonnage.cache.disk.counts import DiskCounts
 from tonnage.cache.disk.folder import NAMESPACE_BYTES, Folder, file_of
 from tonnage.planner.model.tier import file_bytes
+
+if TYPE_CHECKING:
+    from tonnage.cache.disk.order import LearnedBlocks
 
 log = logging.getLogger("tonnage.cache")
 
 _DESCRIPTION = "namespace.json"
-_MOST_TOUCHED = 1_000  # calls of `touch` that wait for the next write
+# Keys of ended requests that wait for the index's thread. A key takes about 80 bytes.
+_MOST_WAITING = 1 << 17
 # How often a server that only reads looks for new blocks. Listing a million files takes about ten seconds.
 _READ_AGAIN_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class DiskCounts:
-    """The contents and the counters of a disk tier.
+class _Ended(NamedTuple):
+    """A request that has ended: the keys of its blocks in prefix order, and of those it did not compute."""
 
-    Attributes:
-        size: Upper bound of the folder in bytes.
-        used: Bytes of the folder, by the index.
-        blocks: Blocks in the index, of all namespaces.
-        ready: Whether the blocks from before the start are in the index.
-        stored: Blocks written.
-        dropped: Blocks not written, because the disk was full, failed or too slow.
-        evicted: Blocks removed to make room.
-        loaded: Blocks read.
-        lost: Blocks in the index that were missing, damaged or not readable.
-        declined: Requests whose blocks were computed, because reading them was slower.
-        written_bytes: Bytes of the blocks written.
-        read_bytes: Bytes of the blocks read.
-        write_seconds: Seconds spent writing them, over all threads.
-        read_seconds: Seconds spent reading them, over all threads.
-    """
-
-    size: int
-    used: int = 0
-    blocks: int = 0
-    ready: bool = False
-    stored: int = 0
-    dropped: int = 0
-    evicted: int = 0
-    loaded: int = 0
-    lost: int = 0
-    declined: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    write_seconds: float = 0.0
-    read_seconds: float = 0.0
+    keys: Sequence[bytes]
+    reused: Collection[bytes]
 
 
 class DiskStore:
@@ -80,12 +57,17 @@ class DiskStore:
         namespace: The facts that the bytes of a block depend on, such as model, revision, dtype and layout.
             Blocks of another namespace are never read, but may be removed to make room.
         read_only: Whether another server writes the folder.
+        learned: Bytes of a block if blocks are evicted in the learned order. With None, the least recently used
+            block is evicted first.
 
     Raises:
         DiskError: the folder cannot be used, or another server writes it.
     """
 
-    def __init__(self, path: Path, size: int, namespace: Mapping[str, Any], read_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, size: int, namespace: Mapping[str, Any], read_only: bool = False,
+        learned: int | None = None,
+    ) -> None:  # fmt: skip
         self._folder = Folder(path, size, read_only)
         described = json.dumps(dict(namespace), sort_keys=True, default=str)
         self._namespace = hashlib.sha256(described.encode()).digest()[:NAMESPACE_BYTES]
@@ -93,12 +75,16 @@ class DiskStore:
         self._counts = DiskCounts(size)
         self._lock = threading.Lock()  # of the folder's index and the counts; held while files are deleted
         self._dropped = self._declined = 0  # counted by the scheduler's thread, without the lock
-        self._touched: deque[Collection[bytes]] = deque(maxlen=_MOST_TOUCHED)
+        self._block_bytes = learned
+        self._learned: LearnedBlocks | None = None
+        self._events: SimpleQueue[_Ended | None] = SimpleQueue()
+        self._waiting = 0  # keys in `_events`, about: two threads count
+        self._announced: set[bytes] = set()
         self._writing: set[bytes] = set()
         self._complained = False
         self._indexed, self._closed = threading.Event(), threading.Event()
-        self._scan = threading.Thread(target=self._read_folder, name="tonnage-disk-index", daemon=True)
-        self._scan.start()
+        self._index = threading.Thread(target=self._keep_index, name="tonnage-disk-index", daemon=True)
+        self._index.start()
 
     # -- the scheduler's thread ------------------------------------------------------------------------------
 
@@ -106,9 +92,20 @@ class DiskStore:
         """Return whether the index has the block; no file is opened."""
         return self._namespace + key in self._folder.blocks
 
-    def touch(self, keys: Collection[bytes]) -> None:
-        """Note that blocks were used; the order of eviction changes at the next write."""
-        self._touched.append(keys)
+    def announce(self, keys: Collection[bytes]) -> None:
+        """Note blocks that are about to be written; `settle` ends it."""
+        self._announced.update(keys)
+
+    def finish(self, keys: Sequence[bytes], reused: Collection[bytes]) -> None:
+        """Note the end of a request. The order of eviction changes when its announced blocks are settled.
+
+        Args:
+            keys: Keys of the blocks that it used, from its first on.
+            reused: Keys of those that it did not compute.
+        """
+        if keys and not self._folder.read_only:
+            self._waiting += len(keys)
+            self._events.put(_Ended(keys, reused))
 
     def counts(self) -> DiskCounts:
         """Return the contents, and the counters since the tier was opened."""
@@ -128,6 +125,24 @@ class DiskStore:
 
     # -- the engine's own threads ----------------------------------------------------------------------------
 
+    def settle(self, keys: Collection[bytes]) -> None:
+        """Note that announced blocks were written or dropped."""
+        self._announced.difference_update(keys)
+        self._events.put(None)
+
+    def admits(self, prefix: Sequence[bytes], new: Sequence[bytes]) -> bool:
+        """Return whether a request's blocks are worth their bytes, and count them if they are not.
+
+        Args:
+            prefix: Keys of the request's blocks, from its first on.
+            new: Keys of those that would be written.
+        """
+        with self._lock:
+            found = self._learned is None or self._learned.admits(self._ids(prefix), self._ids(new))
+            if not found:
+                self._count(left_out=len(new))
+        return found
+
     def store(self, key: bytes, block: memoryview) -> bool:
         """Write a block, and remove older ones to make room; return whether the folder has the block now."""
         own, taken = self._namespace + key, file_bytes(len(block))
@@ -143,6 +158,8 @@ class DiskStore:
                 return False
             self._count(evicted=evicted)
             self._writing.add(own)
+            if self._learned is not None:
+                self._learned.insert(own)
         since = time.perf_counter()
         try:
             path = self._folder.path / file_of(own)
@@ -154,6 +171,8 @@ class DiskStore:
             with self._lock:
                 self._writing.discard(own)
                 self._folder.not_written(taken)
+                if self._learned is not None:
+                    self._learned.remove(own)
                 self._count(dropped=1)
             return False
         with self._lock:
@@ -194,13 +213,18 @@ class DiskStore:
     def close(self) -> None:
         """Release the folder. No other method may be running or be called afterwards."""
         self._closed.set()
-        self._scan.join()
+        self._events.put(None)
+        self._index.join()
         self._folder.close()
 
     # ---------------------------------------------------------------------------------------------------------
 
-    def _read_folder(self) -> None:
-        """Fill the index with the blocks from before the start, and bring the folder within its size."""
+    def _keep_index(self) -> None:
+        """Fill the index with the blocks from before the start, then note the ends of requests."""
+        if self._block_bytes is not None:
+            from tonnage.cache.disk.order import compile_order  # imported here, because it imports numba
+
+            compile_order()
         while True:
             found = self._folder.scan()
             with self._lock:
@@ -211,9 +235,41 @@ class DiskStore:
                     self._begin()
             self._indexed.set()
             if not self._folder.read_only:
-                return
+                break
             if self._closed.wait(_READ_AGAIN_SECONDS):
                 return
+        ended: deque[_Ended] = deque()
+        while not self._closed.is_set():
+            if (event := self._events.get()) is not None:
+                ended.append(event)
+            while ended and not self._announced.intersection(ended[0].keys):
+                self._use(ended.popleft())
+            if self._waiting > _MOST_WAITING:  # the disk hangs, so announced blocks are not settled
+                ended.clear()
+                self._waiting = 0
+                with self._lock:
+                    self._start_order()
+
+    def _use(self, ended: _Ended) -> None:
+        """Change the order of eviction at a request's end."""
+        self._waiting -= len(ended.keys)
+        blocks, reused = self._ids(ended.keys), set(self._ids(ended.reused))
+        with self._lock:
+            for block in reversed(blocks):  # the first block is the most recent one: others need it
+                self._folder.touch(block)
+            held = [block for block in blocks if block in self._folder.blocks]
+            if self._learned is not None:
+                self._learned.finish(blocks, held, reused)
+
+    def _start_order(self) -> None:
+        """Forget what was learned, so that the least recently used blocks are evicted first."""
+        if self._learned is not None and self._learned.failed:
+            self._learned = self._block_bytes = None
+        if self._block_bytes is not None:
+            from tonnage.cache.disk.order import LearnedBlocks
+
+            capacity = self._folder.room(self._namespace) // file_bytes(self._block_bytes)
+            self._learned = LearnedBlocks(max(1, capacity), self._folder.blocks)
 
     def _begin(self) -> None:
         """Make the folder ready for writing, unless other files leave no room."""
@@ -230,6 +286,7 @@ class DiskStore:
             self._describe(note)
         except OSError as error:
             self._complain(error)
+        self._start_order()
         self._count(ready=True)
 
     def _describe(self, note: str) -> None:
@@ -238,10 +295,28 @@ class DiskStore:
         path.write_text(self._described + "\n", encoding="utf-8")
 
     def _make_room(self, path: str, taken: int) -> int | None:
-        while self._touched:
-            for key in self._touched.popleft():
-                self._folder.touch(self._namespace + key)
-        return self._folder.make_room(path, taken)
+        """Remove blocks until a file fits; return their number, or None if it does not fit."""
+        learned = self._learned
+        if learned is None:
+            return self._folder.make_room(path, taken)
+        more, asked = 0, list[bytes | None]()
+
+        def victim() -> bytes | None:
+            asked.append(learned.victim())
+            return asked[-1]
+
+        if learned.full and (block := victim()) is not None:
+            more = int(self._folder.remove(block))
+        found = self._folder.make_room(path, taken, victim)
+        if asked and asked[-1] is None:  # running requests have written all blocks
+            self._start_order()
+            found = self._folder.make_room(path, taken)
+        elif asked and (last := asked[-1]) and last in self._folder.blocks:  # its file cannot be deleted
+            learned.put_back(last)
+        return None if found is None else found + more
+
+    def _ids(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [self._namespace + key for key in keys]
 
     def _count(self, ready: bool | None = None, **added: float) -> None:
         old = self._counts

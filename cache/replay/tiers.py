@@ -3,7 +3,8 @@
 The rules are those of vLLM 0.32's OffloadingConnector. Full chunks of prompts are stored as they are computed
 (offload_prompt_only). A request that starts looks for the chunks behind its hit in the GPU's prefix cache, and
 loads the consecutive ones; meanwhile other requests compute. Loads share the link from host memory, one after
-the other. A disk tier holds what was stored, in LRU order; its hits go through host memory first.
+the other. A disk tier holds what was stored; its hits go through host memory first. The learned order is that
+of the last tier: in front of a disk, host memory is LRU, because what it gives up is on disk.
 
 Not simulated: stores take no time, since both directions of a link work at once, and a block under load counts
 as a hit for other requests.
@@ -11,6 +12,7 @@ as a hit for other requests.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,9 +98,11 @@ class Tiers:
     _link_free: float = 0.0
 
     def __post_init__(self) -> None:
-        self.host = self.host or ChunkStore(self._chunks(self.setup.host_bytes, "host"), self.setup.policy)
+        policy = self.setup.policy
         if self.setup.disk_bytes:
-            self.disk = ChunkStore(self._chunks(self.setup.disk_bytes, "disk"), self.setup.policy)
+            self.disk = ChunkStore(self._chunks(self.setup.disk_bytes, "disk"), policy)
+            policy = "lru" if policy == "learned" else policy
+        self.host = self.host or ChunkStore(self._chunks(self.setup.host_bytes, "host"), policy)
 
     @property
     def chunk_bytes(self) -> int:
@@ -122,6 +126,9 @@ class Tiers:
         if request is None:
             found = chunk_keys(trace, self._keys)
             request = self._requests[sequence] = _Request(ChunkUse(found), ChunkUse(found))
+            if self.disk is not None:  # a request uses its chunks on disk, whichever tier it loads them from
+                request.disk.seen.update(range(len(found)))
+                request.disk.reused.update(itertools.takewhile(self.disk.lookup, found))
         keys, size = request.host.keys, self.chunk_tokens
         start, ends = computed // size, len(keys)
         end, from_disk = start, list[int]()
@@ -159,7 +166,7 @@ class Tiers:
         for place in (place for place in range(start, end) if place not in from_disk):
             self.host.load(request.host, place, place + 1)
         for place in from_disk:
-            if not self.host.store(request.host, place, place + 1, promoted=True):
+            if not self.host.store(request.host, place, place + 1):
                 for later in (later for later in range(place + 1, end) if later not in from_disk):
                     self.host.loaded(request.host, later, later + 1)
                 return place

@@ -175,7 +175,11 @@ class HF(Engine):
         more = ["--quantization", asked] if asked in self.quantizes_to else []
         if plan.deployment.kv_offloading_bytes:
             more += ["--kv-offloading-size", f"{plan.deployment.kv_offloading_bytes / GiB:.12g}"]
-        return (tonnage_serve(plan, [*more, *changed(plan.deployment, ("kv_offloading_disk",))]),)
+        return (
+            tonnage_serve(
+                plan, [*more, *changed(plan.deployment, ("kv_offloading_disk", "kv_offloading_policy"))]
+            ),
+        )
 
 
 def build_pool(

@@ -14,7 +14,7 @@ from tonnage.cache.admission.cost import StepCost
 if TYPE_CHECKING:
     # Imported for types only, because `auto` imports compiled loops that `tonnage watch` never needs.
     from tonnage.cache.admission.auto import Auto
-    from tonnage.cache.disk.store import DiskCounts
+    from tonnage.cache.disk.counts import DiskCounts
 
 ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome, reason, count) with outcome admit, wait or never
 
@@ -166,6 +166,7 @@ class TierStats:
         host_blocks: blocks in it.
         host_stored: blocks copied to it from the pool.
         host_evicted: blocks removed from it to make room.
+        host_left_out: blocks not copied to it, because they were not worth their bytes.
         host_hit_blocks: blocks copied from it to the pool, which were not computed.
         host_load_seconds: seconds of these copies.
         saved_seconds: estimated seconds to compute the loaded blocks, at the measured pace of prompts.
@@ -178,6 +179,7 @@ class TierStats:
     host_blocks: int
     host_stored: int
     host_evicted: int
+    host_left_out: int
     host_hit_blocks: int
     host_load_seconds: float
     saved_seconds: float

@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import PATIENCE
 
 from tonnage.cache.disk import DiskError, DiskStore
 from tonnage.cache.disk.block_file import read_block, write_block
+from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
 from tonnage.planner.model.tier import HEADER_BYTES, blocks_on_disk
 
 MODEL = {"model": "demo", "dtype": "bfloat16"}
@@ -26,7 +28,7 @@ MODEL = {"model": "demo", "dtype": "bfloat16"}
 
 @contextmanager
 def opened(
-    path: Path, size: int = 4 << 20, namespace: dict[str, str] = MODEL, **more: bool
+    path: Path, size: int = 4 << 20, namespace: dict[str, str] = MODEL, **more: Any
 ) -> Iterator[DiskStore]:
     store = DiskStore(path, size, namespace, **more)
     try:
@@ -313,3 +315,111 @@ def test_killed_writer_leaves_a_usable_folder_and_no_wrong_block(tmp_path: Path)
                     found += data is not None
             assert store.counts().lost == len(newest)
     assert found > 0
+
+
+# -- the learned order -----------------------------------------------------------------------------------------
+
+SIZE = 100_000  # bytes of a block
+
+
+def ask(store: DiskStore, numbers: list[int]) -> int:
+    """Let a request read the leading blocks that the folder holds and write the others; return those read."""
+    keys = [key(number) for number in numbers]
+    hits = 0
+    while hits < len(keys) and store.contains(keys[hits]):
+        assert read(store, numbers[hits], SIZE) == block(numbers[hits], SIZE)
+        hits += 1
+    new = [number for number in numbers if not store.contains(key(number))]
+    store.announce([key(number) for number in new])
+    store.finish(keys, keys[:hits])  # before its blocks are written, as behind a slow disk
+    if store.admits(keys, [key(number) for number in new]):
+        for number in new:
+            store.store(key(number), block(number, SIZE))
+    store.settle([key(number) for number in new])
+    noted(store)
+    return hits
+
+
+def noted(store: DiskStore) -> None:
+    """Wait until the store has noted the ends of all requests."""
+    until = time.monotonic() + PATIENCE
+    while store._waiting:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def conversations_between_scans(store: DiskStore, turns: int = 400) -> int:
+    """Ask for 4 prompts that return after 24 blocks that never do; return the blocks read."""
+    found = 0
+    for turn in range(turns):
+        found += ask(store, [10 * (turn % 4) + place for place in range(3)])
+        found += ask(store, [1_000 + 6 * turn + place for place in range(6)])
+    return found
+
+
+def test_learned_order_keeps_prompts_that_return_and_writes_less(tmp_path: Path) -> None:
+    limit = (1 << 20) + 18 * 102_656  # directories of all first bytes, and 18 blocks
+    with opened(tmp_path / "lru", limit) as store:
+        assert conversations_between_scans(store) == 0
+        written = store.counts().stored
+    with opened(tmp_path / "learned", limit, learned=SIZE) as store:
+        assert conversations_between_scans(store) > 600  # of 1,200
+        counts = store.counts()
+        assert counts.stored < 0.8 * written
+        assert du(tmp_path / "learned") <= limit
+
+
+def test_learned_order_survives_damage_restart_and_blocks_of_another_model(tmp_path: Path) -> None:
+    """The index, the order and the folder agree after thousands of random events."""
+    limit, chance = (1 << 20) + 18 * 102_656, random.Random(4)
+    for turn in range(4):
+        namespace = MODEL | {"dtype": ("float16", "bfloat16")[turn % 2]}
+        with opened(tmp_path, limit, namespace, learned=SIZE) as store:
+            for _ in range(300):
+                start = 50 * chance.randrange(12)
+                numbers = list(range(start, start + chance.randrange(1, 8)))
+                if chance.random() < 0.1 and files(tmp_path):
+                    chance.choice(files(tmp_path)).unlink()
+                keys = [key(number) for number in numbers]
+                store.announce(keys)
+                for number in numbers:
+                    if chance.random() < 0.8:
+                        store.store(key(number), block(number, SIZE))
+                        data = read(store, number, SIZE)
+                        assert data is None or data == block(number, SIZE)
+                store.settle(keys)
+                if chance.random() < 0.9:  # some requests never end
+                    store.finish(keys, keys[: chance.randrange(4)])
+                assert du(tmp_path) <= limit
+            noted(store)
+            counts = store.counts()
+            assert store._learned is not None
+            assert not store._learned.failed
+            assert counts.stored > 500
+            held = {bytes.fromhex(each.parts[-3] + each.stem) for each in files(tmp_path)}
+            assert held <= set(store._folder.blocks)
+
+
+def test_error_in_the_learned_order_costs_its_hits_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 3 << 20, learned=SIZE) as store:
+        monkeypatch.setattr(LearnedChunkOrder, "finish", lambda *_: 1 / 0)
+        for number in range(60):
+            ask(store, [number])
+        assert store.counts().stored == 60
+        assert store.counts().evicted == 60 - store.counts().blocks
+        assert store.contains(key(59))
+        assert not store.contains(key(1))
+
+
+def test_block_whose_file_cannot_be_deleted_does_not_stop_eviction(tmp_path: Path) -> None:
+    for learned in (None, SIZE):
+        with opened(tmp_path / str(learned), 3 << 20, learned=learned) as store:
+            ask(store, [0])
+            (file,) = files(tmp_path / str(learned))
+            file.unlink()
+            file.mkdir()  # unlink(2) fails on a directory
+            for number in range(1, 60):
+                ask(store, [number])
+            assert store.counts().stored > 50

@@ -444,6 +444,31 @@ def test_weights_of_another_date_have_no_hit(folder: str, tmp_path: Path) -> Non
         bench.tier.close()
 
 
+def test_learned_order_of_host_memory_keeps_prompts_that_return() -> None:
+    """Prompts return after others that never do and that take the pool and the host memory."""
+    found = {}
+    for policy in ("lru", "learned"):
+        bench = opened(plan_for(blocks=12, host=18, kv_offloading_policy=policy))
+        for turn in range(100):
+            bench.ask(words(turn % 3, 50), max_tokens=1)
+            bench.ask(words(1_000 + turn, 150), max_tokens=1)
+        assert bench.stats().host_blocks == 18
+        found[policy] = bench.stats().host_hit_blocks
+    assert found["lru"] == 0
+    assert found["learned"] > 100  # of 291
+
+
+def test_aborted_and_preempted_requests_leave_no_block_that_stays_for_ever() -> None:
+    bench = opened(plan_for(blocks=12, host=18))
+    for turn in range(60):
+        bench.scheduler.add(request(words(turn, 150), f"gone-{turn}", max_tokens=20))
+        for _ in range(4):
+            bench.step()
+        bench.scheduler.abort(f"gone-{turn}")
+        bench.step()
+    assert bench.stats().host_evicted + bench.stats().host_left_out > 400
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -331,7 +331,7 @@ def test_tier_size_of_vllm_is_that_of_its_flag() -> None:
 def test_tier_of_a_tonnage_server_is_read_and_exported() -> None:
     """The page is written by the server's own function, and the exported one names the same values."""
     disk = DiskCounts(**{part.name: 0 for part in fields(DiskCounts)} | {"size": 1 << 40, "used": 1 << 30})
-    stats = TierStats(64 << 30, 16 << 30, 10, 12, 2, 3, 0.5, 9.0, 1.25, disk)
+    stats = TierStats(64 << 30, 16 << 30, 10, 12, 2, 1, 3, 0.5, 9.0, 1.25, disk)
     page = Page(model="m")
     tier_families(page, stats, 16)
     served = page.take()

@@ -26,6 +26,7 @@ import torch
 
 from tonnage.cache.disk import DiskStore
 from tonnage.cache.disk.files import files_of
+from tonnage.cache.disk.order import LearnedBlocks, compile_order
 from tonnage.cache.disk.pace import ReadRule
 from tonnage.planner.model.tier import disk_tier
 from tonnage.planner.plans import Plan
@@ -72,11 +73,14 @@ class KVTier:
         blocks: blocks of the host memory.
         store: the folder behind it, or None.
         most_waiting: upper bound of the bytes that wait to be written; further blocks are dropped.
+        learned: whether host memory evicts in the learned order. In front of a folder it should not: all blocks
+            pass through it.
     """
 
     def __init__(
-        self, pool: PagedPool, blocks: int, store: DiskStore | None = None, most_waiting: int = WAITING_BYTES
-    ) -> None:
+        self, pool: PagedPool, blocks: int, store: DiskStore | None = None, most_waiting: int = WAITING_BYTES,
+        *, learned: bool = False,
+    ) -> None:  # fmt: skip
         parts = [pool.tensor] if pool.scales is None else [pool.tensor, pool.scales]
         # numpy copies in this thread; torch's threads may wait for a core longer than a block takes.
         self._pool = [part.view(len(part), -1).view(torch.uint8).numpy() for part in parts]
@@ -88,6 +92,9 @@ class KVTier:
         self._bytes = self._memory.data.cast("B")
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # slot of each block, the oldest use first
         self._free = list(range(blocks - 1, -1, -1))
+        self._learned = LearnedBlocks(blocks) if learned else None
+        if learned:
+            compile_order()
         self._writing: set[bytes] = set()
         self._reading: dict[bytes, int] = {}
         self._fetches: list[_Fetch] = []
@@ -99,7 +106,7 @@ class KVTier:
         self._store = store
         self._readers = ThreadPoolExecutor(_READERS, "kv-tier-read")
         self._writers = ThreadPoolExecutor(_WRITERS, "kv-tier-write")
-        self._stored = self._evicted = self._hit_blocks = 0
+        self._stored = self._evicted = self._left_out = self._hit_blocks = 0
         self._load_seconds = self._saved_seconds = self._spent_seconds = 0.0
 
     def fileno(self) -> int:
@@ -124,6 +131,7 @@ class KVTier:
             host_blocks=len(self._slots),
             host_stored=self._stored,
             host_evicted=self._evicted,
+            host_left_out=self._left_out,
             host_hit_blocks=self._hit_blocks,
             host_load_seconds=self._load_seconds,
             saved_seconds=self._saved_seconds,
@@ -144,6 +152,11 @@ class KVTier:
             blocks: the pool's blocks of ``keys[start:]``.
         """
         since, own, written = time.perf_counter(), set(keys), []
+        if self._learned is not None:
+            new = [key for key in keys[start:] if key not in self._slots]
+            if new and not self._learned.admits(keys, new):
+                self._left_out += len(new)
+                return
         for key, block in zip(keys[start:], blocks, strict=True):
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -157,6 +170,8 @@ class KVTier:
                 host[slot] = part[block]
             self._slots[key] = slot
             self._stored += 1
+            if self._learned is not None:
+                self._learned.insert(key)
             if self._store is not None and not self._store.contains(key):
                 if (len(self._writing) + 1) * self.block_bytes > self._most_waiting:
                     self._store.drop(1)
@@ -165,21 +180,33 @@ class KVTier:
                 written.append((key, slot))
         if written:
             assert self._store is not None
-            self._writers.submit(self._run, self._store.store, written, False)
+            self._store.announce([key for key, _ in written])
+            self._writers.submit(self._write, keys, written)
         self._spent_seconds += time.perf_counter() - since
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """Note that an ended sequence used these blocks; its first block becomes the most recent one."""
+    def finish(self, keys: Sequence[bytes], reused: int) -> None:
+        """Note the end of a sequence that used these blocks; its first block becomes the most recent one.
+
+        Args:
+            keys: keys of its blocks that were offered to the tier, from its first token on.
+            reused: number of leading blocks that it did not compute.
+        """
         for key in reversed(keys):
             if key in self._slots:
                 self._slots.move_to_end(key)
+        if self._learned is not None:
+            self._learned.finish(keys, [key for key in keys if key in self._slots], set(keys[:reused]))
         if self._store is not None:
-            self._store.touch(keys[::-1])
+            self._store.finish(keys, keys[:reused])
 
     def _take_slot(self, kept: set[bytes]) -> int | None:
-        """Return a free slot, after the eviction of the oldest block if necessary; None if all are in use."""
+        """Return a free slot, after the eviction of a block if necessary; None if all are in use."""
         if self._free:
             return self._free.pop()
+        if self._learned is not None and not self._learned.failed:
+            block = self._learned.victim()
+            self._evicted += block is not None
+            return None if block is None else self._slots.pop(block)
         for key in self._slots:
             if key not in self._writing and key not in kept:
                 self._evicted += 1
@@ -290,6 +317,16 @@ class KVTier:
                 self._rule.read(max(1, fetch.read), now - fetch.since)
         return [fetch.sequence for fetch in ready]
 
+    def _write(self, prefix: Sequence[bytes], jobs: list[tuple[bytes, int]]) -> None:
+        """Write blocks in a thread, if they are worth their bytes."""
+        assert self._store is not None
+        keys = [key for key, _ in jobs]
+        try:
+            worth = self._store.admits(prefix, keys)
+            self._run(self._store.store if worth else _leave_out, jobs, False)
+        finally:
+            self._store.settle(keys)
+
     def _run(
         self, work: Callable[[bytes, memoryview], bool], jobs: list[tuple[bytes, int]], reads: bool
     ) -> None:
@@ -320,6 +357,11 @@ class KVTier:
         self._store.close()
 
 
+def _leave_out(key: bytes, block: memoryview) -> bool:
+    """Write nothing."""
+    return False
+
+
 def tier_of(plan: Plan, pool: PagedPool) -> KVTier | None:
     """Return the KV tier of a plan, or None if it has none.
 
@@ -329,11 +371,12 @@ def tier_of(plan: Plan, pool: PagedPool) -> KVTier | None:
     flags = plan.deployment
     if not flags.kv_offloading_bytes:
         return None
-    store = None
+    store, block = None, plan.kv_cache.layout.bytes_per_block
+    learned = flags.kv_offloading_policy == "learned"
     if flags.kv_offloading_disk is not None:
         folder, size = disk_tier(flags.kv_offloading_disk, "kv_offloading_disk")
-        store = DiskStore(Path(folder), size, namespace_of(plan))
-    return KVTier(pool, plan.rank.kv_tier_bytes // plan.kv_cache.layout.bytes_per_block, store)
+        store = DiskStore(Path(folder), size, namespace_of(plan), learned=block if learned else None)
+    return KVTier(pool, plan.rank.kv_tier_bytes // block, store, learned=learned and store is None)
 
 
 def namespace_of(plan: Plan) -> Mapping[str, Any]:

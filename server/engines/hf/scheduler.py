@@ -129,6 +129,7 @@ class HFScheduler:
         ended: list[int] = []
         for sequence in [*self.entries.values(), *self.running.values()]:
             if sequence.request.request_id == request_id and sequence.includes(index):
+                self._leave(sequence)
                 self.core.drop(sequence)
                 ended += sequence.indices
         for sequence in self.fetching:
@@ -203,7 +204,13 @@ class HFScheduler:
         if end > start:
             blocks = self.manager.tables[0][self.manager.row(sequence.id), start:end].tolist()
             self.tier.keep(sequence.keys.first(end, sequence.tokens), start, blocks)
-            sequence.kept = end
+            sequence.kept, sequence.offered = end, max(sequence.offered, end)
+
+    def _leave(self, sequence: HFSequence) -> None:
+        """Tell the tier that a sequence ends."""
+        if self.tier is not None and sequence.keys is not None:
+            reused = sequence.cached // self.manager.block_size
+            self.tier.finish(sequence.keys.first(sequence.offered, sequence.tokens), reused)
 
     def _set_budget(self) -> None:
         """Set a smaller token budget for the step if a long prompt would delay the requests of other keys."""
@@ -321,6 +328,7 @@ class HFScheduler:
         """End these sequences with an error; ``refused`` means that the request caused it, not the engine."""
         chunks = []
         for sequence in picked:
+            self._leave(sequence)
             self.core.drop(sequence)
             chunks += [
                 Chunk(sequence.request.request_id, index, (), "error", sequence.cached, error, refused=refused)
@@ -353,8 +361,7 @@ class HFScheduler:
         reason: FinishReason,
         scored: tuple[TokenLogprobs, ...] = (),
     ) -> Chunk:
-        if self.tier is not None and sequence.keys is not None:
-            self.tier.used(sequence.keys.first(sequence.kept, sequence.tokens))
+        self._leave(sequence)
         self.core.end(sequence, sequence.generated + 1)
         return self._said(sequence, token_ids, reason, scored)
 

@@ -28,6 +28,7 @@ class HFSequence(scheduler.Sequence):
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     keys: ContentKeys | None = None  # keys in the KV tier; None without a tier, or if no block may be shared
     kept: int = 0  # leading blocks that were offered to the KV tier
+    offered: int = 0  # the most that `kept` was: after a preemption it starts again
     hit: int = 0  # blocks that the pool had when the sequence was admitted
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 
@@ -97,6 +98,7 @@ def forked(parent: HFSequence, index: int, matcher: Matcher | None) -> HFSequenc
         matcher=matcher,
         keys=None if parent.keys is None else parent.keys.copy(),
         kept=parent.kept,
+        offered=parent.offered,
     )
 
 

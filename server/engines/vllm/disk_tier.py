@@ -123,6 +123,7 @@ class DiskTier(SecondaryTierManager):
         waiting: Upper bound of the bytes that wait to be written; further blocks are dropped.
         prefill: Prompt tokens a second that the engine computes, to compare reads with. Without it the tier
             measures how long requests take from a miss to their first chunks.
+        policy: "learned" or "lru", the order of eviction.
         backpressure_detector: vLLM's own detector of a slow tier.
 
     Raises:
@@ -143,13 +144,14 @@ class DiskTier(SecondaryTierManager):
         revision: str = "",
         waiting: str | int = WAITING_BYTES,
         prefill: float | None = None,
+        policy: str = "learned",
         backpressure_detector: Any = None,
         **unknown: object,
     ) -> None:
         if unknown:
             raise DeploymentError(
                 f"the disk tier has no option {next(iter(unknown))!r}", field="secondary_tiers",
-                hint="it has path, size, read_only, revision, waiting and prefill",
+                hint="it has path, size, read_only, revision, waiting, prefill and policy",
             )  # fmt: skip
         self._rule = ReadRule(None if prefill is None else _tokens_of_chunk(offloading_spec) / _pace(prefill))
         self._most_waiting = parse_size(str(waiting), "waiting")
@@ -166,8 +168,9 @@ class DiskTier(SecondaryTierManager):
             "files": files_of(mapper.get_run_config()["model_name"]),
         }  # fmt: skip
         self._store = DiskStore(
-            Path(path), parse_size(str(size), "size"), namespace, read_only=_flag(read_only)
-        )
+            Path(path), parse_size(str(size), "size"), namespace, read_only=_flag(read_only),
+            learned=self._chunk if _learned(policy) else None,
+        )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
         self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not reported yet
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
@@ -176,6 +179,7 @@ class DiskTier(SecondaryTierManager):
         self._report_at = 0.0  # time of the next report of the metrics
         self._reported = _VALUES(DiskCounts(0))
         self._may_read: dict[str, int | None] = {}  # chunks that a request may read; None: all
+        self._computed: dict[str, dict[Any, None]] = {}  # chunks that a running request has offloaded
         self._missed: dict[str, float] = {}  # time of a request's last miss, until its first chunks are stored
 
     # -- methods that vLLM calls -----------------------------------------------------------------------------
@@ -193,8 +197,7 @@ class DiskTier(SecondaryTierManager):
         return _MISS
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Note that the chunks were used."""
-        self._store.touch(list(keys))
+        """Do nothing: the order of eviction changes when requests end."""
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Write the chunks of a job later, or drop them if too many bytes wait already."""
@@ -203,12 +206,15 @@ class DiskTier(SecondaryTierManager):
         since = self._missed.pop(job_metadata.req_context.req_id, None)
         if since is not None:  # later chunks of a prompt come with other steps, whose time is not known
             self._rule.computed(count, time.monotonic() - since)
+        computed = self._computed.setdefault(job_metadata.req_context.req_id, {})
+        computed.update(dict.fromkeys(job_metadata.keys))
         self._unfinished += 1
         if self._waiting and self._waiting + size > self._most_waiting:
             self._store.drop(count)
             self._ended.append(_Ended(JobResult(job_metadata.job_id, success=False), False, 0, 0, 0.0))
             return
         self._waiting += size
+        self._store.announce(job_metadata.keys)
         self._writers.submit(job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -231,10 +237,9 @@ class DiskTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Note that the request's chunks were used, also those found in the host tier, and forget it."""
-        # vLLM 0.32 has no public method that lists the keys of a request.
-        keys = tuple(getattr(req_context, "_offload_key_positions", ()))
-        if keys:
-            self._store.touch(keys[::-1])  # the first chunk is the most recent one: others need it
+        computed = self._computed.pop(req_context.req_id, {})
+        for keys in _groups(req_context, computed):
+            self._store.finish(keys, [key for key in keys if key not in computed])
         self._may_read.pop(req_context.req_id, None)
         self._missed.pop(req_context.req_id, None)
 
@@ -292,7 +297,13 @@ class DiskTier(SecondaryTierManager):
         self._run(self._store.load, job, asked)
 
     def _write(self, job: TransferJob, asked: float) -> None:
-        self._run(self._store.store, job, asked)
+        keys = list(job.keys)
+        prefix = next(group for group in _groups(job.req_context, keys) if keys[0] in group)
+        try:
+            worth = self._store.admits(prefix, keys)
+            self._run(self._store.store if worth else _leave_out, job, asked)
+        finally:
+            self._store.settle(keys)
 
     def _run(self, work: _Work, job: TransferJob, asked: float) -> None:
         """Run one job; each job ends with a result, whatever happens."""
@@ -314,6 +325,27 @@ class DiskTier(SecondaryTierManager):
 
 # vLLM finds the class in this module under the `type` of its configuration.
 tonnage = DiskTier
+
+
+def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
+    """Return the keys of a request and of ``more`` in prefix order, for each KV cache group."""
+    groups: dict[bytes, list[Any]] = {}
+    # vLLM 0.32 has no public method that lists the keys of a request. A key ends with the number of its group
+    # (make_offload_key).
+    for key in dict.fromkeys([*getattr(req_context, "_offload_key_positions", ()), *more]):
+        groups.setdefault(key[-4:], []).append(key)
+    return list(groups.values())
+
+
+def _leave_out(key: Any, chunk: memoryview) -> bool:
+    """Write nothing."""
+    return False
+
+
+def _learned(policy: object) -> bool:
+    if policy not in ("learned", "lru"):
+        raise DeploymentError(f"{policy!r} is neither 'learned' nor 'lru'", field="policy")
+    return policy == "learned"
 
 
 def _flag(value: object) -> bool:

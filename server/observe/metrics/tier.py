@@ -20,6 +20,7 @@ HOST_METRICS = {
     "host_blocks": "Blocks in the KV tier's host memory.",
     "host_stored": "Blocks copied from the pool to host memory.",
     "host_evicted": "Blocks removed from host memory to make room.",
+    "host_left_out": "Blocks not copied to host memory, because they were not worth their bytes.",
     "host_hit_tokens": "Tokens loaded from the KV tier instead of being computed; those read from disk, too.",
     "host_load_seconds": "Seconds of copies from host memory to the pool.",
     "saved_seconds": "Estimated seconds of prefill that blocks loaded from the KV tier saved.",

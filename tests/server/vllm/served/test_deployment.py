@@ -62,7 +62,8 @@ OTHERS = {
     "decode_context_parallel_size", "enable_expert_parallel",
     # of the host's memory beside GPUs, which nothing in vLLM is sized by or compared with
     "load_format", "safetensors_load_strategy", "mm_processor_cache_bytes", "kv_offloading_bytes",
-    "kv_offloading_disk", "kv_offloading_backend", "kv_transfer_config", "enable_hierarchical_cache",
+    "kv_offloading_disk", "kv_offloading_policy", "kv_offloading_backend", "kv_transfer_config",
+    "enable_hierarchical_cache",
     "hicache_ratio", "hicache_size", "hicache_mem_layout", "hicache_storage_backend",
     "enable_sleep_mode", "cache_ram_bytes", "flash_attn", "kv_unified", "n_gpu_layers",
     # of CUDA graphs, which no CPU captures

@@ -1,0 +1,44 @@
+"""The contents and the counters of a disk tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCounts:
+    """The contents and the counters of a disk tier.
+
+    Attributes:
+        size: Upper bound of the folder in bytes.
+        used: Bytes of the folder, by the index.
+        blocks: Blocks in the index, of all namespaces.
+        ready: Whether the blocks from before the start are in the index.
+        stored: Blocks written.
+        dropped: Blocks not written, because the disk was full, failed or too slow.
+        left_out: Blocks not written, because they were not worth their bytes.
+        evicted: Blocks removed to make room.
+        loaded: Blocks read.
+        lost: Blocks in the index that were missing, damaged or not readable.
+        declined: Requests whose blocks were computed, because reading them was slower.
+        written_bytes: Bytes of the blocks written.
+        read_bytes: Bytes of the blocks read.
+        write_seconds: Seconds spent writing them, over all threads.
+        read_seconds: Seconds spent reading them, over all threads.
+    """
+
+    size: int
+    used: int = 0
+    blocks: int = 0
+    ready: bool = False
+    stored: int = 0
+    dropped: int = 0
+    left_out: int = 0
+    evicted: int = 0
+    loaded: int = 0
+    lost: int = 0
+    declined: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    write_seconds: float = 0.0
+    read_seconds: float = 0.0
