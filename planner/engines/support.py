@@ -3,6 +3,7 @@
 - A row applies to the releases under ``read``, and may be limited by ``since`` and ``before``. Older releases
   are not checked. Newer releases are treated like the newest known release.
 - Rows for weights give the minimum compute capability and the dtypes that the engine's config class states.
+  ``most`` is the highest one that its kernels have.
   ``x86`` is the instruction set that an x86 CPU needs: vLLM's kernel for 4-bit weights on CPUs
   (cpu_gemm_wna16) is only in its builds for AVX-512.
 - Rows for the KV cache give the attention backends that support a format.
@@ -67,7 +68,7 @@ def support(
         NotSupported: the engine has no build for the device.
     """
     flags = chosen.flags
-    device = on_device(engine.name, flags.gpu)
+    device = on_device(engine.name, flags.gpu, chosen.version)
     if device.refused:
         hint = "--engine llama.cpp" if on_device("llama.cpp", flags.gpu).runs else "another GPU"
         raise NotSupported(device.why, field="--gpu", hint=hint)
@@ -93,13 +94,17 @@ def table() -> dict[str, Any]:
     return found
 
 
-def on_device(engine: str, gpu: str | None) -> Support:
-    """Return whether ``engine`` has a build for the device ``gpu`` (None is a CPU)."""
+def on_device(engine: str, gpu: str | None, version: Version | None = None) -> Support:
+    """Return whether ``engine`` has a build for the device ``gpu`` (None is a CPU).
+
+    Without ``version``, the answer is for the newest one.
+    """
     found = gpu_named(gpu)
     if found is None:
         return NOTHING
     for row in table()["devices"]:
-        if row["engine"] == engine and _is_about(row, found):
+        before = version is not None and version < parse_version(row.get("since", "0.0.0"))
+        if row["engine"] == engine and _is_about(row, found) and not before:
             why = f"{row['why']} ({row['source']}{_span(engine)})"
             return Support(refused=(why,)) if row["runs"] is False else Support(unknown=(why,))
     return NOTHING
@@ -148,6 +153,11 @@ def of_weights(
                 f"{title} runs {scheme} weights from compute capability {row['least']} on, {gpu.name} has "
                 f"{_text(has)} ({where})"
             )
+        elif gpu is not None and has is not None and has > _capability(row.get("most", "99.9")):
+            refused.append(
+                f"{title} runs {scheme} weights up to compute capability {row['most']}, {gpu.name} has "
+                f"{_text(has)} ({where})"
+            )
         elif gpu is not None and has is not None and has < _capability(row.get("native", "0.0")):
             notes.append(
                 f"{title} unpacks {scheme} weights for each product and computes in {chosen.flags.dtype} on "
@@ -177,7 +187,8 @@ def of_cache(
         tried = "; ".join(f"{row['backend']} {_limits(row)}: {row['source']}" for row in near)
         has = f", compute capability {_text(gpu.capability)}" if gpu.capability else ""
         why = f"{title} has no attention backend for a cache in {asked}{of} on {gpu.name}{has}"
-        return Support((f"{why} ({tried}{_span(engine)})" if near else f"{why}{_span(engine)}",))
+        span = _span(engine, "cache")
+        return Support((f"{why} ({tried}{span})" if near else f"{why}{span}",))
     return NOTHING
 
 
@@ -245,9 +256,11 @@ def _attention(layer: Any) -> tuple[str, int]:
     return ("latent", 0) if layer.kind == "mla" else ("plain", layer.head_size)
 
 
-def _span(engine: str) -> str:
-    """Return the engine releases that the rows cover, as a suffix for a sentence; "" without releases."""
+def _span(engine: str, part: str = "weights") -> str:
+    """Return the releases that the rows of ``part`` cover, as a suffix for a sentence; "" without releases."""
     first, last = table()["read"][engine]
+    since = [row.get("since", first) for row in table()[part] if row["engine"] == engine]
+    first = min(since, key=parse_version, default=first)
     if not any(parse_version(last)):
         return ""
     return f"; read in {first} to {last}" if first != last else f"; read in {first}"

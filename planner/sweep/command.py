@@ -151,7 +151,8 @@ def varied(choices: Choices, deployment: Deployment, *, formats: bool = True) ->
         deployment: the flags that are the same in every plan.
         formats: whether the quantization varies, too; another one needs another checkpoint.
     """
-    gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name).runs]
+    version = version_of(engine_of(deployment.engine), deployment)[0]
+    gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name, version).runs]
     whole = default_grid(deployment, gpus)
     if not formats:
         whole = replace(whole, quantizations=("as is",))

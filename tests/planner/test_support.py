@@ -28,7 +28,7 @@ from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.planning.build import plan_source
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.quantization.read import flag_formats, quantized_to
-from tonnage.planner.source.resolve import resolve_model
+from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.sweep.grid import Grid, sweep
 from tonnage.planner.units import GiB
 
@@ -181,6 +181,71 @@ def test_vllm_has_no_metal_build(folder):
     assert not on_device("vllm", "gaudi3").runs  # vLLM has a separate plugin for Gaudi
 
 
+# The minimum compute capability of a config class (get_min_capability) changed between these releases.
+_FORMATS = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8-block": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "w8a8": {
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+                "input_activations": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+            }
+        },
+    },
+    "w4a16": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            }
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "version", "gpu", "least"),
+    [
+        ("fp8", "0.13.0", "t4-16g", "8.0"), ("fp8", "0.14.0", "t4-16g", None),
+        ("fp8-block", "0.8.5", "a100-80g", "8.9"), ("fp8-block", "0.9.0", "a100-80g", None),
+        ("fp8-block", "0.8.5", "h100-80g", None), ("nvfp4", "0.8.5", "h100-80g", "10.0"),
+        ("nvfp4", "0.9.0", "h100-80g", None), ("nvfp4", "0.13.0", "t4-16g", "8.0"),
+        ("nvfp4", "0.14.0", "t4-16g", None), ("w4a16", "0.11.1", "t4-16g", "8.0"),
+        ("w4a16", "0.12.0", "t4-16g", None), ("gptq", "0.10.2", "v100-32g", None),
+        ("w8a8", "0.19.0", "h100-80g", None),
+    ],
+)  # fmt: skip
+def test_older_releases_by_compute_capability(form, version, gpu, least):
+    found = _planned(_FORMATS[form], version, gpu)
+    assert [f"from compute capability {least} on" in why for why in found.unsupported] == [True] * bool(least)
+
+
+def _planned(quantization, version, gpu):
+    config = config_of(LLAMA) | {"quantization_config": quantization}
+    source = ModelSource("m", "m", config, "folder")
+    return plan_source(source, Deployment(engine="vllm", engine_version=version, gpu=gpu, **LENGTH))
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.19.0", "0.27.1", "0.33.0"])
+@pytest.mark.parametrize("gpu", ["b200-180g", "rtx5090-32g", "gb10-128g"])
+def test_blackwell_has_no_kernel_for_int8_activations(version, gpu):
+    """vLLM's CUTLASS kernel stops in the first step with 'Int8 not supported on SM120'."""
+    (why,) = _planned(_FORMATS["w8a8"], version, gpu).unsupported
+    assert "w8a8 weights up to compute capability 9.9" in why
+
+
+def test_volta_is_unknown_from_the_first_builds_for_cuda_13_on(folder):
+    asked = {"gpu": "v100-32g", **LENGTH}
+    assert plan(folder, engine_version="0.23.0", **asked).verdict() == "Fits."
+    assert "builds are for CUDA 13" in plan(folder, engine_version="0.24.0", **asked).verdict()
+    assert plan(folder, engine_version="0.24.0", gpu="t4-16g", **LENGTH).verdict() == "Fits."
+
+
 @pytest.mark.parametrize("engine", ["hf", "llama.cpp"])
 def test_engine_without_gaudi_build_is_rejected(folder, engine):
     with pytest.raises(NotSupported, match=r"no backend for Gaudi|CUDA devices and CPUs") as caught:
@@ -226,7 +291,7 @@ def test_vllm_gguf_file_needs_plugin(folder):
     assert "vllm-gguf-plugin" in row.unsupported
 
 
-def test_vllm_versions_before_support_table_are_not_judged(folder):
+def test_cache_formats_before_support_table_are_not_judged(folder):
     asked = {"gpu": "v100-32g", "kv_cache_dtype": "fp8", **LENGTH}
     assert plan(folder, engine_version="0.23.0", **asked).fits
     assert plan(folder, engine_version="0.24.0", **asked).unsupported
