@@ -1,4 +1,4 @@
-"""Sessions on a real engine whose KV cache is four times the pool, without and with a host tier and a disk tier.
+"""Sessions on a real engine whose KV cache is four times the pool, without and with host and disk tiers.
 
     python benchmarks/tiers_served.py --json             all variants
     python benchmarks/tiers_served.py --check            exit 1 and name the aims missed
