@@ -2,6 +2,7 @@
 
     python benchmarks/tenant_timing.py                          hf and vLLM, 1,000 pairs: about fifteen minutes
     python benchmarks/tenant_timing.py --engine hf --pairs 200
+    python benchmarks/tenant_timing.py --engine hf --tier       with a KV tier in host memory and on disk
     python benchmarks/tenant_timing.py --check                  exit 1 if the time tells anything
 
 For each pair, one tenant sends a new prompt. Then another tenant sends this prompt and one that the server has
@@ -15,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -69,10 +72,12 @@ def summary(found: list[float]) -> dict[str, Any]:
     }
 
 
-async def measure(engine: str, pairs: int, seed: int) -> dict[str, Any]:
+async def measure(engine: str, pairs: int, seed: int, tier: bool) -> dict[str, Any]:
     """Return the figures of one engine."""
     chance = random.Random(seed)
-    with running_server(engine) as server:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        more = ("--kv-offloading-size", "0.5", "--kv-offloading-disk", f"{folder}/kv,4GiB") if tier else ()
+        server = stack.enter_context(running_server(engine, more=more))
         await differences(server, ABUSER, 5, chance)  # warms up
         control = summary(await differences(server, VICTIM, min(CONTROLS, pairs), chance))
         other = summary(await differences(server, ABUSER, pairs, chance))
@@ -90,12 +95,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--pairs", type=int, default=1000)
+    parser.add_argument("--tier", action="store_true", help="with a KV tier; hf only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check", action="store_true", help="exit 1 and name the aims missed")
     parser.add_argument("--json", action="store_true", help="accepted: the last line is always JSON")
     options = parser.parse_args()
+    if options.tier and options.engine != ["hf"]:
+        parser.error("--tier needs --engine hf")
     ensure_demo()
-    engines = {engine: asyncio.run(measure(engine, options.pairs, options.seed)) for engine in options.engine}
+    engines = {
+        engine: asyncio.run(measure(engine, options.pairs, options.seed, options.tier))
+        for engine in options.engine
+    }
     missed = [each for found in engines.values() for each in found["missed"]]
     for each in missed:
         print(f"missed: {each}", file=sys.stderr)

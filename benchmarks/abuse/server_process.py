@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,10 @@ class AttackedServer:
 
 
 @contextlib.contextmanager
-def running_server(engine: str, tls: bool = False) -> Iterator[AttackedServer]:
+def running_server(engine: str, tls: bool = False, more: Sequence[str] = ()) -> Iterator[AttackedServer]:
     """Start a server and yield it once it is ready; end it afterwards, even if it is stopped or hangs.
 
-    A server with ``tls`` may open TLS_FILES files.
+    A server with ``tls`` may open TLS_FILES files. ``more`` are further flags.
 
     Raises:
         SystemExit: the server does not start.
@@ -139,7 +139,7 @@ def running_server(engine: str, tls: bool = False) -> Iterator[AttackedServer]:
             command = ["prlimit", f"--nofile={TLS_FILES}:{TLS_FILES}", *command]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [*command, *FLAGS, "--api-key-file", str(keys)],
+                [*command, *FLAGS, *more, "--api-key-file", str(keys)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -244,15 +244,8 @@ class ChunkStore:
             if not self._busy[key]:
                 del self._busy[key]
 
-    def store(self, use: ChunkUse, start: int, end: int, promoted: bool = False) -> list[Key] | None:
+    def store(self, use: ChunkUse, start: int, end: int) -> list[Key] | None:
         """Begin to store the chunks at places [start, end) that are not stored yet.
-
-        Args:
-            use: The request's use of this store.
-            start: First place.
-            end: Place behind the last one.
-            promoted: Whether the chunks come from a tier behind this one, for a request that loads them. They
-                are stored whatever they are worth.
 
         Returns:
             The chunks to copy; None if so many chunks are busy that none can be evicted for them.
@@ -270,7 +263,7 @@ class ChunkStore:
                 use.seen.add(place)
                 if key not in use.inserted:
                     use.reused.add(key)
-        if new and not promoted and (use.declined or not self.order.admits(use.keys, new)):
+        if new and (use.declined or not self.order.admits(use.keys, new)):
             use.declined = True
             self.declined += len(new)
             new = []
