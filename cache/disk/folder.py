@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ LOCK = "tonnage.lock"
 DIRECTORY_BYTES = PAGE
 NAMESPACE_BYTES = 8
 DIRECTORIES_OF_BLOCKS = 256  # in a namespace, one for each first byte of a key
+FIRST_ENTRIES = PAGE // (ENTRY_BYTES // 2)  # entries in a directory's first page, which is never split (ext4)
 
 
 def file_of(block: bytes) -> str:
@@ -89,6 +90,10 @@ class Folder:
         self._in_blocks = 0  # bytes of the blocks in the index
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
         self._directories: set[str] = set()
+        # Entries of each directory now and at most: ext4 and XFS do not shrink a directory when files go.
+        self._entries: Counter[str] = Counter()
+        self._most_entries: Counter[str] = Counter()
+        self._unused = 0  # bytes that directories keep for entries of removed files
         self._lock: int | None = None
         try:
             if not read_only:
@@ -101,7 +106,7 @@ class Folder:
     @property
     def used(self) -> int:
         """Return the bytes of all files and directories."""
-        return self._others + self._in_blocks
+        return self._others + self._in_blocks + self._unused
 
     def scan(self) -> Contents:
         """Return what is in the folder, and delete the temporary files of a process that was killed."""
@@ -129,6 +134,8 @@ class Folder:
         """Replace the index by what `scan` has found."""
         blocks = OrderedDict((block, taken) for _, block, taken in sorted(found.blocks))
         self._directories = found.directories
+        self._entries = Counter(os.path.dirname(file_of(block)) for block in blocks)
+        self._most_entries, self._unused = self._entries.copy(), 0  # `scan` has measured the directories
         self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
 
     def oldest(self) -> bytes | None:
@@ -148,7 +155,7 @@ class Folder:
         """
         new = [each for each in _parents(os.path.dirname(path)) if each not in self._directories]
         needed = taken + DIRECTORY_BYTES * len(new)
-        if self._others + needed > self.size:
+        if self._others + self._unused + needed > self.size:
             return None
         removed, victim = 0, victim or self.oldest
         while self.used + needed > self.size:
@@ -158,6 +165,7 @@ class Folder:
             removed += 1
         self._directories.update(new)
         self._others += needed
+        self._count_entry(path, 1)
         return removed
 
     def remove(self, block: bytes) -> bool:
@@ -169,7 +177,9 @@ class Folder:
         except OSError:
             self.touch(block)  # a file that cannot be deleted keeps no other from being removed next time
             return False
-        self._in_blocks -= self.blocks.pop(block, 0)
+        if block in self.blocks:
+            self._in_blocks -= self.blocks.pop(block)
+            self._count_entry(file_of(block), -1)
         return True
 
     def room(self, namespace: bytes) -> int:
@@ -190,9 +200,23 @@ class Folder:
         self._in_blocks += taken
         self.blocks[block] = taken
 
-    def not_written(self, taken: int) -> None:
-        """Free the bytes that `make_room` has counted for a file."""
+    def not_written(self, block: bytes, taken: int) -> None:
+        """Free the bytes that `make_room` has counted for a block's file."""
         self._others -= taken
+        self._count_entry(file_of(block), -1)
+
+    def _count_entry(self, path: str, more: int) -> None:
+        """Note that a file came into its directory, or left it, and count the bytes kept for entries."""
+        directory = os.path.dirname(path)
+        self._unused -= self._kept(directory)
+        self._entries[directory] += more
+        self._most_entries[directory] = max(self._most_entries[directory], self._entries[directory])
+        self._unused += self._kept(directory)
+
+    def _kept(self, directory: str) -> int:
+        """Return the bytes of a directory that neither its first page nor its files' entries account for."""
+        most = self._most_entries[directory]
+        return 0 if most <= FIRST_ENTRIES else (most - self._entries[directory]) * ENTRY_BYTES
 
     def touch(self, block: bytes) -> None:
         """Make a block the most recently used."""

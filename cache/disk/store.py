@@ -170,7 +170,7 @@ class DiskStore:
             self._complain(error)
             with self._lock:
                 self._writing.discard(own)
-                self._folder.not_written(taken)
+                self._folder.not_written(own, taken)
                 if self._learned is not None:
                     self._learned.remove(own)
                 self._count(dropped=1)

@@ -118,6 +118,17 @@ def test_folder_never_exceeds_its_size(tmp_path: Path) -> None:
     assert (path / "notes.txt").stat().st_size == 1_000_000
 
 
+def test_directory_of_many_removed_files_counts_as_large_as_it_was(tmp_path: Path) -> None:
+    """ext4 does not shrink a directory when its files are removed; all keys here are in one directory."""
+    with opened(tmp_path / "kv", 8 << 20) as store:
+        for number in range(1_500):
+            assert store.store(key(number), block(number, 1))
+        for number in range(1_500, 1_600):
+            assert store.store(key(number), block(number, 300_000))
+        assert len(files(tmp_path)) < 30
+        assert du(tmp_path / "kv") <= store.counts().used <= 8 << 20
+
+
 @pytest.mark.parametrize("size", [4_000, 20_000])
 def test_full_folder_holds_the_planned_number_of_blocks(tmp_path: Path, size: int) -> None:
     limit = 12 << 20
