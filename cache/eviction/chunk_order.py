@@ -1,17 +1,20 @@
 """The order in which a KV tier evicts chunks, by learned reuse, and which new chunks are worth their bytes.
 
-The tier's chunks are the blocks of an `EvictionOrder`, so a tier and a GPU pool learn by one mechanism. Two
+The tier's chunks are the blocks of an `EvictionOrder`, so a tier and a GPU pool learn by one mechanism. Three
 rules are the tier's own:
 
-- Chunks that running requests loaded or stored are not evicted. A prompt longer than the tier therefore keeps
-  its beginning, which alone can be hit, instead of its end.
+- Chunks that a request loaded or stored are not evicted for itself. A prompt longer than the tier therefore
+  keeps its beginning, which alone can be hit, instead of its end.
+- Chunks of other running requests are evicted when no others are left. While LRU is in effect, they are evicted
+  in LRU order with the chunks of ended requests.
 - A new chunk is admitted if the tier has space, or if it is forecast to be worth at least as much as the chunk
   that would be evicted for it. That it was offered before counts in the forecast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -42,7 +45,9 @@ class LearnedChunkOrder(Generic[Key]):
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._free = list(range(self.capacity, 0, -1))
-        self._used: set[Key] = set()  # chunks of running requests, which are not in the order
+        # Chunks of running requests, which are not in the order, with the order's clock at their last use. The
+        # chunk used longest ago is first.
+        self._used: dict[Key, int] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._block_of
@@ -59,13 +64,15 @@ class LearnedChunkOrder(Generic[Key]):
         """Add a chunk of a running request."""
         block = self._free.pop()
         self._block_of[key], self._key_of[block] = block, key
-        self._used.add(key)
+        self._used[key] = self._order.clock
 
     def use(self, keys: Iterable[Key]) -> None:
         """Keep chunks until a request that used them ends; keys of other chunks are ignored."""
-        new = [key for key in keys if key in self._block_of and key not in self._used]
-        self._order.take([self._block_of[key] for key in new])
-        self._used.update(new)
+        held = [key for key in keys if key in self._block_of]
+        self._order.take([self._block_of[key] for key in held if key not in self._used])
+        for key in held:
+            self._used.pop(key, None)
+            self._used[key] = self._order.clock
 
     def remove(self, key: Key) -> None:
         """Remove a chunk whose store has failed."""
@@ -74,7 +81,7 @@ class LearnedChunkOrder(Generic[Key]):
         self._order.take([block])
         del self._key_of[block]
         self._free.append(block)
-        self._used.discard(key)
+        self._used.pop(key, None)
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
         """Return whether the chunks ``new`` of a request are worth their bytes.
@@ -103,23 +110,45 @@ class LearnedChunkOrder(Generic[Key]):
         self._order.take(held)
         self._order.end(hashes, blocks, len(keys), len(keys), turn)
         self._order.release(held[::-1])
-        self._used.difference_update(keys)
+        for key in keys:
+            self._used.pop(key, None)
 
-    def evict(self, count: int, kept: Collection[Key], busy: Mapping[Key, int]) -> list[Key] | None:
-        """Remove and return ``count`` chunks of no running request; None changes no content.
+    def evict(
+        self, count: int, kept: Collection[Key], busy: Mapping[Key, int], own: Sequence[Key] | None = None
+    ) -> list[Key] | None:
+        """Remove and return ``count`` chunks; None changes no content.
+
+        Chunks of no running request go first, then those that other running requests used least recently. While
+        LRU is in effect, the oldest of both goes first.
 
         Args:
             count: Number of chunks.
             kept: Chunks that stay.
             busy: Chunks that stay: those with a value other than 0.
+            own: Chunks of the request that needs the space, which stay. None: all chunks of running requests
+                stay.
         """
-        self.use(kept)
-        self.use(key for key, loads in busy.items() if loads)
-        if count > self._order.cached:
+        self.use(key for key in kept if key not in self._used)
+        self.use(key for key, loads in busy.items() if loads and key not in self._used)
+        others: Iterator[Key] = iter(())
+        if own is not None:
+            # these become the most recent ones, the first chunk last
+            self.use([key for key in reversed(own) if key in self._used])
+            stay = {*own, *kept}
+            others = (key for key in list(self._used) if key not in stay and not busy.get(key, 0))
+        taken = list(islice(others, max(0, count - self._order.cached)))
+        if self._order.cached + len(taken) < count:
             return None
-        gone = [self._key_of.pop(block) for block in self._order.pop(count)]
+        if not self.learned:
+            while len(taken) < count and (key := next(others, None)) is not None:
+                if self._used[key] > self._order.oldest:
+                    break
+                taken.append(key)
+        gone = [self._key_of.pop(block) for block in self._order.pop(count - len(taken))]
         self._free += [self._block_of.pop(key) for key in gone]
-        return gone
+        for key in taken:
+            self.remove(key)
+        return gone + taken
 
 
 def _hashes(keys: Sequence[Hashable]) -> UInt64Array:

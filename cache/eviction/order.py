@@ -163,6 +163,16 @@ class EvictionOrder:
         return int(self._counts.cached[0])
 
     @property
+    def clock(self) -> int:
+        """Number of blocks released so far."""
+        return int(self._counts.clock[0])
+
+    @property
+    def oldest(self) -> int:
+        """Value of `clock` at which the block was released that LRU evicts next; `clock` if there is none."""
+        return int(_oldest(self.arrays))
+
+    @property
     def evicted(self) -> int:
         """Number of evicted blocks whose content no other block had."""
         return int(self._counts.evicted[0, :BY_RESET].sum())
@@ -245,6 +255,15 @@ def _is_worth_storing(core: OrderArrays, hashes: UInt64Array) -> bool:
     victim = core.next[sentinel] if end == OLDEST else core.prev[sentinel]
     level = age_level(age_of(core, victim), core.pool[0].num_blocks)
     return bool(worth_of_new(core, hashes) >= core.model[0].density[kind, level])
+
+
+@compiled
+def _oldest(core: OrderArrays) -> int:
+    pool, found = core.pool[0], 0
+    for kind in range(CLASSES):
+        if (pool.lists >> kind) & 1:
+            found = max(found, age_of(core, core.next[pool.num_blocks + kind]))
+    return int(pool.clock) - found
 
 
 # -- nodes -------------------------------------------------------------------------------------------------

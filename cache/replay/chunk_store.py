@@ -62,8 +62,11 @@ class Order(Protocol):
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Note the end of a request that used ``keys``, in prefix order."""
 
-    def evict(self, count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key] | None:
-        """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing."""
+    def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
+        """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing.
+
+        ``own`` are the chunks of the request that needs the space.
+        """
 
 
 class LRUOrder:
@@ -98,7 +101,7 @@ class LRUOrder:
             if key in self._order:
                 self._order.move_to_end(key)
 
-    def evict(self, count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key] | None:
+    def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
         """Remove and return the ``count`` oldest chunks neither ``kept`` nor ``busy``; None changes nothing."""
         found = _first(self._order, count, kept, busy)
         if len(found) < count:
@@ -164,7 +167,7 @@ class ARCOrder:
             elif key in use.reused and key in self.again:
                 self.again.move_to_end(key)
 
-    def evict(self, count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key] | None:
+    def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
         """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing."""
         once, again = _free(self.once, kept, busy), _free(self.again, kept, busy)
         left, found = len(self.once), list[tuple[Key, bool]]()
@@ -271,7 +274,7 @@ class ChunkStore:
             return new
         over = len(new) + len(self.order) - self.capacity
         if over > 0:
-            gone = self.order.evict(over, set(offered), self._busy)
+            gone = self.order.evict(over, set(offered), self._busy, use.keys)
             if gone is None:
                 self.refused += 1
                 return None

@@ -86,6 +86,34 @@ def test_simulated_lru_has_the_whole_tier_while_requests_run() -> None:
     assert store.order._order.arrays.model["alive"][0] == 100
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_tier_smaller_than_the_running_requests_hits_what_lru_hits(learned: bool) -> None:
+    """Twelve requests of 8 chunks run at once in a tier of 40; the chunks of the others give way."""
+    draw, fresh, hits = random.Random(1), count(1), dict[str, int]()
+    chats = [[next(fresh) for _ in range(6)] for _ in range(3)]
+    prompts = [
+        (chats[draw.randrange(3)] if draw.random() < 0.5 else [])[:5] + [next(fresh) for _ in range(3)]
+        for _ in range(400)
+    ]
+    for policy in ("lru", "learned"):
+        store, live, hits[policy] = ChunkStore(40, policy), list[ChunkUse](), 0
+        if policy == "learned" and not learned:
+            assert isinstance(store.order, LearnedChunkOrder)
+            store.order._order.arrays.model["learning"] = 0
+        for prompt in prompts:
+            use, hit = ChunkUse(tuple(prompt)), 0
+            while hit < len(prompt) and store.lookup(prompt[hit]):
+                hit += 1
+            store.load(use, 0, hit)
+            store.loaded(use, 0, hit)
+            store.written(store.store(use, hit, len(prompt)) or [])
+            hits[policy] += hit
+            live.append(use)
+            if len(live) > 12:
+                store.finish(live.pop(0))
+    assert hits["learned"] >= 0.99 * hits["lru"] > 100
+
+
 def test_chunks_of_running_requests_and_kept_ones_are_not_evicted() -> None:
     order: LearnedChunkOrder[int] = LearnedChunkOrder(4)
     for key in range(4):
