@@ -6,9 +6,9 @@ the test, step by step; grammars are compiled in their own process, as in a serv
 
 from __future__ import annotations
 
-import gc
 import asyncio
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator
