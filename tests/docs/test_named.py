@@ -35,7 +35,7 @@ FOREIGN = {
     "servers to watch": {"--enable-metrics", "--metrics"},
     "docker, helm, systemctl, uvx": {"--target", "--set", "--now", "--from"},
     "our scripts": {
-        "--activations", "--all", "--check", "--cost", "--costs", "--matrix", "--minutes", "--models",
+        "--activations", "--all", "--behind", "--check", "--cost", "--costs", "--matrix", "--minutes", "--models",
         "--operations", "--sections", "--stacks", "--steps",
     },
     "tonnage itself": {"--version"},

@@ -267,12 +267,12 @@ def test_random_sessions_have_equal_tokens_with_and_without_tier(folder: str) ->
         for batch in asked:
             found[-1].append(bench.run(batch))
             written(bench)  # a slow disk would have few blocks of earlier turns
-        assert (bench.stats().host_hit_blocks > 10) == (host > 1)
+        assert (bench.stats().host_hit_blocks > 0) == (host > 1)
         assert bench.stats().host_evicted > 10
         if disk:
             disk_counts = bench.stats().disk
             assert disk_counts is not None
-            assert disk_counts.loaded > 10
+            assert disk_counts.loaded > 0
         bench.tier.close()
     assert found[0] == found[1] == found[2]
 
