@@ -35,8 +35,8 @@ FOREIGN = {
     "servers to watch": {"--enable-metrics", "--metrics"},
     "docker, helm, systemctl, uvx": {"--target", "--set", "--now", "--from"},
     "our scripts": {
-        "--activations", "--all", "--behind", "--check", "--cost", "--costs", "--matrix", "--minutes", "--models",
-        "--operations", "--sections", "--stacks", "--steps",
+        "--activations", "--all", "--behind", "--check", "--cost", "--costs", "--matrix", "--minutes",
+        "--models", "--operations", "--sections", "--stacks", "--steps",
     },
     "tonnage itself": {"--version"},
     "refused in an example": {"--max-model-length"},
