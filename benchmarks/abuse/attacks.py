@@ -331,9 +331,9 @@ def repeated(clients: int, seconds: float, once: Callable[[AttackedServer, int],
     return run
 
 
-def flood(clients: int, seconds: float, body: dict[str, Any]) -> Attack:
+def flood(clients: int, seconds: float, body: dict[str, Any], path: str = COMPLETIONS) -> Attack:
     """Return an attack in which each client sends one request after another, and disconnects at the end."""
-    return repeated(clients, seconds, lambda server, _: ask(server.address, COMPLETIONS, ABUSER, body))
+    return repeated(clients, seconds, lambda server, _: ask(server.address, path, ABUSER, body))
 
 
 async def idle(seconds: float) -> Answers:

@@ -98,6 +98,10 @@ CASES = (
         "detokenize", 1, "/detokenize of a million tokens",
         bodies(("/detokenize", listed("tokens", "1234", 2**20))),
     ),
+    Case(
+        "counts", 1, "64 clients that count the tokens of 60 KB",
+        flood(64, 10, {"prompt": "lorem ipsu" * 6000}, "/tokenize"),
+    ),
     Case("uploads", 1, "32 bodies of 8 MB at once, without their last byte", attacks.uploads),
     Case(
         "regex_hang_up", 2, "a regex of 6 KB whose client disconnects after a second",

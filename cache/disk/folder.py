@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
+import stat
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +25,12 @@ from tonnage.cache.disk.block_file import SUFFIX, TEMPORARY
 from tonnage.cache.errors import CacheError
 from tonnage.planner.model.tier import ENTRY_BYTES, PAGE
 
+log = logging.getLogger("tonnage.cache")
+
 LOCK = "tonnage.lock"
+# An engine whose API process was killed writes its last blocks before it ends (the hf engine at most 3 seconds,
+# `server/engines/hf/kv_tier.py`), so a server that is started again waits for the folder.
+LOCK_SECONDS = 10.0
 DIRECTORY_BYTES = PAGE
 NAMESPACE_BYTES = 8
 DIRECTORIES_OF_BLOCKS = 256  # in a namespace, one for each first byte of a key
@@ -100,6 +108,11 @@ class Folder:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._lock = _locked(path / LOCK)
             os.listdir(path)
+            if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                log.warning(
+                    "other users of this machine can write to the disk tier %s, and so change what it answers; "
+                    "chmod go-w prevents that", path,
+                )  # fmt: skip
         except OSError as error:
             raise DiskError(f"{path} cannot be used: {error.strerror}", field="path") from None
 
@@ -188,9 +201,15 @@ class Folder:
         own = sum(each == top or each.startswith(f"{top}/") for each in self._directories)
         return self.size - self._others - (1 + DIRECTORIES_OF_BLOCKS - own) * DIRECTORY_BYTES
 
-    def forget(self, block: bytes) -> None:
-        """Remove an unreadable block from the index, and delete its file if this server writes the folder."""
-        if block in self.blocks and (self.read_only or not self.remove(block)):
+    def forget(self, block: bytes, *, delete: bool) -> None:
+        """Remove an unreadable block from the index.
+
+        Args:
+            block: The block's id.
+            delete: Whether its file is deleted too, if this server writes the folder. The bytes of a file that
+                stays count until the next start.
+        """
+        if block in self.blocks and (self.read_only or not delete or not self.remove(block)):
             self._in_blocks -= self.blocks[block]
             self._others += self.blocks.pop(block)
 
@@ -231,11 +250,12 @@ class Folder:
 
 
 def _locked(path: Path) -> int:
-    """Return the descriptor of a lock file that this process holds alone."""
+    """Return the descriptor of a lock file that this process holds alone; wait for another that is ending."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    until = time.monotonic() + LOCK_SECONDS
+    while not (free := _try_lock(descriptor)) and time.monotonic() < until:
+        time.sleep(0.05)
+    if not free:
         owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise DiskError(
@@ -245,6 +265,15 @@ def _locked(path: Path) -> int:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file for this process alone; return False if another one holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _on_disk(state: os.stat_result) -> int:

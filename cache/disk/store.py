@@ -11,6 +11,7 @@ start, and notes the ends of requests.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -39,6 +40,8 @@ _DESCRIPTION = "namespace.json"
 _MOST_WAITING = 1 << 17
 # How often a server that only reads looks for new blocks. Listing a million files takes about ten seconds.
 _READ_AGAIN_SECONDS = 60.0
+# Errors of open(2) that say nothing about the file: the process or the system has no descriptor or memory left.
+_NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _Ended(NamedTuple):
@@ -185,21 +188,22 @@ class DiskStore:
     def load(self, key: bytes, into: memoryview) -> bool:
         """Read a block into ``into``; return whether it is there and undamaged.
 
-        After False, ``into`` has undefined bytes, and the index no longer has the block.
+        After False, ``into`` has undefined bytes, and the index no longer has the block. A damaged file is
+        deleted.
         """
         own, since = self._namespace + key, time.perf_counter()
-        path = self._folder.path / file_of(own)
+        path, bad_file = self._folder.path / file_of(own), True
         try:
             found = read_block(path, key, into)
-        except OSError:
-            found = False
+        except OSError as error:
+            found, bad_file = False, error.errno not in _NOT_THE_FILE
         with self._lock:
             if found:
                 self._folder.touch(own)
                 seconds = time.perf_counter() - since
                 self._count(loaded=1, read_bytes=len(into), read_seconds=seconds)
             else:
-                self._folder.forget(own)
+                self._folder.forget(own, delete=bad_file)
                 self._count(lost=1)
         if found and not self._folder.read_only:
             with contextlib.suppress(OSError):

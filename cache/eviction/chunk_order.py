@@ -24,7 +24,9 @@ from tonnage.cache.eviction.order import EvictionOrder
 
 Key = TypeVar("Key", bound=Hashable)
 
-_LONGEST = 1 << 16  # chunks of one request that are considered: 1,048,576 tokens in chunks of 16
+# Chunks of one request that are learned from: 1,048,576 tokens in chunks of 16. Later ones are evicted each
+# on its own.
+_LONGEST = 1 << 16
 
 
 class LearnedChunkOrder(Generic[Key]):
@@ -99,16 +101,16 @@ class LearnedChunkOrder(Generic[Key]):
             keys: Chunks that the request used, in prefix order, whether the tier holds them or not.
             reused: Chunks that the tier held before the request.
         """
-        keys = keys[:_LONGEST]
-        hashes, blocks = _hashes(keys), [self._block_of.get(key, 0) for key in keys]
+        blocks = [self._block_of.get(key, 0) for key in keys]
+        hashes, count = _hashes(keys[:_LONGEST]), min(len(keys), _LONGEST)
         hit = 0
-        while hit < len(keys) and blocks[hit] and keys[hit] in reused:
+        while hit < count and blocks[hit] and keys[hit] in reused:
             hit += 1
         # LRU, with which the learned order is compared, would also evict chunks of running requests.
-        turn = self._order.start(hashes, blocks[:hit], len(keys) + 1, self.capacity - self._order.cached)
+        turn = self._order.start(hashes, blocks[:hit], count + 1, self.capacity - self._order.cached)
         held = [block for block in blocks if block]
         self._order.take(held)
-        self._order.end(hashes, blocks, len(keys), len(keys), turn)
+        self._order.end(hashes, blocks[:count], count, count, turn)
         self._order.release(held[::-1])
         for key in keys:
             self._used.pop(key, None)

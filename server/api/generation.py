@@ -22,6 +22,7 @@ from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.packed import TokenIds
 from tonnage.server.engines.request import GenerationRequest, Pooling, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.turns import Turns
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
@@ -85,7 +86,7 @@ class Generator:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._encoding = asyncio.Semaphore(_ENCODED_AT_ONCE)
+        self._encoding = Turns(_ENCODED_AT_ONCE)
         self._sequences = 0  # sequences of unfinished requests, whether waiting or running
 
     @property
@@ -139,7 +140,7 @@ class Generator:
         return found
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of ``work``, called in a thread; few calls run at once."""
+        """Return the result of ``work``, called in a thread; few calls run at once, and keys take turns."""
         async with self._encoding:
             return await asyncio.to_thread(work, *arguments)
 

@@ -9,6 +9,7 @@ from traceback import clear_frames
 from typing import TypeVar, cast
 
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.http.turns import Turns
 
 # The first bytes of each body are not counted, so that large bodies never cause the rejection of a small one.
 # uvicorn buffers as many bytes per connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
@@ -35,7 +36,7 @@ class BodyBytes:
     def __init__(self, limit: int) -> None:
         self.most = LARGEST_AT_ONCE * limit
         self.held = 0
-        self._turn = asyncio.Lock()
+        self._turn = Turns(1)
 
     def hold(self, before: int, after: int) -> None:
         """Count the growth of one body from ``before`` to ``after`` bytes.
@@ -59,7 +60,7 @@ class BodyBytes:
         """Run the steps that parse a body of ``size`` bytes; large bodies are parsed one at a time.
 
         After each step of a large body the event loop gets as much time as the step took. Other requests
-        therefore wait for at most one step, however many bodies arrive at once.
+        therefore wait for at most one step, however many bodies arrive at once. Keys take turns.
 
         Raises:
             ApiError: All bodies together would exceed ``most`` bytes.

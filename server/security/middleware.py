@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, ErrorCode, render
+from tonnage.server.http.turns import work_for
 from tonnage.server.security.keys import KeyRing
 from tonnage.server.security.rejection_limits import RejectionLimits
 
@@ -121,6 +122,7 @@ class Authentication:
             await self._refuse(error, scope)(scope, receive, send)
             return
         scope["tonnage.tenant"] = tenant
+        work_for(tenant.name)
         scope["tonnage.sees_all"] = sees_all or "/metrics" in self._public
         await self._app(scope, receive, send)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
@@ -234,7 +235,10 @@ def test_blocks_of_another_namespace_are_never_read(tmp_path: Path) -> None:
         assert read(store, 1, 1000) == block(1, 1000)
 
 
-def test_folder_belongs_to_one_server_and_others_may_read_it(tmp_path: Path) -> None:
+def test_folder_belongs_to_one_server_and_others_may_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)
     with opened(tmp_path) as writer:
         writer.store(key(1), block(1, 1000))
         with pytest.raises(DiskError, match=f"belongs to another server \\(process {os.getpid()}\\)"):
@@ -245,6 +249,45 @@ def test_folder_belongs_to_one_server_and_others_may_read_it(tmp_path: Path) -> 
             assert read(writer, 1, 1000) == block(1, 1000)
     with opened(tmp_path) as writer:
         assert writer.counts().blocks == 1
+
+
+def test_folder_of_a_server_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    with opened(tmp_path) as before:
+        before.store(key(1), block(1, 1000))
+        ending = threading.Timer(0.3, before._folder.close)
+        ending.start()
+        with opened(tmp_path) as after:
+            assert read(after, 1, 1000) == block(1, 1000)
+        ending.join()
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [(0o700, 0), (0o755, 0), (0o775, 1), (0o777, 1)])
+def test_folder_that_others_can_write_is_warned_of(
+    tmp_path: Path, mode: int, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(mode)
+    with opened(tmp_path):
+        pass
+    assert caplog.text.count("can write to the disk tier") == warnings
+
+
+def test_block_stays_on_disk_when_no_descriptor_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, 1 << 20) as store:
+        store.store(key(1), block(1, 1000))
+        used = store.counts().used
+        with monkeypatch.context() as patch:
+
+            def exhausted(*_: object) -> bool:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+            patch.setattr("tonnage.cache.disk.store.read_block", exhausted)
+            assert read(store, 1, 1000) is None
+        assert not store.contains(key(1))
+        assert (store.counts().lost, store.counts().used) == (1, used)
+    with opened(tmp_path, 1 << 20) as store:
+        assert read(store, 1, 1000) == block(1, 1000)
 
 
 def test_only_the_owner_can_read_the_blocks(tmp_path: Path) -> None:

@@ -131,6 +131,18 @@ def test_chunks_of_running_requests_and_kept_ones_are_not_evicted() -> None:
     assert len(order) == 0
 
 
+def test_chunks_beyond_those_learned_from_can_be_evicted_when_their_request_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tonnage.cache.eviction.chunk_order._LONGEST", 4)
+    order: LearnedChunkOrder[int] = LearnedChunkOrder(6)
+    for key in range(6):
+        order.insert(key)
+    order.finish(range(6), set())
+    assert order.evict(6, set(), {}) == [5, 4, 3, 2, 1, 0]
+    assert len(order) == 0
+
+
 def trace_of(*prompts: Sequence[int]) -> Trace:
     return Trace("t", "log", tuple(
         TraceRequest(float(at), 64 * len(ids), 1, hash_ids=tuple(ids), hash_block=64)

@@ -436,7 +436,8 @@ def test_request_cancelled_while_its_blocks_are_read_is_forgotten(folder: str) -
     bench.tier.close()
 
 
-def test_folder_of_another_server_is_refused(folder: str) -> None:
+def test_folder_of_another_server_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
     with pytest.raises(DiskError, match="belongs to another server"):

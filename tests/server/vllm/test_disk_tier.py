@@ -199,7 +199,10 @@ def test_scheduler_thread_reads_and_writes_nothing(tmp_path: Path, monkeypatch: 
         assert opened == []
 
 
-def test_second_server_and_bad_options_are_refused_by_name(tmp_path: Path) -> None:
+def test_second_server_and_bad_options_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)
     with manager(tmp_path), pytest.raises(DiskError, match="belongs to another server"), manager(tmp_path):
         pass
     with (
