@@ -31,17 +31,12 @@ def test_codex_ends_a_turn(url: str, npm: Path, run: Callable[..., str], tmp_pat
     instructions.write_text("Be brief.")
     home.mkdir()
     (home / "config.toml").write_text(CODEX.format(instructions=instructions, url=url))
-    line = [str(npm / ".bin/codex"), "exec", "--skip-git-repo-check", "--json", "Say hi"]
-    events = [json.loads(event) for event in run(*line, ends=(0, 1), CODEX_HOME=str(home)).splitlines()]
-    (answer,) = [
-        event["item"]["text"] for event in events if event.get("item", {}).get("type") == "agent_message"
-    ]
-    assert answer
-    if events[-1]["type"] == "turn.failed":  # the model talked on to the end of its context
-        assert "max_output_tokens" in events[-1]["error"]["message"], events[-1]
-    else:
-        assert events[-1]["type"] == "turn.completed", events
-        assert events[-1]["usage"]["output_tokens"] > 0
+    asked = "What is the capital of France?"  # the demo model ends its answer; to "Say hi" it may talk on
+    line = [str(npm / ".bin/codex"), "exec", "--skip-git-repo-check", "--json", asked]
+    events = [json.loads(event) for event in run(*line, CODEX_HOME=str(home)).splitlines()]
+    assert events[-1]["type"] == "turn.completed", events
+    assert events[-1]["usage"]["output_tokens"] > 0
+    assert any(event.get("item", {}).get("type") == "agent_message" for event in events)
 
 
 def test_claude_code_answers(url: str, npm: Path, run: Callable[..., str]) -> None:
