@@ -7,6 +7,7 @@
   the
   memory that the plan counts.
 - The engine core's block pool: bytes per block, and with a hash in the prefix index.
+- The index of our disk tier: bytes per block, and with the learned order.
 
     python benchmarks/host_memory.py
 """
@@ -20,6 +21,7 @@ import os
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +33,9 @@ from safetensors.torch import save_file
 from vllm.model_executor.model_loader import weight_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
+
+from tonnage.cache.disk.folder import NAMESPACE_BYTES
+from tonnage.cache.disk.order import LearnedBlocks, compile_order
 
 MIB = 1 << 20
 FILES, TENSORS, TENSOR = 2, 6, 64 * MIB
@@ -107,6 +112,26 @@ def block_pool() -> dict[str, float]:
     return {"bytes": round((plain - before) / BLOCKS), "hashed_bytes": round((hashed - before) / BLOCKS)}
 
 
+def disk_index() -> dict[str, int]:
+    """Return the bytes per block of a disk tier's index, without and with the learned order."""
+    compile_order()
+    gc.collect()
+    before = held()["RssAnon"]
+    # ids of a namespace and a hash, and bytes on disk, as in `tonnage.cache.disk.folder.Folder`
+    blocks = OrderedDict((os.urandom(NAMESPACE_BYTES + 32), 1 << 20) for _ in range(BLOCKS))
+    plain = held()["RssAnon"]
+    order, ids = LearnedBlocks(BLOCKS), list(blocks)
+    for start in range(0, BLOCKS, 100):
+        request = ids[start : start + 100]
+        for block in request:
+            order.insert(block)
+        order.finish(request, request, set())
+    del ids
+    gc.collect()
+    learned = held()["RssAnon"]
+    return {"bytes": round((plain - before) / BLOCKS), "learned_bytes": round((learned - before) / BLOCKS)}
+
+
 def _answer(pipe: Connection, limit: Limit | None, ask: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     if limit is not None:
         limit.enter()  # memory allocated so far stays charged to the old cgroup
@@ -156,6 +181,7 @@ def main() -> None:
         "room_mib": ROOM // MIB,
         "within_room": within,
         "block": in_child(block_pool),
+        "disk_index": in_child(disk_index),
     }
     print(json.dumps(out, indent=2))
 

@@ -110,7 +110,7 @@ class Folder:
             os.listdir(path)
             if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 log.warning(
-                    "other users of this machine can write to the disk tier %s, and so change what it answers; "
+                    "other users of this machine can write to %s, and so change the blocks of this disk tier; "
                     "chmod go-w prevents that", path,
                 )  # fmt: skip
         except OSError as error:
@@ -206,8 +206,8 @@ class Folder:
 
         Args:
             block: The block's id.
-            delete: Whether its file is deleted too, if this server writes the folder. The bytes of a file that
-                stays count until the next start.
+            delete: Whether the block's file is deleted too; a server that only reads deletes no file. The bytes
+                of a file that stays count until the next start.
         """
         if block in self.blocks and (self.read_only or not delete or not self.remove(block)):
             self._in_blocks -= self.blocks[block]
@@ -252,9 +252,12 @@ class Folder:
 def _locked(path: Path) -> int:
     """Return the descriptor of a lock file that this process holds alone; wait for another that is ending."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if not (free := _try_lock(descriptor)):
+        log.warning("%s belongs to another server; waiting up to %g s for its end", path.parent, LOCK_SECONDS)
     until = time.monotonic() + LOCK_SECONDS
-    while not (free := _try_lock(descriptor)) and time.monotonic() < until:
+    while not free and time.monotonic() < until:
         time.sleep(0.05)
+        free = _try_lock(descriptor)
     if not free:
         owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)

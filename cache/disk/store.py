@@ -40,7 +40,7 @@ _DESCRIPTION = "namespace.json"
 _MOST_WAITING = 1 << 17
 # How often a server that only reads looks for new blocks. Listing a million files takes about ten seconds.
 _READ_AGAIN_SECONDS = 60.0
-# Errors of open(2) that say nothing about the file: the process or the system has no descriptor or memory left.
+# Errors of open(2) of a file that may be good: the process or the system has no descriptor or memory left.
 _NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 

@@ -60,7 +60,7 @@ class BodyBytes:
         """Run the steps that parse a body of ``size`` bytes; large bodies are parsed one at a time.
 
         After each step of a large body the event loop gets as much time as the step took. Other requests
-        therefore wait for at most one step, however many bodies arrive at once. Keys take turns.
+        therefore wait for at most one step, however many bodies arrive at once. API keys take turns.
 
         Raises:
             ApiError: All bodies together would exceed ``most`` bytes.

@@ -1,6 +1,6 @@
 """Turns at work that few requests may do at once, such as parsing a large body or encoding a long text.
 
-Keys take turns: a key with many requests delays its own, and those of each other key by one turn.
+API keys take turns, so a key with many requests delays a request of another key by one turn.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ _KEY: ContextVar[str] = ContextVar("tonnage_key", default="")
 
 
 def work_for(key: str) -> None:
-    """Note the name of the key whose request the calling task serves, and the tasks that it starts."""
+    """Note the name of the API key whose request the calling task, and each task that it starts, serves."""
     _KEY.set(key)
 
 
 class Turns:
     """An asynchronous context manager, in which at most ``places`` callers are at the same time.
 
-    Of the callers that wait, the first one of the key is next that was served least recently. Without keys all
-    callers are served in the order of their arrival.
+    The waiting keys form a circle. When a place is free, the next key of the circle gets it, and of this key's
+    callers the one that waited longest. Without API keys, callers get places in the order of their arrival.
     """
 
     def __init__(self, places: int) -> None:
@@ -29,7 +29,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def __aenter__(self) -> None:
-        """Wait for a place."""
+        """Wait until a place is free, and take it."""
         if self._free:
             self._free -= 1
             return
@@ -43,7 +43,7 @@ class Turns:
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        """Give the place to the next caller."""
+        """Give the caller's place to the next one."""
         self._give()
 
     def _give(self) -> None:

@@ -268,7 +268,7 @@ def test_folder_that_others_can_write_is_warned_of(
     tmp_path.chmod(mode)
     with opened(tmp_path):
         pass
-    assert caplog.text.count("can write to the disk tier") == warnings
+    assert caplog.text.count("change the blocks of this disk tier") == warnings
 
 
 def test_block_stays_on_disk_when_no_descriptor_is_left(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
 from tonnage.server.errors import ApiError
+from tonnage.server.http.turns import Turns
 from tonnage.server.security import rejection_limits
 from tonnage.server.security.keys import load_keys
 from tonnage.server.security.tenants import Quotas, Tenant
+from tonnage.server.text.tokenizer import Tokenizer
 
 ALICE, BOB, WATCH = "key-of-alice-in-the-tests", "key-of-bob-in-the-tests", "key-that-watches-the-tests"
 
@@ -80,6 +83,40 @@ async def test_cache_salts_of_tenants_never_collide(run_server, small_plan, tmp_
         # Sharing keys share as before: prompts without a salt, and prompts of the same salt.
         assert [await cached(BOB), await cached(WATCH)] == [0, 48]
         assert [await cached(BOB, cache_salt="y"), await cached(WATCH, cache_salt="y")] == [0, 48]
+
+
+async def test_keys_take_turns_at_encoding_long_texts(
+    run_server, small_plan, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six texts of one key are there before one text of another, of which two are encoded at a time."""
+    begun, came, all_here = list[str](), asyncio.Semaphore(0), threading.Event()
+    enter, encode = Turns.__aenter__, Tokenizer.encode_all
+
+    async def counted(turns: Turns) -> None:
+        came.release()
+        await enter(turns)
+
+    def waiting(tokenizer: Tokenizer, texts: list[str], *more: Any) -> list[list[int]]:
+        begun.append(texts[0][0])
+        assert all_here.wait(60)
+        return encode(tokenizer, texts, *more)
+
+    monkeypatch.setattr(Turns, "__aenter__", counted)
+    monkeypatch.setattr(Tokenizer, "encode_all", waiting)
+    path = key_file(tmp_path, {"name": "alice", "key": ALICE}, {"name": "bob", "key": BOB})
+    async with run_server(FakeEngine(small_plan()), api_key_file=path) as server, asyncio.TaskGroup() as tasks:
+
+        async def tokenize(key: str, letter: str) -> None:
+            answer = await server.http.post(
+                "/tokenize", json={"prompt": f"{letter} " * 10_000}, headers=bearer(key), timeout=60
+            )
+            assert answer.status_code == 200
+
+        for key, letter in [*[(ALICE, "a")] * 6, (BOB, "b")]:
+            tasks.create_task(tokenize(key, letter))
+            await came.acquire()
+        all_here.set()
+    assert "".join(begun) in ("aaabaaa", "aabaaaa")
 
 
 async def test_request_priority_cannot_exceed_that_of_its_key(
