@@ -143,7 +143,7 @@ class BlockManager:
     # -- admission -----------------------------------------------------------------------------------------
 
     def running(self) -> RunningSnapshot:
-        """Return a copy of the held and needed blocks of every running request, in order of admission."""
+        """Return the held and needed blocks of every running request, in order of admission."""
         return self.reservations.snapshot()
 
     def admit(
@@ -186,13 +186,41 @@ class BlockManager:
             SequenceExists: The id is live.
             InvalidRequest: A token id or a count is invalid.
         """
+        tokens = self._tokens(sequence_id, token_ids)
+        request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced, weight=weight)
+        return self._admit(sequence_id, tokens, request, salt, head)
+
+    def admit_request(
+        self,
+        sequence_id: int,
+        token_ids: TokenIds,
+        request: AdmissionRequest,
+        *,
+        salt: str | bytes = "",
+        head: Head | None = None,
+    ) -> Admitted | Wait | Never:
+        """Decide whether ``request`` may start, like `admit`; a queue asks often with the same request."""
+        return self._admit(sequence_id, self._tokens(sequence_id, token_ids), request, salt, head)
+
+    def _tokens(self, sequence_id: int, token_ids: TokenIds) -> Int32Array:
+        """Return the tokens of a sequence that is not live.
+
+        A list is written directly to the row that the sequence would get, since an unused row holds no state.
+        """
         if sequence_id in self.sequences.row_of:
             raise errors.SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         row = self.sequences.next_row
-        # The tokens are written directly to the row that the sequence would get, since an unused row holds no
-        # state.
-        tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
-        request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced, weight=weight)
+        return token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
+
+    def _admit(
+        self,
+        sequence_id: int,
+        tokens: Int32Array,
+        request: AdmissionRequest,
+        salt: str | bytes,
+        head: Head | None,
+    ) -> Admitted | Wait | Never:
+        row = self.sequences.next_row
         decision = self.admission.decide_early(request, head)
         if decision is not None and not isinstance(decision, Admit):
             return decision

@@ -13,9 +13,10 @@ import numpy as np
 
 from tonnage.cache.admission import decide as decisions
 from tonnage.cache.admission.adapter import AdmissionAdapter
-from tonnage.cache.admission.decide import Newcomer, State
+from tonnage.cache.admission.decide import State
 from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.ledger import Reservations
+from tonnage.cache.admission.outlook import Newcomer
 from tonnage.cache.admission.passing import head_start
 from tonnage.cache.admission.policy import Policy
 from tonnage.cache.admission.reservation import refusal, reserved_blocks, split_reservation
@@ -40,6 +41,7 @@ class Admission(AdmissionAdapter):
         super().__init__(policy, reservations.limits, LengthForecast())
         self.reservations, self.core = reservations, reservations.core
         self._rows = columns(self.core.rows)
+        self._known: State | None = None
         self._full = np.flatnonzero(columns(self.core.groups).kind == FULL).tolist()
 
     # -- requests that start -------------------------------------------------------------------------------
@@ -93,7 +95,7 @@ class Admission(AdmissionAdapter):
             cached=cached, windowed=windowed, reserved=full + windowed, lost=lost[self.reservations.order()],
             produced=request.produced, tenant=request.tenant, kept=self._kept(request, full + windowed)[1],
         )  # fmt: skip
-        short = decisions.decide(self._state(1), new, self.rules, head)
+        short = decisions.decide(self._state(), new, self.rules, head)
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
 
     def ranking(self) -> Callable[[AdmissionRequest], tuple[int, float]]:
@@ -124,25 +126,24 @@ class Admission(AdmissionAdapter):
             return 0, 0
         return self.shares.kept(self._uses(), request, blocks)
 
-    def _state(self, most: int = 0) -> State:
-        """Return the state of the running requests, with array space for ``most`` further requests."""
-        snapshot, requests = self.reservations.snapshot(), self.reservations.requests()
-        produced = snapshot.output.astype(np.int64)
-        produced += np.array([request.produced for request in requests], np.int64)
-        return State(
-            snapshot, decisions.empty_rows(snapshot, most), self.reservations.reserved, produced,
-            [request.tenant for request in requests],
-        )  # fmt: skip
+    def _state(self, most: int = 1) -> State:
+        """Return the state of the running requests, with array space for ``most`` further requests.
+
+        It is the same object until a request starts or ends or a step changes its blocks.
+        """
+        held = self.reservations
+        snapshot = held.snapshot()
+        if self._known is None or self._known.snapshot is not snapshot:
+            produced = snapshot.output + held.produced()
+            rows = decisions.empty_rows(snapshot, most)
+            self._known = State(snapshot, rows, held.reserved, produced, held.tenants())
+        return self._known
 
     def start_of(self, request: AdmissionRequest) -> Head:
         """Return the forecast start of ``request``, the first in the queue, which lacks blocks now."""
-        state = self._state(1)
         entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
-        after = state.with_one(Newcomer(entry, 0, 0, 0))
-        left = self.rules.lengths(
-            after, np.append(state.produced, request.produced), [*(state.tenants or ()), request.tenant]
-        )
-        return head_start(request, int(left[-1]), state.snapshot, left[:-1], self.limits, self.rules.margin)
+        new = Newcomer(entry, 0, 0, 0, produced=request.produced, tenant=request.tenant)
+        return head_start(request, self.rules.outlook(self._state(), new), self.limits, self.rules.margin)
 
     # -- sequences that grow -------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class Admission(AdmissionAdapter):
         steps.wanted_blocks(self.core, batch, ends, wanted)
         if not wanted.any():
             return ends
-        granted = decisions.grant(self._state(), held.entries(batch), wanted, self.rules, self.leaving)
+        granted = decisions.grant(held.snapshot(), held.entries(batch), wanted, self.rules, self.leaving)
         # The safety invariant is broken. No sequence may grow, and the scheduler raises an error.
         if granted is None:
             granted = np.zeros_like(wanted)

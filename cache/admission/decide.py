@@ -7,46 +7,20 @@ running sequences may take. `tonnage.cache.admission.controller` fills the state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tonnage.cache.admission.forecast import LengthForecast
-from tonnage.cache.admission.policy import Policy, blocks_short, blocks_taken
-from tonnage.cache.admission.safety import IntArray, Leaving, is_safe
+from tonnage.cache.admission.outlook import Newcomer, Outlook, outlook_of
+from tonnage.cache.admission.policy import Policy, blocks_taken
+from tonnage.cache.admission.safety import IntArray, Leaving, committed_peak, is_safe
 from tonnage.cache.admission.safety import grant as safe_grant
-from tonnage.cache.admission.snapshot import COLUMNS, PRIVATE, RunningSnapshot
+from tonnage.cache.admission.snapshot import COLUMNS, OUTPUT_LEFT, PRIVATE, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionMode, Head, Limits
 from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.blocks.state import Int32Array, Int64Array
-
-
-@dataclass(slots=True)
-class Newcomer:
-    """A request waiting for an admission decision.
-
-    Attributes:
-        entry: The request's row of a `RunningSnapshot`: one number per column.
-        cached: Cached blocks of the request's prefix, over all full-attention groups, that no running request
-            holds. Taking them uses capacity.
-        windowed: Blocks that are reserved in full for the request's groups with windows or states.
-        reserved: Upper bound of the request's blocks in all groups.
-        lost: int32 [running]: blocks that each running request now holds alone and would share with this
-            request. None if no block would be shared.
-        produced: Output tokens that the request produced before a preemption.
-        tenant: Name of the tenant whose finished requests forecast this request's length.
-        kept: Blocks that must stay free for requests of other keys.
-    """
-
-    entry: Sequence[int]
-    cached: int
-    windowed: int
-    reserved: int
-    lost: Int32Array | None = None
-    produced: int = 0
-    tenant: str = ""
-    kept: int = 0
 
 
 @dataclass(slots=True)
@@ -60,6 +34,7 @@ class State:
         produced: int64 [running]: output tokens of each request so far, including output before a preemption.
         tenants: Tenant of each request [running] if lengths are forecast by tenant, else None.
         outsiders: Whether requests outside the snapshot may hold blocks.
+        outlooks: Forecasts beside requests that were judged, since most waiting requests share one.
     """
 
     snapshot: RunningSnapshot
@@ -68,6 +43,7 @@ class State:
     produced: Int64Array
     tenants: list[str] | None = None
     outsiders: bool = False
+    outlooks: dict[tuple[object, ...], Outlook] = field(default_factory=dict)
 
     def with_one(self, new: Newcomer) -> RunningSnapshot:
         """Return the snapshot with the request ``new`` added.
@@ -91,6 +67,7 @@ class State:
         self.produced = np.append(self.produced, new.produced)
         if self.tenants is not None:
             self.tenants = [*self.tenants, new.tenant]
+        self.outlooks.clear()
 
 
 def empty_rows(snapshot: RunningSnapshot, most: int) -> Int32Array:
@@ -126,11 +103,33 @@ class Rules:
             self.policy = policy
             self.__post_init__()
 
-    def lengths(self, state: RunningSnapshot, produced: Int64Array, tenants: list[str] | None) -> Int64Array:
-        """Return the forecast remaining output tokens of each request of ``state``, int64 [requests]."""
+    def outlook(self, state: State, new: Newcomer | None = None) -> Outlook:
+        """Return the running requests with their forecast lengths, beside the request ``new`` if there is one.
+
+        The forecast depends only on the output of the new request, so it is kept in ``state``.
+        """
+        output_left = 0 if new is None else new.entry[OUTPUT_LEFT]
+        own = (0, "") if new is None else (new.produced, new.tenant)
+        key = (self.policy.quantile, self.forecast.count, output_left, *own)
+        found = state.outlooks.get(key)
+        if found is None:
+            left, count = self._lengths(state, new), len(state.snapshot)
+            length = 0 if new is None else int(left[count])
+            found = outlook_of(state.snapshot, left[:count], self.limits, length)
+            state.outlooks[key] = found
+        return found
+
+    def _lengths(self, state: State, new: Newcomer | None) -> Int64Array:
+        """Return the forecast remaining output tokens of the running requests and ``new``, int64 [requests]."""
+        most, produced, tenants = state.snapshot.output_left.astype(np.int64), state.produced, state.tenants
+        if new is not None:
+            most = np.append(most, new.entry[OUTPUT_LEFT])
+            produced = np.append(produced, new.produced)
+            if tenants is not None or new.tenant:
+                tenants = [*(tenants or [""] * len(state.snapshot)), new.tenant]
         if self.policy.quantile == 1 or not self.policy.forecasts:
-            return state.output_left.astype(np.int64)
-        return self.forecast.left(produced, state.output_left, tenants)
+            return most
+        return self.forecast.left(produced, most, tenants)
 
 
 def decide_by_sum(
@@ -173,15 +172,15 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     )  # fmt: skip
     if short is not None:
         return short
-    after = state.with_one(new)
-    policy = rules.policy
-    if head is None and not policy.forecasts:
-        return blocks_short(after, after.output_left, rules.limits, policy, kept=new.kept)
-    tenants = None if state.tenants is None else [*state.tenants, new.tenant]
-    lengths = rules.lengths(after, np.append(state.produced, new.produced), tenants)
-    if int(after.prompt_left.sum()) <= rules.limits.max_num_batched_tokens:
-        lengths[-1] -= 1  # a prompt that fits in one step also produces the first token in that step
-    return blocks_short(after, lengths, rules.limits, policy, head, new.kept)
+    limits, policy = rules.limits, rules.policy
+    room = limits.usable_blocks - rules.margin - new.kept
+    for taken in blocks_taken(state.snapshot, lambda: rules.outlook(state, new), limits, policy, new, head):
+        if taken > room:
+            return taken - room
+    if policy.mode is AdmissionMode.GUARANTEED:  # it must stay possible that every request finishes
+        after = state.with_one(new)
+        return max(0, committed_peak(after) + new.kept - after.capacity)
+    return 0
 
 
 def committed(state: State, rules: Rules) -> int:
@@ -193,13 +192,17 @@ def committed(state: State, rules: Rules) -> int:
         return 0
     taken = state.reserved
     if not rules.by_sum:
-        left = rules.lengths(state.snapshot, state.produced, state.tenants)
-        taken = min(taken, max(blocks_taken(state.snapshot, left, rules.limits, rules.policy)))
+        parts = blocks_taken(state.snapshot, lambda: rules.outlook(state), rules.limits, rules.policy)
+        taken = min(taken, max(parts))
     return min(rules.limits.usable_blocks, taken + rules.margin)
 
 
 def grant(
-    state: State, entries: IntArray, wanted: Int64Array, rules: Rules, leaving: Callable[[], Leaving]
+    snapshot: RunningSnapshot,
+    entries: IntArray,
+    wanted: Int64Array,
+    rules: Rules,
+    leaving: Callable[[], Leaving],
 ) -> Int64Array | None:
     """Return how many blocks each sequence may take now, int64 [sequences]; the first are served first.
 
@@ -208,14 +211,13 @@ def grant(
     grants.
 
     Args:
-        state: The running requests, including the requests admitted in this step.
+        snapshot: The running requests, including the requests admitted in this step.
         entries: int [sequences]: index in the snapshot of each sequence's request.
         wanted: int64 [sequences]: requested blocks, over all full-attention groups.
         rules: The policy and limits in effect.
         leaving: Function that counts exactly which blocks each request returns when it ends. It reads all block
             tables, so it is called only if the lower bound of these blocks does not suffice.
     """
-    snapshot = state.snapshot
     if rules.policy.mode is not AdmissionMode.GUARANTEED:
         return np.clip(snapshot.available - (np.cumsum(wanted) - wanted), 0, wanted)
     groups = num_full(rules.limits.layout)

@@ -31,6 +31,8 @@ _FEW = 20
 # requests.
 _REMEMBERED = 4096
 _MAX_KEYS = 64
+# Requests that are judged in one step mostly share a curve. This many are kept, of 2 KB each.
+_CURVES = 16
 
 
 def _edges() -> Int64Array:
@@ -67,10 +69,14 @@ class LengthForecast:
                 f"{quantile} is not in (0, 1]", field="length_quantile", hint="0.5 is the median"
             )
         self.quantile, self.cautious = quantile, cautious
+        self.count = 0  # number of recorded lengths
+        self._curves: dict[tuple[object, ...], FloatArray] = {}  # since the last recorded length
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:
         """Record the output length of a sequence that finished; cancelled sequences must not be recorded."""
+        self.count += 1
+        self._curves.clear()
         at = min(int(np.searchsorted(EDGES, max(1, output_tokens))), len(EDGES) - 1)
         for name in {"", key}:
             counts = self._ended.get(name)
@@ -134,10 +140,17 @@ class LengthForecast:
         # bin of each sequence's output length; a sequence without output is in no bin
         bins = np.searchsorted(EDGES, peers[peers > 0])
         running = np.bincount(np.minimum(bins, len(EDGES) - 1), minlength=len(EDGES))
+        longest = int((done + most).max())
+        curve = self._curves.get(known := (key, longest, running.tobytes()))
+        if curve is not None:
+            return curve
         at_risk = (ended + running)[::-1].cumsum()[::-1]
         # The prior is one output of the greatest allowed length that has not ended.
-        rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + int((done + most).max()))
+        rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + longest)
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW
         hazard = np.where(few, (ended + _FEW * overall) / (at_risk + _FEW), ended / np.maximum(at_risk, 1))
-        return np.concatenate(((1.0,), np.cumprod(1 - hazard)))
+        if len(self._curves) == _CURVES:
+            self._curves.clear()
+        curve = self._curves[known] = np.concatenate(((1.0,), np.cumprod(1 - hazard)))
+        return curve

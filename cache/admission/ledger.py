@@ -61,6 +61,11 @@ class Reservations:
         self._rows, self._requests = columns(core.rows), columns(core.requests)
         self._pool = columns(core.pool)
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._produced = np.zeros(limits.max_num_seqs, np.int64)  # by slot
+        self._named = 0  # running requests of a tenant with a name
+        self._order: Int32Array | None = None  # until a request starts or ends
+        # until a step, a fork or an end, with the number of the last step
+        self._snapshot: tuple[int, RunningSnapshot] | None = None
 
     def __getitem__(self, row: int) -> Reservation:
         """Return the reservation of the request whose sequence is in ``row`` of the block tables."""
@@ -77,21 +82,28 @@ class Reservations:
         self.sequences += request.n
         requests.reserved[slot], requests.prompt[slot] = full, request.prompt_tokens
         requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
+        self._produced[slot] = request.produced
+        self._named += bool(request.tenant)
+        self._order = self._snapshot = None
         return reservation
 
     def fork(self, reservation: Reservation) -> None:
         """Count one more live sequence of the request, created by a fork."""
+        self._snapshot = None
         self._requests.forks_left[reservation.slot] -= 1
         self._requests.live[reservation.slot] += 1
 
     def give_back(self, reservation: Reservation) -> None:
         """Shrink a reservation after some of its sequences have ended and released their blocks."""
+        self._snapshot = None
         requests, slot = self._requests, reservation.slot
         live, forks = int(requests.live[slot]), int(requests.forks_left[slot])
         full = windowed = sequences = 0
         if live == 0:  # without a live sequence no fork is possible any more
             requests.prompt[slot] = requests.forks_left[slot] = 0
             del self.by_slot[slot]
+            self._named -= bool(reservation.request.tenant)
+            self._order = None
             self._unused.append(slot)
         else:
             sequences = live + forks
@@ -104,7 +116,9 @@ class Reservations:
 
     def order(self) -> Int32Array:
         """Return the array index (slot) of each running request in order of admission, int32 [running]."""
-        return np.fromiter(self.by_slot, dtype=np.int32, count=len(self.by_slot))
+        if self._order is None:
+            self._order = np.fromiter(self.by_slot, dtype=np.int32, count=len(self.by_slot))
+        return self._order
 
     def entries(self, rows: Int64Array) -> Int64Array:
         """Return, for each block-table row, the position of its request in the snapshot, int64 [rows]."""
@@ -113,9 +127,14 @@ class Reservations:
         entries: Int64Array = place[self._rows.request[rows]]
         return entries
 
-    def requests(self) -> list[AdmissionRequest]:
-        """Return the running requests in order of admission."""
-        return [reservation.request for reservation in self.by_slot.values()]
+    def produced(self) -> Int64Array:
+        """Return the output of each running request before its last preemption, int64 [running]."""
+        found: Int64Array = self._produced[self.order()]
+        return found
+
+    def tenants(self) -> list[str] | None:
+        """Return the tenant of each running request in order of admission; None if all have the empty name."""
+        return [each.request.tenant for each in self.by_slot.values()] if self._named else None
 
     def of_tenant(self, tenant: str) -> int:
         """Return the number of blocks reserved for a tenant's running requests."""
@@ -127,11 +146,19 @@ class Reservations:
         return int(self._pool.used_full[0])
 
     def snapshot(self) -> RunningSnapshot:
-        """Return a copy of the blocks that every running request holds and may still need."""
+        """Return the blocks that every running request holds and may still need.
+
+        It is the same object until a request starts or ends, or a step or a fork changes its blocks.
+        """
+        calls = int(self._pool.calls[0])
+        if self._snapshot is not None and self._snapshot[0] == calls:
+            return self._snapshot[1]
         order = self.order()
         out = np.zeros((len(order), COLUMNS), np.int32)
         _summarize(self.core, order, np.zeros(self.limits.max_num_seqs, np.int64), out)
-        return RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
+        found = RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
+        self._snapshot = calls, found
+        return found
 
 
 @compiled

@@ -122,12 +122,13 @@ def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
 @compiled
 def grow(
     rows: Int32Array, output_left: Int64Array, block_size: int, chunk: int, groups: int, out: Int64Array
-) -> int:
-    """Write a `Growth` into ``out``, int64 [4, requests], and return the blocks that only one request holds.
+) -> tuple[int, int, int]:
+    """Write the fields of a `Growth` into ``out``, int64 [4, requests].
 
-    `tonnage.cache.admission.peak.growth_of` describes the arrays.
+    `tonnage.cache.admission.outlook.Outlook` describes the arguments and the results: ``private``, ``prompts``
+    and ``beyond``.
     """
-    prompts = private = 0
+    prompts, private, beyond = 0, 0, 1 << 62
     for at in range(len(rows)):
         shared, left = rows[at, HELD] - rows[at, PRIVATE], rows[at, PROMPT_LEFT]
         out[0, at] = rows[at, PROMPT] // block_size - shared // groups
@@ -138,7 +139,9 @@ def grow(
         prompts += left
         if left > 0:
             out[3, at] += -(-prompts // chunk)
-    return private
+        more = -(-(rows[at, OUTPUT_LEFT] - output_left[at]) // block_size)
+        beyond = min(beyond, more * rows[at, SEQUENCES] * groups)
+    return private, prompts, beyond
 
 
 @compiled
@@ -148,6 +151,7 @@ def most_held(
     tail: Int64Array,
     sequences: Int64Array,
     end: Int64Array,
+    added: Int64Array,
     block_size: int,
     scale: int,
     since: int,
@@ -155,26 +159,31 @@ def most_held(
 ) -> int:
     """Return the largest number of blocks held at any step >= ``since`` (the loop of `peak.peak_of`).
 
-    The arrays are the fields of a `Growth`; ``latest_first`` lists the requests by descending end. ``counts``,
-    int64 [block_size // scale + 1] of zeros, receives the number of sequences by spare token slots of their
-    last block, in units of ``scale`` slots.
+    The arrays are the fields of a `Growth`. ``added``, int64 [requests, 4], has the fields of other requests by
+    descending end. ``counts``, int64 [block_size // scale + 1] of zeros, receives the number of sequences by
+    spare token slots of their last block, in units of ``scale`` slots.
     """
-    most = held = number = 0
-    for place in range(latest_first.size):
-        at = latest_first[place]
-        if end[at] < since:
+    most = held = number = more = 0
+    for place in range(latest_first.size + len(added)):
+        at = latest_first[place - more] if place - more < latest_first.size else -1
+        if more < len(added) and (at < 0 or added[more, 3] >= end[at]):
+            base, short, many, last = added[more, 0], added[more, 1], added[more, 2], added[more, 3]
+            more += 1
+        else:
+            base, short, many, last = fixed[at], tail[at], sequences[at], end[at]
+        if last < since:
             break
         # The loop computes ceil((tail + end) / size) as a sum of three numbers. ``blocks`` counts the blocks of
         # ``tail`` tokens, the last of which has spare slots. The second number is the whole blocks of ``end``
         # more tokens. The third is 1 if the remainder of ``end`` exceeds the spare slots.
-        blocks = -(-tail[at] // block_size)
-        counts[(blocks * block_size - tail[at]) // scale] += sequences[at]
-        number += sequences[at]
-        held += fixed[at] + sequences[at] * blocks
+        blocks = -(-short // block_size)
+        counts[(blocks * block_size - short) // scale] += many
+        number += many
+        held += base + many * blocks
         over = 0
-        for spare in range(-(-(end[at] % block_size) // scale)):
+        for spare in range(-(-(last % block_size) // scale)):
             over += counts[spare]
-        total = held + number * (end[at] // block_size) + over
+        total = held + number * (last // block_size) + over
         most = total if place == 0 else max(most, total)
     return most
 
@@ -203,4 +212,5 @@ def compile_loops() -> None:
     grow(rows, one, 16, 1, 1, np.zeros((4, 1), np.int64))
     least_slack(one, 1)
     lengths_left(line, 1 - line, 0.5, one, one, np.empty_like(one))
-    most_held(np.zeros(1, np.int64), one, one, one, one, 16, 1, 0, np.zeros(17, np.int64))
+    added = np.ones((1, 4), np.int64)
+    most_held(np.zeros(1, np.int64), one, one, one, one, added, 16, 1, 0, np.zeros(17, np.int64))

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-from tonnage.cache.admission.peak import Growth, growth_of, peak_of
+from tonnage.cache.admission.outlook import Outlook
+from tonnage.cache.admission.peak import Added, peak_of
 from tonnage.cache.admission.reservation import split_reservation
-from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.cache.admission.types import AdmissionRequest, Head, Limits
 from tonnage.cache.blocks.groups import num_full
 
 
-def with_head(growth: Growth, head: Head, block_size: int) -> Growth:
-    """Return the block forecast of the running requests, with the first waiting one added from its start on."""
+def added_head(head: Head, block_size: int) -> Added:
+    """Return the block forecast of the first waiting request, which holds blocks from its start on."""
     prompt = head.request.prompt_tokens
-    return growth.with_one(
+    return Added(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left
     )
 
 
-def head_start(
-    request: AdmissionRequest,
-    request_left: int,
-    snapshot: RunningSnapshot,
-    output_left: npt.NDArray[np.integer],
-    limits: Limits,
-    margin: int,
-) -> Head:
+def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, margin: int) -> Head:
     """Return the forecast start of the first waiting request (the head) if no other is admitted before.
 
     It is the first end of a running request after which the forecast peak, with the head included, fits the
@@ -35,24 +25,21 @@ def head_start(
 
     Args:
         request: The first waiting request.
-        request_left: Output tokens forecast for it.
-        snapshot: The running requests.
-        output_left: Output tokens forecast for each running request.
+        outlook: Forecast of the running requests beside it.
         limits: Limits of the pool.
         margin: Blocks that admission leaves free (`Policy.margin`).
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
     if groups == 0:  # without a full-attention group no request overtakes the head
-        return Head(request, request_left, 0)
+        return Head(request, outlook.own, 0)
     _, sliding = split_reservation(request, limits)
-    capacity = snapshot.capacity - sliding - margin
-    growth = growth_of(snapshot, output_left, block_size, limits.max_num_batched_tokens, groups)
-    common = snapshot.used - growth.private
-    starts = np.unique(growth.end) + 1
-    low, high = 0, len(starts) - 1
+    snapshot, growth = outlook.snapshot, outlook.growth
+    room = snapshot.capacity - sliding - margin - (snapshot.used - outlook.private)
+    low, high = 0, len(growth.end) - 1  # places in ascending order of ends
     while low < high:
         middle = (low + high) // 2
-        head = Head(request, request_left, int(starts[middle]))
-        peak = peak_of(with_head(growth, head, block_size), block_size, head.start)
-        low, high = (low, middle) if common + groups * peak <= capacity else (middle + 1, high)
-    return Head(request, request_left, int(starts[low]) if len(starts) else 0)
+        head = Head(request, outlook.own, int(growth.end[growth.latest_first[-1 - middle]]) + 1)
+        peak = peak_of(growth, block_size, head.start, (added_head(head, block_size),))
+        low, high = (low, middle) if groups * peak <= room else (middle + 1, high)
+    start = int(growth.end[growth.latest_first[-1 - low]]) + 1 if high >= 0 else 0
+    return Head(request, outlook.own, start)

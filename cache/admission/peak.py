@@ -12,14 +12,15 @@ capacity and the lengths are right, no sequence waits for a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tonnage.cache.admission.snapshot import RunningSnapshot
 
-IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 
 # Blocks are rounded up per sequence. With blocks of more than 16 tokens, the tokens in a sequence's last block
@@ -32,46 +33,27 @@ class Growth:
     """The blocks that a set of requests will hold over time, as int64 arrays [requests].
 
     At step t >= 0 a request holds ``fixed + sequences * ceil((tail + t) / block_size)`` blocks in each
-    full-attention group, until it ends after step ``end``. ``private`` counts, over all groups, the blocks that
-    now belong to the table of one request only.
+    full-attention group, until it ends after step ``end``. ``latest_first`` lists the requests by descending
+    end.
     """
 
     fixed: Int64Array
     tail: Int64Array
     sequences: Int64Array
     end: Int64Array
-    private: int = 0
+    latest_first: Int64Array = field(init=False)
 
-    def with_one(self, fixed: int, tail: int, sequences: int, end: int) -> Growth:
-        """Return a new `Growth` of these requests and one more, whose values are the arguments."""
-        return Growth(
-            np.append(self.fixed, fixed),
-            np.append(self.tail, tail),
-            np.append(self.sequences, sequences),
-            np.append(self.end, end),
-            self.private,
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "latest_first", np.argsort(-self.end))
 
 
-def growth_of(
-    snapshot: RunningSnapshot, output_left: IntArray, block_size: int, chunk: int, groups: int = 1
-) -> Growth:
-    """Return the block use over time if each running request produces ``output_left`` more tokens per sequence.
+class Added(NamedTuple):
+    """One request beside those of a `Growth`, with the same four numbers."""
 
-    Blocks that several requests share are left out; a caller adds them once, as ``used - private``.
-
-    Args:
-        snapshot: The running requests.
-        output_left: int [running]: output tokens that each request will still produce.
-        block_size: Tokens per block.
-        chunk: Prompt tokens that all requests together compute in a step, in order of admission.
-        groups: Number of full-attention groups.
-    """
-    from tonnage.cache.admission.loops import grow
-
-    out = np.empty((4, len(snapshot)), np.int64)
-    private = grow(snapshot.rows, np.asarray(output_left, np.int64), block_size, chunk, groups, out)
-    return Growth(out[0], out[1], out[2], out[3], private)
+    fixed: int
+    tail: int
+    sequences: int
+    end: int
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
@@ -84,19 +66,18 @@ def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> 
     return missing_blocks(snapshot.rows, block_size, groups)
 
 
-def peak_of(growth: Growth, block_size: int, since: int = 0) -> int:
+def peak_of(growth: Growth, block_size: int, since: int = 0, added: Sequence[Added] = ()) -> int:
     """Return the largest number of blocks (of one full-attention group) held at any step >= ``since``.
 
     The result is 0 without requests. The time is O(requests * 16), because sequences are counted by the
-    remaining slots of their last block.
+    remaining slots of their last block. ``added`` are requests beside those of ``growth``.
     """
-    if not len(growth.end):
-        return 0
     from tonnage.cache.admission.loops import most_held
 
     scale = max(1, block_size // _CLASSES)
     counts = np.zeros(block_size // scale + 1, np.int64)
+    more = np.array(sorted(added, key=lambda one: -one.end), np.int64).reshape(-1, 4)
     return most_held(
-        np.argsort(-growth.end), growth.fixed, growth.tail, growth.sequences, growth.end,
+        growth.latest_first, growth.fixed, growth.tail, growth.sequences, growth.end, more,
         block_size, scale, since, counts,
     )  # fmt: skip

@@ -19,13 +19,13 @@ In every mode a request may start that runs alone or whose reservation fits besi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tonnage.cache.admission.passing import with_head
-from tonnage.cache.admission.peak import growth_of, peak_of, prompts_missing
-from tonnage.cache.admission.safety import IntArray, committed_peak
-from tonnage.cache.admission.snapshot import RunningSnapshot
+from tonnage.cache.admission.outlook import Newcomer, Outlook
+from tonnage.cache.admission.passing import added_head
+from tonnage.cache.admission.peak import Added, peak_of, prompts_missing
+from tonnage.cache.admission.snapshot import PRIVATE, PROMPT_LEFT, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionMode, Head, Limits
 from tonnage.cache.blocks.groups import num_full
 from tonnage.cache.errors import CacheConfigError
@@ -151,72 +151,57 @@ class Policy:
 
 
 def blocks_taken(
-    state: RunningSnapshot, output_left: IntArray, limits: Limits, policy: Policy, head: Head | None = None
+    snapshot: RunningSnapshot,
+    outlook: Callable[[], Outlook],
+    limits: Limits,
+    policy: Policy,
+    new: Newcomer | None = None,
+    head: Head | None = None,
 ) -> Iterator[int]:
-    """Yield, for each condition of the admission mode, the blocks that all requests of ``state`` take.
+    """Yield, for each condition of the admission mode, the blocks that all requests take.
 
     A request may start if every number leaves the policy's margin free; the number that is cheap to compute
     comes first. It is for layouts with a full-attention group, in every mode except ``no_evict``. The time is
     O(running * 16), some tens of microseconds for 256 requests.
 
     Args:
-        state: The requests.
-        output_left: int [running]: tokens forecast for each request's longest sequence, by
-            `forecast.LengthForecast` at ``policy.quantile``.
+        snapshot: The running requests.
+        outlook: Function that forecasts their lengths, by `forecast.LengthForecast` at ``policy.quantile``.
         limits: Limits of the pool.
         policy: The admission policy.
-        head: The first waiting request, if the last request of ``state`` would start before it.
+        new: The request that would start, if any.
+        head: The first waiting request, if ``new`` would start before it.
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
+    common = snapshot.windowed + snapshot.used
+    missing = prompts_missing(snapshot, block_size, groups)
+    if new is not None:
+        common += new.windowed + new.cached
+        missing += new.prompt_missing(block_size, groups)
     # Prompts admitted earlier take their blocks first. Blocks that this step's prompt chunks take are already
     # counted as held.
-    yield state.windowed + state.used + prompts_missing(state, block_size, groups)
+    yield common + missing
     if not policy.forecasts:
         return
-    growth = growth_of(state, output_left, block_size, limits.max_num_batched_tokens, groups)
-    common = state.windowed + state.used - growth.private
+    forecast = outlook()
+    growth, beyond = forecast.growth, forecast.beyond
+    common -= forecast.private
+    added: tuple[Added, ...] = ()
+    if new is not None:
+        length, chunk = forecast.own, limits.max_num_batched_tokens
+        if forecast.prompts + new.entry[PROMPT_LEFT] <= chunk:
+            length -= 1  # a prompt that fits in one step also produces the first token in that step
+        added = (new.growth(length, forecast.prompts, block_size, chunk, groups),)
+        common -= new.entry[PRIVATE]
+        beyond = min(beyond, new.beyond(length, block_size, groups))
+        if new.lost is not None and new.lost.any():
+            growth = forecast.without(new.lost, groups)
+            common += int(new.lost.sum())
     if policy.mode is AdmissionMode.GUARANTEED:
-        common += kept_for_one(state, output_left, block_size, groups)
-    yield common + groups * peak_of(growth, block_size)
+        # A request may need more blocks than its forecast. With fewer free blocks than the least of these
+        # numbers, only one request would grow at a time and all others would skip steps.
+        common += max(0, beyond)
+    yield common + groups * peak_of(growth, block_size, 0, added)
     if head is not None:
-        yield common + groups * peak_of(with_head(growth, head, block_size), block_size, head.start)
-
-
-def kept_for_one(state: RunningSnapshot, output_left: IntArray, block_size: int, groups: int) -> int:
-    """Return the blocks that guaranteed mode keeps free in addition to the forecast peak.
-
-    A request may need more blocks than its forecast. The result is this number for the request where it is
-    smallest. With fewer free blocks, only one request would grow at a time and all others would skip steps.
-
-    Args:
-        state: The requests.
-        output_left: int [running]: output tokens forecast for each request.
-        block_size: Tokens per block.
-        groups: Number of full-attention groups.
-    """
-    if not len(state):
-        return 0
-    beyond = -(-(state.output_left - output_left) // block_size) * state.sequences * groups
-    return max(0, int(beyond.min()))
-
-
-def blocks_short(
-    state: RunningSnapshot,
-    output_left: IntArray,
-    limits: Limits,
-    policy: Policy,
-    head: Head | None = None,
-    kept: int = 0,
-) -> int:
-    """Return the blocks that must be released before the last request of ``state`` may start; 0: none.
-
-    The arguments are described in `blocks_taken`; ``kept`` blocks must stay free for other keys. In guaranteed
-    mode it must also stay possible that every request finishes.
-    """
-    room = limits.usable_blocks - policy.margin(limits) - kept
-    for taken in blocks_taken(state, output_left, limits, policy, head):
-        if taken > room:
-            return taken - room
-    if policy.mode is AdmissionMode.GUARANTEED:
-        return max(0, committed_peak(state) + kept - state.capacity)
-    return 0
+        added = (*added, added_head(head, block_size))
+        yield common + groups * peak_of(growth, block_size, head.start, added)

@@ -46,13 +46,14 @@ class PrefixCache:
         The cached blocks are recorded in the unused ``row``; `take` or `drop` must be called next. At least the
         last token is left to compute, because its logits are needed.
         """
-        if not np.shares_memory(tokens, self._core.tokens[row]):
+        if not np.may_share_memory(tokens, self._core.tokens[row]):
             self._core.tokens[row, : len(tokens)] = tokens
         self._rows.length[row] = len(tokens)
         if not self.enabled:
             return 0
         self.salts.enter(row, salt, tokens)
-        self.hash(np.array([row]))
+        if self._hash_rows is not None:
+            self._hash_rows(self._core, np.array([row]))
         return hits.find_hit(self._core, row)
 
     def hash(self, rows: Int64Array) -> None:

@@ -88,8 +88,14 @@ class _Sequence(Sequence):
     admitted: float = -1.0
     first_token: float = -1.0
     loaded: float = -1.0  # when its load from a tier has ended
+    tokens: Int32Array | None = None  # of a request that was asked to start and waits
 
     def token_ids(self) -> Int32Array:
+        if self.tokens is None or len(self.tokens) != self.length:
+            self.tokens = self._made_tokens()
+        return self.tokens
+
+    def _made_tokens(self) -> Int32Array:
         trace = self.trace
         tokens = np.full(self.length, _UNIQUE + self.id, np.int32)
         if trace.hash_ids is not None and self.prefixes:
@@ -259,6 +265,7 @@ class Simulator:
         """Count the decisions of a step before it is computed."""
         result, scheduler = self.result, self.scheduler
         for sequence in step.admitted:
+            sequence.tokens = None
             if sequence.admitted < 0:
                 sequence.admitted = self.now
         for _, never in step.refused:

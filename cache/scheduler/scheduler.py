@@ -389,17 +389,9 @@ class Scheduler(Generic[S]):
         self._changed = bool(self.waiting)
 
     def _ask(self, entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
-        sequence, wish = self.waiting[entry.id], entry.request
-        answer = self.manager.admit(
-            entry.id,
-            sequence.token_ids(),
-            wish.max_tokens,
-            n=wish.n,
-            salt=sequence.salt,
-            tenant=wish.tenant,
-            produced=wish.produced,
-            weight=wish.weight,
-            head=head,
+        sequence = self.waiting[entry.id]
+        answer = self.manager.admit_request(
+            entry.id, sequence.token_ids(), entry.request, salt=sequence.salt, head=head
         )
         if isinstance(answer, Wait) and not sequence.waited:
             sequence.waited = True

@@ -13,11 +13,13 @@ from invariants import check_invariants
 from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import (
+    AdmissionMode,
     AdmissionRequest,
     Admit,
     Limits,
     Never,
     NeverReason,
+    Policy,
     Wait,
     WaitReason,
     group_reservation,
@@ -26,6 +28,7 @@ from tonnage.cache.admission import (
     reserved_blocks,
 )
 from tonnage.cache.admission.controller import Admission
+from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.errors import CacheConfigError, InvalidRequest
 from tonnage.cache.manager import Admitted, KVCacheManager
 from tonnage.planner.model.layout import KVGroup, KVLayout
@@ -95,6 +98,29 @@ def beside(*running: AdmissionRequest) -> Admission:
     for request in running:
         manager.reservations.reserve(request, b"")
     return manager.admission
+
+
+def test_waiting_requests_share_the_forecast_of_the_running_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge six requests: lengths are forecast once, and again only after a step has changed the blocks."""
+    manager = manager_of(805, 64, FULL, seqs=8, policy=Policy(AdmissionMode.GUARANTEED))
+    for number in range(2):
+        assert isinstance(manager.admit(number, [number] * 1600, 3200), Admitted)
+    forecasts = []
+    left = LengthForecast.left
+    monkeypatch.setattr(LengthForecast, "left", lambda *args: forecasts.append(args) or left(*args))
+    request = AdmissionRequest(6400, 3200)
+
+    def ask() -> None:
+        for number in range(2, 8):
+            answer = manager.admit_request(number, [number] * request.prompt_tokens, request)
+            assert isinstance(answer, Wait)
+        manager.admission.start_of(request)
+
+    ask()
+    assert len(forecasts) == 1
+    extend(manager, 0, 64)
+    ask()
+    assert len(forecasts) == 2
 
 
 def test_admission_distinguishes_now_later_and_never() -> None:
@@ -183,7 +209,12 @@ def test_invalid_limits_are_rejected_by_name(change: dict[str, object], field: s
 
 
 def manager_of(
-    usable: int, budget: int, *groups: KVGroup, max_model_len: int = 16_384, seqs: int = 64
+    usable: int,
+    budget: int,
+    *groups: KVGroup,
+    max_model_len: int = 16_384,
+    seqs: int = 64,
+    policy: Policy | None = None,
 ) -> KVCacheManager:
     return KVCacheManager(
         layout_of(*groups),
@@ -191,6 +222,7 @@ def manager_of(
         max_num_seqs=seqs,
         max_model_len=max_model_len,
         max_num_batched_tokens=budget,
+        policy=policy,
     )
 
 

@@ -14,7 +14,7 @@ from invariants import check_invariants
 from kv_calls import append, commit, extend
 
 from tonnage.cache.admission import Limits, committed_peak, grant, is_safe, last_owners
-from tonnage.cache.admission.peak import Growth, peak_of
+from tonnage.cache.admission.peak import Added, Growth, peak_of
 from tonnage.cache.admission.safety import finishing_order, slack_of
 from tonnage.cache.admission.snapshot import RunningSnapshot
 from tonnage.planner.model.layout import KVGroup, KVLayout
@@ -168,6 +168,11 @@ def test_committed_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> No
         for step in range(since, int(growth.end.max()) + 1)
     ]
     peak = peak_of(growth, size, since)
+    apart = data.draw(st.integers(0, min(2, count)))  # requests that are added to a forecast of the others
+    arrays = growth.fixed, growth.tail, growth.sequences, growth.end
+    others = Growth(*(each[apart:] for each in arrays))
+    added = [Added(*(int(each[place]) for each in arrays)) for place in range(apart)]
+    assert peak_of(others, size, since, added) == peak
     if size <= 16:
         assert peak == max(held)
     else:  # remainders are rounded up to sixteenths of a block: never too few

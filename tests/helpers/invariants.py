@@ -53,6 +53,7 @@ def check_invariants(manager: KVCacheManager) -> None:
         _broken(broken[0], f"at block or row {broken[1]}")
     _check_rows(manager)
     _check_reservations(manager)
+    _check_snapshot(manager)
     if manager.prefix.enabled:
         _check_nodes(manager)
         _check_holders(manager)
@@ -95,6 +96,15 @@ def _check_rows(manager: KVCacheManager) -> None:
                 _broken("tables", f"row {row} group {group}: blocks beyond the {held} that it holds")
     if not manager.prefix.enabled and manager.pool.cached:
         _broken("prefix index", f"{manager.pool.cached} blocks are cached without a prefix index")
+
+
+def _check_snapshot(manager: KVCacheManager) -> None:
+    """Check that the snapshot kept for admission is the one that a ledger without it would make."""
+    kept, held = manager.running(), manager.reservations
+    held._snapshot = held._order = None
+    made = manager.running()
+    if not np.array_equal(kept.rows, made.rows) or (kept.used, kept.windowed) != (made.used, made.windowed):
+        _broken("snapshot", f"{kept} is kept, {made} is true")
 
 
 def _check_reservations(manager: KVCacheManager) -> None:

@@ -15,9 +15,10 @@ import numpy as np
 from tonnage.cache.admission import AdmissionMode, Policy, committed_peak
 from tonnage.cache.admission import decide as decisions
 from tonnage.cache.admission.adapter import AdmissionAdapter
-from tonnage.cache.admission.decide import Newcomer, State
+from tonnage.cache.admission.decide import State
 from tonnage.cache.admission.forecast import FloatArray, LengthForecast
 from tonnage.cache.admission.loops import compile_loops
+from tonnage.cache.admission.outlook import Newcomer
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.planner.units import ceil_div
 from tonnage.server.engines.vllm.scheduler.account import Account, Hit
@@ -259,7 +260,7 @@ class VllmAdmission(AdmissionAdapter):
         else:
             wanted = self._wanted(state)
         granted = decisions.grant(
-            state,
+            snapshot,
             np.arange(len(wanted)),
             wanted,
             self.rules,
