@@ -37,8 +37,8 @@ class Newcomer:
             holds. Taking them uses capacity.
         windowed: Blocks that are reserved in full for the request's groups with windows or states.
         reserved: Upper bound of the request's blocks in all groups.
-        lost: int32 [running]: blocks that each running request now holds alone and would share with this
-            request. None if no block would be shared.
+        lost: int32 [requests]: blocks that each of the first running requests now holds alone and would share
+            with this request. None if no block would be shared.
         produced: Output tokens that the request produced before a preemption.
         tenant: Name of the tenant whose finished requests forecast this request's length.
         kept: Blocks that must stay free for requests of other keys.
@@ -101,10 +101,10 @@ class Outlook:
     own: int = 0
 
     def without(self, lost: Int32Array, groups: int) -> Growth:
-        """Return the growth when blocks of each running request, ``lost`` [running], become shared."""
-        rows, now = self.snapshot.rows, self.growth
-        before, after = rows[:, HELD] - rows[:, PRIVATE], rows[:, HELD] - rows[:, PRIVATE] + lost
-        fixed = now.fixed + before // groups - after // groups
+        """Return the growth when blocks of the first running requests, ``lost`` [requests], become shared."""
+        rows, now, fixed = self.snapshot.rows[: len(lost)], self.growth, self.growth.fixed.copy()
+        shared = rows[:, HELD] - rows[:, PRIVATE]
+        fixed[: len(lost)] += shared // groups - (shared + lost) // groups
         return Growth(fixed, now.tail, now.sequences, now.end)
 
 

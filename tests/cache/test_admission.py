@@ -112,8 +112,7 @@ def test_waiting_requests_share_the_forecast_of_the_running_ones(monkeypatch: py
 
     def ask() -> None:
         for number in range(2, 8):
-            answer = manager.admit_request(number, [number] * request.prompt_tokens, request)
-            assert isinstance(answer, Wait)
+            assert isinstance(manager.admit(number, [number] * 6400, 3200), Wait)
         manager.admission.start_of(request)
 
     ask()
