@@ -211,7 +211,8 @@ class Simulator:
         if step.picked:
             scheduler.computed(step.picked)
         if self.tiers is not None:
-            for sequence in step.picked:
+            unstored = self.tiers.unstored
+            for sequence in [s for s in step.picked if s.id in unstored]:
                 self.tiers.computed(sequence.id, min(sequence.computed, sequence.prompt))
             self.tiers.step_ended()
         context = sum([s.computed for s in scheduler.running.values()])

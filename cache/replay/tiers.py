@@ -85,6 +85,7 @@ class Tiers:
         setup: Sizes and bandwidths.
         chunk_tokens: Tokens of a chunk, which are those of a hash id of the trace.
         host: The store in host memory. A benchmark replaces it by vLLM's own.
+        unstored: Sequences with chunks that were not offered to the tiers yet; `computed` ignores all others.
     """
 
     setup: TierSetup
@@ -92,6 +93,7 @@ class Tiers:
     host: Any = None
     disk: ChunkStore | None = None
     counts: TierCounts = field(default_factory=TierCounts)
+    unstored: set[int] = field(default_factory=set)
     _keys: dict[tuple[int, int], int] = field(default_factory=dict)
     _requests: dict[int, _Request] = field(default_factory=dict)
     _writing: list[tuple[Any, list[int]]] = field(default_factory=list)
@@ -126,6 +128,7 @@ class Tiers:
         if request is None:
             found = chunk_keys(trace, self._keys)
             request = self._requests[sequence] = _Request(ChunkUse(found), ChunkUse(found))
+            self.unstored.add(sequence)
             if self.disk is not None:  # a request uses its chunks on disk, whichever tier it loads them from
                 request.disk.seen.update(range(len(found)))
                 request.disk.reused.update(itertools.takewhile(self.disk.lookup, found))
@@ -213,6 +216,8 @@ class Tiers:
             self._writing.append((self.disk, kept))
             self.counts.disk_stored_bytes += len(kept) * self.chunk_bytes
         request.next_stored = end
+        if end == len(request.host.keys):
+            self.unstored.discard(sequence)
 
     def step_ended(self) -> None:
         """Make the chunks that were stored in this step loadable."""
@@ -223,6 +228,7 @@ class Tiers:
     def ended(self, sequence: int) -> None:
         """Note the end of a request."""
         request = self._requests.pop(sequence)
+        self.unstored.discard(sequence)
         self.host.finish(request.host)
         if self.disk is not None:
             self.disk.finish(request.disk)
