@@ -317,6 +317,31 @@ def test_tiers_of_vllm_are_read_from_its_page() -> None:
     )
 
 
+LMCACHE = """
+lmcache:local_cache_usage{model_name="m",worker_id="%d",role="worker",served_model_name=""} 1073741824
+lmcache:local_storage_usage{model_name="m",worker_id="%d",role="worker",served_model_name=""} 2147483648
+lmcache:time_to_retrieve_sum{model_name="m",worker_id="%d",role="worker",served_model_name=""} %g
+lmcache:time_to_retrieve_count{model_name="m",worker_id="%d",role="worker",served_model_name=""} 4
+"""
+
+
+def test_lmcache_inside_vllm_is_read_over_its_ranks() -> None:
+    """Add the bytes of two ranks, and take the longer of their times, since both load at the same time.
+
+    Names, types and labels are those of LMCache's lmcache/observability.py (0353be82 of LMCache/LMCache).
+    """
+    ranks = "".join(LMCACHE % (rank, rank, rank, seconds, rank) for rank, seconds in ((0, 1.5), (1, 1.25)))
+    hits = "vllm:external_prefix_cache_hits_total 4096\n"
+    prefill = "vllm:request_prefill_time_seconds_sum 8\nvllm:request_prefill_kv_computed_tokens_sum 4096\n"
+    tier = vllm_tier(Samples(ranks + hits + prefill))
+    assert tier is not None
+    assert (tier.host_used, tier.disk_used, tier.hit_tokens) == (2 << 30, 4 << 30, 4096)
+    assert tier.spent_seconds == 1.5
+    assert tier_line(tier.after(None)) == (
+        "KV tier host 2.00 GiB, disk 4.00 GiB, 4,096 tokens hit, 8.0 s of prefill saved, 1.5 s spent: +6.5 s"
+    )
+
+
 def test_tier_size_of_vllm_is_that_of_its_flag() -> None:
     page = 'vllm:kv_offload_load_time_total 0\nvllm:cache_config_info{kv_offloading_size="%s",engine="%d"} 1\n'
     for text, size in (("64.0", 64 << 30), ("0.5", 1 << 29), ("None", None), ("x", None), ("1e400", None)):

@@ -49,10 +49,8 @@ _CONFIG = {
 # Metrics of KV tiers in vLLM 0.32: distributed/kv_transfer/kv_connector/v1/offloading/metrics.py,
 # v1/simple_kv_offload/metrics.py; of LMCache: lmcache/observability.py.
 _TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
-_TIER_SECONDS = (
-    "vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum",
-    "lmcache:time_to_retrieve_sum",
-)  # fmt: skip
+_TIER_SECONDS = ("vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum")
+_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"  # a series for each rank, whose loads run at the same time
 _MOST_GIB = 1 << 30  # a larger size is no size
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
@@ -169,6 +167,7 @@ def _tier(samples: Samples) -> TierReading | None:
     prefill = samples.total("vllm:request_prefill_time_seconds_sum")
     computed = samples.total("vllm:request_prefill_kv_computed_tokens_sum")
     spent = [seconds for name in _TIER_SECONDS if (seconds := samples.total(name)) is not None]
+    spent += [max(seconds for _, seconds in ranks)] if (ranks := samples.of(_LMCACHE_SECONDS)) else []
     return TierReading(
         host_size=_tier_size(samples),
         host_used=samples.count("lmcache:local_cache_usage"),
