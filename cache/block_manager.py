@@ -158,6 +158,7 @@ class BlockManager:
         produced: int = 0,
         weight: float = 1.0,
         head: Head | None = None,
+        request: AdmissionRequest | None = None,
     ) -> Admitted | Wait | Never:
         """Decide whether a request may start; if so, take its cached prefix blocks and register its sequence.
 
@@ -177,6 +178,7 @@ class BlockManager:
             weight: Weight of the tenant's key among several keys.
             head: Forecast (`AdmissionControl.start_of`) of the first waiting request, if this request would be
                 admitted before it.
+            request: The same lengths, tenant and weight as a request, for a caller that asks repeatedly.
 
         Returns:
             Admitted with the row and the cached tokens, Wait with the missing blocks or sequences, or Never if
@@ -186,41 +188,14 @@ class BlockManager:
             SequenceExists: The id is live.
             InvalidRequest: A token id or a count is invalid.
         """
-        tokens = self._tokens(sequence_id, token_ids)
-        request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced, weight=weight)
-        return self._admit(sequence_id, tokens, request, salt, head)
-
-    def admit_request(
-        self,
-        sequence_id: int,
-        token_ids: TokenIds,
-        request: AdmissionRequest,
-        *,
-        salt: str | bytes = "",
-        head: Head | None = None,
-    ) -> Admitted | Wait | Never:
-        """Decide whether ``request`` may start, like `admit`; a queue asks often with the same request."""
-        return self._admit(sequence_id, self._tokens(sequence_id, token_ids), request, salt, head)
-
-    def _tokens(self, sequence_id: int, token_ids: TokenIds) -> Int32Array:
-        """Return the tokens of a sequence that is not live.
-
-        A list is written directly to the row that the sequence would get, since an unused row holds no state.
-        """
         if sequence_id in self.sequences.row_of:
             raise errors.SequenceExists(f"sequence {sequence_id} is already live", field="sequence_id")
         row = self.sequences.next_row
-        return token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
-
-    def _admit(
-        self,
-        sequence_id: int,
-        tokens: Int32Array,
-        request: AdmissionRequest,
-        salt: str | bytes,
-        head: Head | None,
-    ) -> Admitted | Wait | Never:
-        row = self.sequences.next_row
+        # The tokens are written directly to the row that the sequence would get, since an unused row holds no
+        # state.
+        tokens = token_array(token_ids, out=self.core.tokens[row] if row >= 0 else None)
+        if request is None:
+            request = AdmissionRequest(len(tokens), max_tokens, n, tenant, produced=produced, weight=weight)
         decision = self.admission.decide_early(request, head)
         if decision is not None and not isinstance(decision, Admit):
             return decision

@@ -134,9 +134,10 @@ class Admission(AdmissionAdapter):
         held = self.reservations
         snapshot = held.snapshot()
         if self._known is None or self._known.snapshot is not snapshot:
-            produced = snapshot.output + held.produced()
+            produced = snapshot.output + held.produced[held.order()]
+            tenants = [each.request.tenant for each in held.by_slot.values()] if held.named else None
             rows = decisions.empty_rows(snapshot, most)
-            self._known = State(snapshot, rows, held.reserved, produced, held.tenants())
+            self._known = State(snapshot, rows, held.reserved, produced, tenants)
         return self._known
 
     def start_of(self, request: AdmissionRequest) -> Head:

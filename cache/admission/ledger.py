@@ -49,7 +49,9 @@ class Reservation:
 class Reservations:
     """The ledger of all reservations, with totals of blocks, blocks for windows and states, and sequences.
 
-    ``by_slot`` is in order of admission, which is the order of every array that admission reads.
+    ``by_slot`` is in order of admission, which is the order of every array that admission reads. ``produced``
+    [slots] has the output of each request before its last preemption, in tokens. ``named`` counts requests of
+    tenants with a name.
     """
 
     def __init__(self, core: Core, limits: Limits) -> None:
@@ -61,8 +63,8 @@ class Reservations:
         self._rows, self._requests = columns(core.rows), columns(core.requests)
         self._pool = columns(core.pool)
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._produced = np.zeros(limits.max_num_seqs, np.int64)  # by slot
-        self._named = 0  # running requests of a tenant with a name
+        self.produced = np.zeros(limits.max_num_seqs, np.int64)
+        self.named = 0
         self._order: Int32Array | None = None  # until a request starts or ends
         # until a step, a fork or an end, with the number of the last step
         self._snapshot: tuple[int, RunningSnapshot] | None = None
@@ -82,8 +84,8 @@ class Reservations:
         self.sequences += request.n
         requests.reserved[slot], requests.prompt[slot] = full, request.prompt_tokens
         requests.live[slot], requests.forks_left[slot] = 1, request.n - 1
-        self._produced[slot] = request.produced
-        self._named += bool(request.tenant)
+        self.produced[slot] = request.produced
+        self.named += bool(request.tenant)
         self._order = self._snapshot = None
         return reservation
 
@@ -102,7 +104,7 @@ class Reservations:
         if live == 0:  # without a live sequence no fork is possible any more
             requests.prompt[slot] = requests.forks_left[slot] = 0
             del self.by_slot[slot]
-            self._named -= bool(reservation.request.tenant)
+            self.named -= bool(reservation.request.tenant)
             self._order = None
             self._unused.append(slot)
         else:
@@ -127,15 +129,6 @@ class Reservations:
         entries: Int64Array = place[self._rows.request[rows]]
         return entries
 
-    def produced(self) -> Int64Array:
-        """Return the output of each running request before its last preemption, int64 [running]."""
-        found: Int64Array = self._produced[self.order()]
-        return found
-
-    def tenants(self) -> list[str] | None:
-        """Return the tenant of each running request in order of admission; None if all have the empty name."""
-        return [each.request.tenant for each in self.by_slot.values()] if self._named else None
-
     def of_tenant(self, tenant: str) -> int:
         """Return the number of blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
@@ -151,14 +144,11 @@ class Reservations:
         It is the same object until a request starts or ends, or a step or a fork changes its blocks.
         """
         calls = int(self._pool.calls[0])
-        if self._snapshot is not None and self._snapshot[0] == calls:
-            return self._snapshot[1]
-        order = self.order()
-        out = np.zeros((len(order), COLUMNS), np.int32)
-        _summarize(self.core, order, np.zeros(self.limits.max_num_seqs, np.int64), out)
-        found = RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
-        self._snapshot = calls, found
-        return found
+        if self._snapshot is None or self._snapshot[0] != calls:
+            out = np.zeros((len(self.by_slot), COLUMNS), np.int32)
+            _summarize(self.core, self.order(), np.zeros(self.limits.max_num_seqs, np.int64), out)
+            self._snapshot = calls, RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
+        return self._snapshot[1]
 
 
 @compiled

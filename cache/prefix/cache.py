@@ -52,8 +52,7 @@ class PrefixCache:
         if not self.enabled:
             return 0
         self.salts.enter(row, salt, tokens)
-        if self._hash_rows is not None:
-            self._hash_rows(self._core, np.array([row]))
+        self.hash(np.array([row]))
         return hits.find_hit(self._core, row)
 
     def hash(self, rows: Int64Array) -> None:

@@ -389,9 +389,9 @@ class Scheduler(Generic[S]):
         self._changed = bool(self.waiting)
 
     def _ask(self, entry: Waiting, head: Head | None) -> Admitted | Never | Wait:
-        sequence = self.waiting[entry.id]
-        answer = self.manager.admit_request(
-            entry.id, sequence.token_ids(), entry.request, salt=sequence.salt, head=head
+        sequence, request = self.waiting[entry.id], entry.request
+        answer = self.manager.admit(
+            entry.id, sequence.token_ids(), request.max_tokens, salt=sequence.salt, head=head, request=request
         )
         if isinstance(answer, Wait) and not sequence.waited:
             sequence.waited = True

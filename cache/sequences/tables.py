@@ -101,8 +101,7 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
                 raise TypeError(
                     f"an array of {token_ids.dtype} with {token_ids.ndim} axes, not one axis of ints"
                 )
-            wide = token_ids.dtype != np.int32
-            if token_ids.size and (token_ids.min() < 0 or (wide and token_ids.max() >= 2**31)):
+            if token_ids.size and (token_ids.min() < 0 or token_ids.max() >= 2**31):
                 raise OverflowError("a token id is negative or 2^31 or more")
             return token_ids.astype(np.int32, copy=False)
         count = len(token_ids)

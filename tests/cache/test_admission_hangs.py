@@ -50,7 +50,7 @@ class Logged(Simulator):
         super().__init__(trace, setup)
         self.answers: list[tuple[int, int, str]] = []
         self.ended_at: dict[int, int] = {}
-        admit, free = self.manager.admit_request, self.manager.free
+        admit, free = self.manager.admit, self.manager.free
 
         def logged_admit(sequence_id: int, *args: object, **more: object) -> object:
             answer = admit(sequence_id, *args, **more)  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ class Logged(Simulator):
             self.ended_at |= dict.fromkeys(sequence_ids, self.steps)
             free(sequence_ids)
 
-        self.manager.admit_request = logged_admit  # type: ignore[method-assign, assignment]
+        self.manager.admit = logged_admit  # type: ignore[method-assign, assignment]
         self.manager.free = logged_free  # type: ignore[method-assign]
 
 
