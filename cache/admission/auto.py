@@ -58,7 +58,7 @@ _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # steps.
 _QUEUED = 0.9
 # A window is steady if the output of the running requests together changed by at most this share of the output
-# of the requests that finished. While requests of similar age fill the pool, more is served than in a rehearsal.
+# of the requests that finished. While requests of similar age fill the pool, more is served than simulated.
 _STEADY = 0.25
 # The guard compares the tokens per second of a rule with the forecast for vLLM's rule. If they stay below share
 # `_BEHIND` for `_WINDOWS` windows in a row, vLLM's rule holds for `_BANNED` finished requests.

@@ -329,6 +329,22 @@ def test_guard_returns_to_vllms_rule_below_its_forecast(caplog: pytest.LogCaptur
     assert len([record for record in caplog.records if "vLLM's rule holds" in record.message]) == 1
 
 
+def test_guard_ignores_windows_in_which_running_requests_grow() -> None:
+    auto = taught(CPU, 128)
+    produced = 0
+
+    def running() -> np.ndarray:
+        return np.array([(60, produced, 10**9)], np.int64)
+
+    for request in requests_of(2, 400):
+        for _ in range(request[1]):
+            auto.rule(128, running)
+            auto.stepped(1, 1, 100, CPU.seconds(0, 1, 100), 128)
+        auto.ended(*request)
+        produced += request[1]  # as many tokens as the requests that finish
+    assert auto.fallbacks == 0
+
+
 def test_target_itl_is_rejected_outside_auto() -> None:
     with pytest.raises(CacheConfigError, match="target_itl"):
         Policy(AdmissionMode.PREDICTIVE, target_itl=0.1)
