@@ -45,7 +45,9 @@ def weigh(finished: Int64Array, ages: Int64Array, running: Int64Array, window: i
         window: Steps of the window.
     """
     output, produced = finished[:, 1], running[:, 1]
-    entered = np.sort(np.concatenate((np.maximum(0, output - ages), np.maximum(0, produced - window))))
+    # A request passed at least its last length in the window.
+    passed = np.concatenate((np.maximum(1, ages), np.full(len(running), window)))
+    entered = np.sort(np.maximum(0, np.concatenate((output, produced)) - passed))
     left = np.sort(np.concatenate((output, produced)))
     lengths, place, ended = np.unique(output, return_inverse=True, return_counts=True)
     at_risk = np.searchsorted(entered, lengths) - np.searchsorted(left, lengths)

@@ -71,6 +71,10 @@ def test_few_requests_at_risk_do_not_end_the_curve() -> None:
     assert found.weights[1:].sum() == pytest.approx(0.5)
 
 
+def test_longest_request_may_end_in_the_first_step_of_the_window() -> None:
+    assert weigh(rows([3, 300]), np.array([50, 0]), NONE, 80).weights == pytest.approx([0.5, 0.5])
+
+
 def test_draw_repeats_each_row_by_its_weight() -> None:
     drawn = draw(Lengths(rows([1, 2, 3]), np.array([0.5, 0.3, 0.2]), 0.0), 1000)
     assert np.bincount(drawn[:, 1]).tolist() == [0, 500, 300, 200]
