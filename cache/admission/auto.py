@@ -97,7 +97,7 @@ class Bounds:
 # 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to 1.4 % and its P99 time between
 # tokens by 5 % (test_bounds_exceed_the_scatter_of_vllms_rule). After a large gain in throughput both times may
 # be nearly vLLM's: steps with long prompts can determine the P99 under every rule. Without this entry,
-# benchmarks/admission.py has 347 preemptions on the Azure conversations instead of 23.
+# benchmarks/admission.py has 320 preemptions on the Azure conversations instead of 23.
 START = (Bounds(1.06, 0.98, 0.85), Bounds(1.08, 1.0, 0.99))
 STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.08, 1.0, 1.0))
 
