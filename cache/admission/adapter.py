@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+
 from tonnage.cache.admission import decide as decisions
 from tonnage.cache.admission.auto import auto_of
 from tonnage.cache.admission.decide import Rules, State
@@ -14,6 +16,7 @@ from tonnage.cache.admission.forecast import LengthForecast
 from tonnage.cache.admission.policy import VLLM, Policy
 from tonnage.cache.admission.shares import Shares
 from tonnage.cache.admission.types import AdmissionMode, Limits
+from tonnage.cache.blocks.state import Int64Array
 
 
 class AdmissionAdapter(ABC):
@@ -42,7 +45,13 @@ class AdmissionAdapter(ABC):
     def choose(self, in_system: int) -> None:
         """Let admission mode ``auto`` choose its rule; ``in_system`` counts the requests that run or wait."""
         if self.auto is not None:
-            self.rules.follow(self.policy.under(self.auto.rule(in_system)))
+            self.rules.follow(self.policy.under(self.auto.rule(in_system, self._running)))
+
+    def _running(self) -> Int64Array:
+        """Return prompt, output so far and max_tokens of the running requests in tokens, int64 [running, 3]."""
+        state = self._state()
+        produced, prompt = state.produced, state.snapshot.prompt
+        return np.stack((prompt, produced, produced + state.snapshot.output_left), axis=1).astype(np.int64)
 
     def committed(self) -> int:
         """Return the number of blocks that a new request cannot have.

@@ -24,9 +24,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tonnage.cache.admission.cost import CostFit, StepCost
+from tonnage.cache.admission.observed_lengths import Lengths, draw, weigh
 from tonnage.cache.admission.policy import VLLM, Policy, Rule
 from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, compile_rehearsal, rehearse
 from tonnage.cache.admission.types import AdmissionMode, Limits
+from tonnage.cache.blocks.state import Int64Array
 
 log = logging.getLogger("tonnage.cache")
 
@@ -40,6 +42,9 @@ _REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
 # A rehearsal runs only if recomputed tokens take at least this share of the engine's time, because no rule can
 # gain more than that share.
 _LOST = 0.02
+# No rule is chosen while the length of a larger share of the requests is unknown. Without this bound, a cell of
+# the matrix (--costs cpu --pools 1500 --first-seed 10) had a P99 to the first token of 1.12 times vLLM's.
+_UNKNOWN = 0.25
 # The number of requests in the system is averaged over this many steps, a few lifetimes of a request. A queue
 # that forms and empties within them is no reason to hold requests back.
 _LIFETIME = 128
@@ -52,6 +57,9 @@ _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # A window of steps measures the throughput of a rule only if requests waited in at least this share of its
 # steps.
 _QUEUED = 0.9
+# A window is steady if the output of the running requests together changed by at most this share of the output
+# of the requests that finished. While requests of similar age fill the pool, more is served than simulated.
+_STEADY = 0.25
 # The guard compares the tokens per second of a rule with the forecast for vLLM's rule. If they stay below share
 # `_BEHIND` for `_WINDOWS` windows in a row, vLLM's rule holds for `_BANNED` finished requests.
 _BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
@@ -61,6 +69,11 @@ _STEADY_REQUESTS = 1536  # requests that a rehearsal serves, in addition to two 
 # Upper bound of the output tokens of a rehearsal, 8 bytes each: 32 MiB. If two requests per client exceed it,
 # no rehearsal runs.
 _MOST_TOKENS = 1 << 22
+
+
+def _none_running() -> Int64Array:
+    """Return the rows of no running request, int64 [0, 3]."""
+    return np.empty((0, 3), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +97,8 @@ class Bounds:
 # 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to 1.4 % and its P99 time between
 # tokens by 5 % (test_bounds_exceed_the_scatter_of_vllms_rule). After a large gain in throughput both times may
 # be nearly vLLM's: steps with long prompts can determine the P99 under every rule. Without this entry,
-# benchmarks/admission.py has 347 preemptions on the Azure conversations instead of 37.
-START = (Bounds(1.03, 0.98, 0.85), Bounds(1.08, 1.0, 0.99))
+# benchmarks/admission.py has 320 preemptions on the Azure conversations instead of 23.
+START = (Bounds(1.06, 0.98, 0.85), Bounds(1.08, 1.0, 0.99))
 STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.08, 1.0, 1.0))
 
 
@@ -119,7 +132,9 @@ class Auto:
         self._cost_said = False
         self.fallbacks = 0  # number of times that the guard returned to vLLM's rule
         self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
-        self._requests: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
+        # Prompt tokens, output tokens, max_tokens and the step of the end of the last finished requests.
+        self._requests: deque[tuple[int, int, int, int]] = deque()
+        self._since = 0  # step in which the last request ended that `_requests` no longer has
         self._ended = 0
         self._choices: dict[int, Choice] = {}  # keyed by the level of the number of requests (`_LEVEL`)
         self._level = 0
@@ -133,6 +148,7 @@ class Auto:
         self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._accuracy = 1.0  # under vLLM's rule: measured tokens per second, divided by the forecast
         self._usual = 0.0  # moving average of the number of running and waiting requests
+        self._running_tokens = 0  # output tokens of the requests that ran at the last rehearsal
         self._lost = 0.0
         self._behind = self._banned_until = 0
         self._failed = False  # a rehearsal has raised an exception
@@ -170,10 +186,12 @@ class Auto:
             output_tokens: Output tokens of the request, at least 1.
             max_tokens: Upper bound of the output tokens that the request asked for.
         """
-        self._requests.append((max(1, prompt_tokens), max(1, output_tokens), max(max_tokens, output_tokens, 1)))
+        self._requests.append(
+            (max(1, prompt_tokens), max(1, output_tokens), max(max_tokens, output_tokens, 1), self.fit.steps)
+        )
+        if len(self._requests) > _REMEMBERED:
+            self._since = self._requests.popleft()[-1]
         self._ended += 1
-        if self._ended - self._rehearsed_at >= _ANEW and self._may_rehearse():
-            self._anew()
 
     def recomputed(self, tokens: int) -> None:
         """Add ``tokens`` to the count of tokens that preempted requests compute again."""
@@ -181,10 +199,18 @@ class Auto:
 
     # -- the rule in effect --------------------------------------------------------------------------------
 
-    def rule(self, in_system: int) -> Rule:
-        """Return the admission rule while requests wait; ``in_system`` counts the requests that run or wait."""
+    def rule(self, in_system: int, running: Callable[[], Int64Array] = _none_running) -> Rule:
+        """Return the admission rule while requests wait.
+
+        Args:
+            in_system: Number of requests that run or wait.
+            running: Function that returns prompt tokens, output tokens so far and max_tokens of the running
+                requests, int64 [running, 3]. It is called only before a rehearsal.
+        """
         self._queued_steps += 1
-        if not self._worth_it():
+        if self._ended - self._rehearsed_at >= _ANEW and self._may_rehearse():
+            self._anew(running)
+        if not self._worth_it() or self._is_burst(in_system):
             self.choice = None
             return VLLM
         clients = max(1, round(min(in_system, self._usual)))
@@ -193,7 +219,7 @@ class Auto:
             self._level = round(place)
         found = self._choices.get(self._level)
         if found is None:
-            self._rehearse(self._level, clients)
+            self._rehearse(self._level, clients, running)
             found = self._choices.get(self._level)
         if found is not None:
             self.choice = found
@@ -208,21 +234,30 @@ class Auto:
             return True
         return self._lost >= _LOST or any(choice.rule != VLLM for choice in self._choices.values())
 
+    def _is_burst(self, in_system: int) -> bool:
+        """Return whether many more requests are in the system than usual.
+
+        A burst finds free blocks, so its requests could start at once. A rehearsal only simulates a full pool.
+        """
+        return self.target_itl is None and min(in_system, self.engine.max_num_seqs) > _LEVEL * self._usual
+
     # -- rehearsals ----------------------------------------------------------------------------------------
 
     def _may_rehearse(self) -> bool:
         return not self.background or time.monotonic() >= self._idle_until
 
-    def _anew(self) -> None:
+    def _anew(self, running: Callable[[], Int64Array]) -> None:
         """Evaluate the steps since the last rehearsal.
 
         The rules that were chosen before are discarded.
         """
-        cost = self.cost
+        cost, rows = self.cost, running()
         self._rehearsed_at = self._ended
+        produced = int(rows[:, 1].sum())
         if cost is not None and self._seconds > 0:
             self._lost = self._recomputed * cost.prefill / self._seconds
-            self._guard(cost)
+            self._guard(cost, rows, abs(produced - self._running_tokens))
+        self._running_tokens = produced
         held = self.choice is not None and self.choice.rule != VLLM
         self._choices = {}
         if held:  # keep the rule until a rehearsal with the same number of requests has run
@@ -230,24 +265,29 @@ class Auto:
         self._recomputed = self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._seconds = self._tokens = 0.0
 
-    def _guard(self, cost: StepCost) -> None:
-        """Compare measured with simulated throughput, if requests waited in nearly all recent steps.
+    def _guard(self, cost: StepCost, running: Int64Array, changed: int) -> None:
+        """Compare measured with simulated throughput, if the load was steady and requests waited in most steps.
 
         If vLLM's rule was in effect, the comparison shows how accurate the simulation is. If another rule was
         in effect, it shows whether that rule served less than vLLM's rule would have.
+
+        Args:
+            cost: The fitted cost of a step.
+            running: Rows of the running requests, int64 [running, 3], as in `rule`.
+            changed: Change of their output tokens since the last rehearsal, without sign.
         """
         mixed = 0 < self._held_steps < self._steps
-        if self.target_itl is not None or mixed or self._queued_steps < _QUEUED * self._steps:
+        finished = sum(output for _, output, _, end in self._requests if end > self.fit.steps - self._steps)
+        steady = changed <= _STEADY * finished and self._queued_steps >= _QUEUED * self._steps
+        if self.target_itl is not None or mixed or not steady:
             self._behind = 0
         elif self._held_steps or self._lost >= _LOST:
             served, clients = self._tokens / self._seconds, self._in_system // self._steps
-            window = [*self._requests][-_ANEW:]
-            self._run(self._judge, served, clients, window, cost, bool(self._held_steps))
+            lengths = self._lengths(running, self._steps)
+            self._run(self._judge, served, clients, lengths, cost, bool(self._held_steps))
 
-    def _judge(
-        self, served: float, clients: int, requests: list[tuple[int, int, int]], cost: StepCost, held: bool
-    ) -> None:
-        load = self._load(clients, requests)
+    def _judge(self, served: float, clients: int, lengths: Lengths, cost: StepCost, held: bool) -> None:
+        load = self._load(clients, lengths)
         if not len(load.output):
             return
         own = rehearse(load, self.engine, cost, VLLM).tokens_per_second
@@ -286,24 +326,27 @@ class Auto:
             self.fallbacks += 1
             self.log.exception("Tonnage admission: a rehearsal failed, vLLM's rule holds from now on")
 
-    def _rehearse(self, level: int, clients: int) -> None:
-        requests, cost = [*self._requests], self.cost
+    def _rehearse(self, level: int, clients: int, running: Callable[[], Int64Array]) -> None:
+        cost = self.cost
         assert cost is not None
         busy = self._pending is not None and not self._pending.done()
         if not self.background or (not busy and self._may_rehearse()):
-            self._run(self._choose, level, clients, requests, cost, self._choices)
+            lengths = self._lengths(running(), self.fit.steps)
+            self._run(self._choose, level, clients, lengths, cost, self._choices)
+
+    def _lengths(self, running: Int64Array, window: int) -> Lengths:
+        """Return the requests of the last ``window`` steps, or of the steps that are remembered."""
+        begin = max(self._since, self.fit.steps - window)
+        rows = np.array(self._requests, np.int64)
+        rows = rows[rows[:, 3] >= begin]
+        return weigh(rows[:, :3], rows[:, 3] - begin, running, self.fit.steps - begin)
 
     def _choose(
-        self,
-        level: int,
-        clients: int,
-        requests: list[tuple[int, int, int]],
-        cost: StepCost,
-        choices: dict[int, Choice],
+        self, level: int, clients: int, lengths: Lengths, cost: StepCost, choices: dict[int, Choice]
     ) -> None:
         begin = time.monotonic()
-        load = self._load(clients, requests)
-        if len(load.output):
+        load = self._load(clients, lengths)
+        if len(load.output) and lengths.unknown <= _UNKNOWN:
             own = rehearse(load, self.engine, cost, VLLM)
             others = [Choice(rule, rehearse(load, self.engine, cost, rule), own) for rule in RULES]
             holds = self.choice is not None and self.choice.rule != VLLM
@@ -327,23 +370,21 @@ class Auto:
             100 * (choice.outcome.tokens_per_second / choice.own.tokens_per_second - 1),
         )  # fmt: skip
 
-    def _load(self, clients: int, requests: list[tuple[int, int, int]]) -> Load:
-        """Return a simulation input that repeats ``requests`` in random order, except requests beyond the pool.
+    def _load(self, clients: int, lengths: Lengths) -> Load:
+        """Return a simulation input drawn from ``lengths``, without requests beyond the pool.
 
-        The input is empty if too few requests are left, or if they are too long to be simulated.
+        The input is empty if no request is left, or if they are too long to be simulated.
         """
-        rows = np.array(requests, np.int64).reshape(-1, 3)
         most = (self.engine.blocks - 1) * self.engine.block_size
-        rows = rows[rows[:, 0] + rows[:, 1] <= most]
-        count = 0
-        if len(rows):
-            count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / rows[:, 1].mean()))
+        fits = lengths.rows[:, 0] + lengths.rows[:, 1] <= most
+        rows, weights, count = lengths.rows[fits], lengths.weights[fits], 0
+        if weights.sum() > 0:
+            weights = weights / weights.sum()
+            count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / float(rows[:, 1] @ weights)))
         if count < 2 * clients:  # the simulation needs two requests per client
             count = 0
-        draw = np.random.default_rng(0)
-        turns = [draw.permutation(len(rows)) for _ in range(-(-count // max(1, len(rows))))]
-        order = np.concatenate([np.zeros(0, np.int64), *turns])[:count]
-        prompt, output, max_tokens = np.ascontiguousarray(rows[order].T)
+        drawn = draw(Lengths(rows, weights, 0.0), count) if count else rows[:0]
+        prompt, output, max_tokens = np.ascontiguousarray(drawn.T)
         return Load(prompt, output, max_tokens, max(1, clients))
 
 

@@ -13,6 +13,7 @@ import pytest
 from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.cache.admission.auto import _LEVEL, START, Auto, Choice, best
 from tonnage.cache.admission.cost import CostFit, StepCost
+from tonnage.cache.admission.observed_lengths import Lengths
 from tonnage.cache.admission.policy import VLLM, Rule
 from tonnage.cache.admission.rehearsal import Engine, Load, Outcome, rehearse
 from tonnage.cache.errors import CacheConfigError
@@ -232,6 +233,27 @@ def test_auto_holds_back_with_costly_recompute_and_a_queue() -> None:
     assert auto.rule(14) == VLLM  # a queue that is nearly empty
 
 
+def test_vllms_rule_holds_in_a_burst_unless_a_time_between_tokens_is_set() -> None:
+    auto = taught(CPU, 128)
+    assert auto.rule(128).share is not None
+    assert auto.rule(220) == VLLM
+    for _ in range(128):  # the burst stays
+        auto.stepped(25, 25, 1000, CPU.seconds(0, 25, 1000), 220)
+    assert auto.rule(220).share is not None
+    assert taught(CPU, 128, target=0.03).rule(220).share is not None
+
+
+@pytest.mark.parametrize(("count", "known"), [(200, False), (60, True)])
+def test_no_rule_is_chosen_while_the_lengths_of_many_running_requests_are_unknown(
+    count: int, known: bool
+) -> None:
+    auto = taught(CPU, 128)
+    longest = max(output for _, output, _, _ in auto._requests)
+    running = np.array([(60, longest + 1, 600)] * count, np.int64)
+    auto.rule(128, lambda: running)
+    assert (auto.choice is not None) == known
+
+
 def test_rule_does_not_alternate_between_two_levels() -> None:
     auto = taught(CPU, 128)
     between = round(_LEVEL ** (math.log(128, _LEVEL) // 1 - 0.5))  # half-way between two levels
@@ -273,9 +295,9 @@ def test_step_without_duration_is_ignored() -> None:
 
 def test_vllms_rule_holds_for_outputs_too_long_to_rehearse() -> None:
     auto = Auto(Engine(10_000_000, 16, 2048, 256), background=False)
-    load = auto._load(100, [(100, 100_000, 200_000)] * 100)
-    assert len(load.output) == 0
-    assert len(auto._load(100, [(100, 100, 200)] * 100).output) == 200 + 1536
+    for output, simulated in ((100_000, 0), (100, 200 + 1536)):
+        lengths = Lengths(np.array([(100, output, 2 * output)] * 100), np.full(100, 0.01), 0.0)
+        assert len(auto._load(100, lengths).output) == simulated
 
 
 def test_vllms_rule_holds_after_an_exception_in_a_rehearsal(
@@ -297,7 +319,7 @@ def test_guard_returns_to_vllms_rule_below_its_forecast(caplog: pytest.LogCaptur
     assert auto.rule(128) != VLLM
     with caplog.at_level(logging.WARNING, logger="tonnage.cache"):
         for request in requests_of(2, 400):
-            for _ in range(4):  # one sequence at a time, in steps that cost what they did
+            for _ in range(request[1]):  # one sequence at a time, in steps that cost what they did
                 auto.rule(128)
                 auto.stepped(1, 1, 100, CPU.seconds(0, 1, 100), 128)
             auto.ended(*request)
@@ -305,6 +327,22 @@ def test_guard_returns_to_vllms_rule_below_its_forecast(caplog: pytest.LogCaptur
     assert auto.rule(128) == VLLM
     assert [record.message for record in caplog.records if "vLLM's rule holds" in record.message] != []
     assert len([record for record in caplog.records if "vLLM's rule holds" in record.message]) == 1
+
+
+def test_guard_ignores_windows_in_which_running_requests_grow() -> None:
+    auto = taught(CPU, 128)
+    produced = 0
+
+    def running() -> np.ndarray:
+        return np.array([(60, produced, 10**9)], np.int64)
+
+    for request in requests_of(2, 400):
+        for _ in range(request[1]):
+            auto.rule(128, running)
+            auto.stepped(1, 1, 100, CPU.seconds(0, 1, 100), 128)
+        auto.ended(*request)
+        produced += request[1]  # as many tokens as the requests that finish
+    assert auto.fallbacks == 0
 
 
 def test_target_itl_is_rejected_outside_auto() -> None:

@@ -103,6 +103,8 @@ def test_vllm_and_hf_admission_decide_the_same_in_every_step(
             if world.preemptions or ours.scheduler.counters.preemptions:
                 break  # each scheduler chooses the request to preempt by its own rule
             assert found == expected
+            rows = [each._running().tolist() for each in (ours.manager.admission, world.scheduler.admission)]
+            assert rows[0] == rows[1]
             compared += 1
             waited += bool(ours.scheduler.waiting)
     while not (world.preemptions or ours.scheduler.counters.preemptions or ours.scheduler.idle):
@@ -121,4 +123,4 @@ def test_vllm_and_hf_admission_decide_the_same_in_every_step(
 def choose_by(admission: Any, rules: list[Rule], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``auto`` of an adapter take the next of ``rules`` whenever it is asked."""
     turns = iter(rules)
-    monkeypatch.setattr(admission.auto, "rule", lambda in_system: next(turns))
+    monkeypatch.setattr(admission.auto, "rule", lambda in_system, running: next(turns))
