@@ -16,12 +16,12 @@ a process of its own:
 - ``long``: three prompts of 3,000 tokens, each computed, stored in the folder, and answered again from the pool
 - ``restart``: a new engine on this folder and the same prompts
 
-Aims: the median time to the first token of turns 2 to 6 is at most 0.4 of ``none``. After the restart the long
-prompts are answered at least 9 times faster than computed, by the median of three (LMCache's published 43.3 s ->
-4.8 s). Tokens are equal. Prompts that hit nothing lose at most 1 % of the throughput: they are asked in pairs, one
-of which is not offloaded, and the CPU time of the whole engine is compared (vLLM only: the hf engine offloads
-every request). With --engine hf, the peak of the engine's memory is compared with the plan, too. The last line is
-JSON.
+Aims: the median time to the first token of turns 2 to 6 is at most 0.4 of ``none``. After the restart the
+long prompts are answered at least 9 times faster than computed, by the median of three (LMCache's published
+43.3 s -> 4.8 s). Tokens are equal. Prompts that hit nothing lose at most 1 % of the throughput: they are
+asked in pairs, one of which is not offloaded, and the CPU time of the whole engine is compared (vLLM only:
+the hf engine offloads every request). With --engine hf, the peak of the engine's memory is compared with the
+plan, too. The last line is JSON.
 """
 
 from __future__ import annotations
