@@ -403,6 +403,10 @@ class Engine(ABC):
         """
         return 0
 
+    def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
+        """Return the bytes of a disk tier's index in the device's own memory, as on a CPU."""
+        return 0
+
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
         """Return the KV tiers beside the pool of one replica.
 

@@ -22,7 +22,7 @@ from tonnage.planner.model.dtypes import HF_KV_DTYPE_BYTES, KV_SCALE_BYTES
 from tonnage.planner.model.host import HostMemory
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.planner.model.requests import GroupLaw, RequestLaw
-from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk, disk_tier
+from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk, disk_tier, index_bytes
 from tonnage.planner.plans import Plan, Resolved
 from tonnage.planner.units import GiB, ceil_div
 
@@ -119,6 +119,15 @@ class HF(Engine):
         if size < block:
             raise DeploymentError(f"{size:,} bytes hold no block of {block:,} bytes", field=field)
         return size // block * block
+
+    def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
+        """Return the bytes of the index of ``--kv-offloading-disk``, with a full folder."""
+        flags = chosen.flags
+        if flags.kv_offloading_disk is None:
+            return 0
+        _, size = disk_tier(flags.kv_offloading_disk, "--kv-offloading-disk")
+        blocks = blocks_on_disk(size, pool.layout.bytes_per_block)
+        return index_bytes(blocks, flags.kv_offloading_policy == "learned")
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
         """Return the host tier, and the disk tier behind it."""

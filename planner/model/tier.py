@@ -15,6 +15,9 @@ PAGE = 4096  # bytes by which ext4, XFS and Btrfs allocate (mkfs defaults)
 # Bytes of a directory for one entry: ext4 needs 8 bytes and the name in steps of 4 (fs/ext4/ext4.h,
 # ext4_dir_entry_2), about 90, and its hash trees are at least half full.
 ENTRY_BYTES = 256
+# Bytes of host memory that the disk tier's index takes for a block, without and with the learned order
+# (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). Its dicts grow by doubling.
+INDEX_BYTES, LEARNED_INDEX_BYTES, INDEX_GROWTH = 206, 425, 2
 
 
 def file_bytes(block_bytes: int) -> int:
@@ -26,6 +29,11 @@ def blocks_on_disk(size: int, block_bytes: int) -> int:
     """Return how many blocks of ``block_bytes`` a disk tier of ``size`` bytes holds."""
     others = DIRECTORIES * PAGE + OTHER_FILES * file_bytes(0)
     return max(0, size - others) // file_bytes(block_bytes)
+
+
+def index_bytes(blocks: int, learned: bool) -> int:
+    """Return the bytes of host memory of a disk tier's index while the folder holds ``blocks`` blocks."""
+    return blocks * (LEARNED_INDEX_BYTES if learned else INDEX_BYTES)
 
 
 def disk_tier(text: str, field: str) -> tuple[str, int]:
@@ -80,6 +88,7 @@ class KVTier:
         source: file of the engine that the rule was read from.
         outside: whether another process than the engine's takes the memory, such as LMCache's server.
         note: a further fact for the reader, such as a missing limit; empty if there is none.
+        index: bytes of host memory that the index of a full folder takes; 0 if the tier has none.
     """
 
     name: str
@@ -100,6 +109,7 @@ class KVTier:
     source: str
     outside: bool = False
     note: str = ""
+    index: int = 0
 
     def lines(self) -> list[str]:
         """Return the tier as lines of text: bytes on host and rank, kind of memory, chunks and tokens."""

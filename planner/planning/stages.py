@@ -13,6 +13,7 @@ from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.model.tier import INDEX_GROWTH
 from tonnage.planner.planning.weights import HeldWeights, hold_weights
 from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
@@ -164,8 +165,21 @@ def build_stages(
     Raises:
         UnsupportedArchitecture: for a stage without a KV cache.
     """
-    held = [(weights, runtime_of(part, chosen)) for part, weights in parts]
+    index = engine_of(chosen.flags.engine).index_bytes(chosen, pool)
+    held = [(weights, _with_index(runtime_of(part, chosen), index)) for part, weights in parts]
     return join_stages(architecture, held, chosen, pool, added)
+
+
+def _with_index(runtime: Runtime, index: int) -> Runtime:
+    """Return ``runtime`` with the index of a disk tier, which grows from 0 to ``index`` bytes or twice that."""
+    if not index:
+        return runtime
+    held = runtime.framework
+    framework = replace(
+        held, value=held.value + index, high=held.high + INDEX_GROWTH * index,
+        formula=f"{held.formula}; index of a full disk tier {index:,}",
+    )  # fmt: skip
+    return replace(runtime, framework=framework)
 
 
 def join_stages(

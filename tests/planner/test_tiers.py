@@ -119,7 +119,10 @@ def test_secondary_tier_has_no_upper_bound(plan_of) -> None:
 def test_disk_tier_of_tonnage_is_planned_with_its_size(plan_of) -> None:
     tier = {"type": "tonnage", "path": "/x", "size": "2GiB"}
     extra = {"cpu_bytes_to_use": GIB, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
-    host, disk = plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", **extra)).tiers
+    plan = plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", **extra))
+    host, disk = plan.tiers
+    (index,) = (part for part in plan.host.parts if part.name == "disk tier index")
+    assert (index.value, index.low) == (425 * disk.chunks, 0)  # bytes per file in the learned order
     each = host.chunk_bytes + 4096 + 256  # header and directory entry
     assert disk.chunks == (2 * GIB - 258 * 4096 - 2 * (4096 + 256)) // each  # directories, lock, description
     assert (disk.value, disk.chunk_bytes, disk.tokens) == (2 * GIB, host.chunk_bytes, disk.chunks * 16)

@@ -535,6 +535,17 @@ def test_plan_counts_the_host_tier_in_whole_blocks() -> None:
     assert KVTier(pool, 3).nbytes == 3 * PER_BLOCK
 
 
+@pytest.mark.parametrize(("policy", "each"), [("learned", 425), ("lru", 206)])
+def test_plan_counts_the_index_of_the_folder(tmp_path: Path, policy: str, each: int) -> None:
+    host = {"dtype": "float32", "kv_offloading_bytes": 1 << 30, "kv_offloading_policy": policy}
+    without = make_plan("demo", Deployment(**host))
+    made = make_plan("demo", Deployment(**host, kv_offloading_disk=f"{tmp_path},100GiB"))
+    disk = made.tiers[1]
+    assert disk.chunks is not None
+    assert made.rank.framework_bytes - without.rank.framework_bytes == disk.chunks * each
+    assert made.rank.kv_tier_bytes == without.rank.kv_tier_bytes
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()

@@ -14,6 +14,7 @@ from tonnage.planner.engines.vllm import cpu
 from tonnage.planner.engines.vllm.versions import on_second_runner, rules
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.model.host import HostMemory, HostPart
+from tonnage.planner.model.tier import INDEX_GROWTH
 from tonnage.planner.units import GiB, MiB, ceil_div, gib
 
 _READ = (0, 30, 0)  # first vLLM version whose source was read for these rules
@@ -226,4 +227,11 @@ def _tier(hosted: HostInputs) -> list[HostPart]:
         )
         for tier in hosted.tiers
         if tier.medium == "host" and not tier.outside and tier.value is not None
+    ] + [
+        HostPart(
+            "disk tier index", tier.index, 0, INDEX_GROWTH * tier.index,
+            f"{tier.chunks:,} files, when the folder is full", "benchmarks/host_memory.py", "serving",
+        )
+        for tier in hosted.tiers
+        if tier.index
     ]  # fmt: skip

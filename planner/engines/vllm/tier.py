@@ -19,7 +19,7 @@ from tonnage.planner.engines.vllm.kv_transfer import (
     connector_of,
 )
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
-from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk
+from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk, index_bytes
 from tonnage.planner.units import GiB, ceil_div, gib, parse_size
 
 # First vLLM whose workers share one region in /dev/shm; older ones pin a tensor for each layer slot
@@ -214,6 +214,7 @@ def _bounded(
         "tonnage", "disk", size, size, chunks * chunk, size, None, 1, False, False, chunk, chunks,
         tokens_held(hosted, chunks, per_chunk), _groups(hosted, per_chunk),
         f"{chunks:,} files of {chunk:,} bytes with header, pages and directories", "cache/disk/folder.py",
+        index=index_bytes(chunks, tier.get("policy", "learned") == "learned"),
     )  # fmt: skip
 
 
