@@ -224,18 +224,19 @@ class DiskStore:
     # ---------------------------------------------------------------------------------------------------------
 
     def _keep_index(self) -> None:
-        """Fill the index with the blocks from before the start, then note the ends of requests."""
-        if self._block_bytes is not None:
-            from tonnage.cache.disk.order import compile_order  # imported here, because it imports numba
+        """Fill the index with the blocks from before the start, then note the ends of requests.
 
-            compile_order()
+        Blocks are read as soon as the index has them, and written once the learned order is compiled.
+        """
         while True:
             found = self._folder.scan()
             with self._lock:
                 self._folder.adopt(found)
                 if self._folder.read_only:
                     self._count(ready=True)
-                else:
+            if not self._folder.read_only:
+                self._compile()
+                with self._lock:
                     self._begin()
             self._indexed.set()
             if not self._folder.read_only:
@@ -253,6 +254,13 @@ class DiskStore:
                 self._waiting = 0
                 with self._lock:
                     self._start_order()
+
+    def _compile(self) -> None:
+        """Compile the learned order, or read its machine code, in up to some seconds."""
+        if self._block_bytes is not None:
+            from tonnage.cache.disk import order  # imported here, because it imports numba
+
+            order.compile_order()
 
     def _use(self, ended: _Ended) -> None:
         """Change the order of eviction at a request's end."""

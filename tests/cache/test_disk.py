@@ -63,6 +63,30 @@ def files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.kv"))
 
 
+def test_blocks_are_read_before_the_learned_order_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, compiled = 100_000, threading.Event()
+    with opened(tmp_path, learned=size) as store:
+        assert store.store(key(1), block(1, size))
+    monkeypatch.setattr("tonnage.cache.disk.order.compile_order", lambda: compiled.wait(PATIENCE))
+    store = DiskStore(tmp_path, 4 << 20, MODEL, learned=size)
+    try:
+        until = time.monotonic() + PATIENCE / 2
+        while not store.contains(key(1)) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert store.contains(key(1))
+        assert read(store, 1, size) == block(1, size)
+        assert not store.store(key(2), block(2, size))
+        assert store.counts().dropped == 1
+        compiled.set()
+        assert store.wait_until_ready(PATIENCE)
+        assert store.store(key(2), block(2, size))
+    finally:
+        compiled.set()
+        store.close()
+
+
 def test_blocks_are_there_after_a_restart_in_the_order_of_their_use(tmp_path: Path) -> None:
     size = 100_000
     with opened(tmp_path, 1 << 20) as store:

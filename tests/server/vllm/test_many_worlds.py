@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from vllm_steps import World, blocks_conserve, config, full, request, scheduler, sliding
@@ -61,7 +63,12 @@ def run_world(mode: str, seed: int) -> World:
         world.drafts = draw
     if mode == "auto":  # all its rules, in any order
         rules = (VLLM, Rule(0.5), Rule(0.8))
-        world.scheduler.admission.auto.rule = lambda in_system: draw.choice(rules)
+
+        def any_rule(in_system: int, running: Callable[[], Any]) -> Rule:
+            assert (running() >= 0).all()
+            return draw.choice(rules)
+
+        world.scheduler.admission.auto.rule = any_rule
     documents = [[draw.randrange(50_000) for _ in range(draw.randrange(20, 200))] for _ in range(3)]
     expected: dict[str, int] = {}
     aborted: set[str] = set()
