@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.http import protocol
 from tonnage.server.http.protocol import (
+    FREE_PIECES,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
     MAX_HEADER_FIELDS,
@@ -241,3 +242,12 @@ async def test_body_in_chunks_of_one_byte_reaches_the_application_in_few_pieces(
             assert status == 200, answer
     assert sum(pieces) == 2 * len(body)
     assert len(pieces) < 20
+
+
+async def test_body_of_many_small_chunks_is_rejected(run_server, small_plan) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with run_server(FakeEngine(small_plan())) as server, Connection(server.url) as connection:
+        connection.send(head + b"1\r\n \r\n" * (FREE_PIECES + 1))
+        status, answer = await connection.answer()
+    assert status == 400
+    assert b"fewer than 16 bytes" in answer
