@@ -235,13 +235,12 @@ class _InLongerPieces:
         self._reader = reader
         self._parsed = 0  # number of characters that the reader has received
         self._text, self._token_ids = "", list[int]()  # the next piece
-
-    @property
-    def reasoning_tokens(self) -> int:
-        return self._reader.reasoning_tokens
+        self.reasoning_tokens = 0
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        return self._reader.whole(text, token_ids)
+        parsed = self._reader.whole(text, token_ids)
+        self.reasoning_tokens = self._reader.reasoning_tokens
+        return parsed
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
         self._text += text
@@ -252,7 +251,9 @@ class _InLongerPieces:
         text, token_ids = self._text, self._token_ids
         self._parsed += len(text)
         self._text, self._token_ids = "", []
-        return self._reader.push(text, token_ids, finished=finished)
+        parsed = self._reader.push(text, token_ids, finished=finished)
+        self.reasoning_tokens = self._reader.reasoning_tokens
+        return parsed
 
 
 class _InTwoSteps:
