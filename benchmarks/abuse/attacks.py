@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import time
@@ -195,6 +196,32 @@ async def slow_heads(server: AttackedServer) -> Answers:
         return "still open after 40 s"
 
     return await counted(one() for _ in range(300))
+
+
+def fields(clients: int, seconds: float, count: int) -> Attack:
+    """Return an attack in which each client sends one head with ``count`` empty fields after another."""
+
+    async def send(server: AttackedServer, _: int) -> str:
+        extra = "".join(f"a{at}:\r\n" for at in range(count)) + "Connection: close\r\n"
+        async with connection(server.address) as (reader, writer):
+            writer.write(request("/v1/models", ABUSER, extra=extra))
+            return await answer(reader)
+
+    return repeated(clients, seconds, send)
+
+
+def chunks(clients: int, seconds: float, size: int) -> Attack:
+    """Return an attack in which each client sends bodies of ``size`` bytes in chunks of one byte."""
+
+    async def send(server: AttackedServer, _: int) -> str:
+        body = json.dumps({"model": MODEL, "prompt": "a" * size, "max_tokens": 1}).encode()
+        head = request(COMPLETIONS, ABUSER, extra="Transfer-Encoding: chunked\r\nConnection: close\r\n")
+        async with connection(server.address) as (reader, writer):
+            writer.write(head.replace(b"GET", b"POST", 1))
+            writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+            return await answer(reader)
+
+    return repeated(clients, seconds, send)
 
 
 async def trailers(server: AttackedServer) -> Answers:

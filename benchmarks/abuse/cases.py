@@ -145,6 +145,11 @@ CASES = (
     Case("deaf", 3, "eight streams of 16 sequences that are never read", attacks.deaf, seconds=180),
     Case("slow_heads", 4, "300 keep-alive connections, one byte of a head per second", attacks.slow_heads),
     Case("trailers", 4, "100 MB of trailers after a chunked body, twice", attacks.trailers),
+    Case(
+        "chunks", 4, "32 clients that send bodies of 30 KB in chunks of one byte",
+        attacks.chunks(32, 10, 30_000),
+    ),
+    Case("fields", 4, "48 clients that send heads of 7,000 fields", attacks.fields(48, 8, 7000)),
     Case("connections", 4, "4,000 connections with nothing or part of a head sent", attacks.connections),
     Case(
         "handshakes", 4, "1,100 TLS connections without a handshake, to a server with 1,024 files",

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 from serving import PATIENCE
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.http import protocol
 from tonnage.server.http.protocol import (
+    FREE_PIECES,
     MAX_CONNECTIONS,
     MAX_HEAD_BYTES,
+    MAX_HEADER_FIELDS,
     MAX_PIPELINED,
     RESERVED_FILES,
     max_connections,
@@ -199,3 +202,52 @@ async def test_busy_connections_stay_open_and_the_next_one_is_rejected(
             task.cancel()
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 2)
         assert (await server.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("count", [MAX_HEADER_FIELDS, MAX_HEADER_FIELDS + 1])
+async def test_number_of_header_fields_is_limited(run_server, small_plan, count: int) -> None:
+    fields = b"".join(b"a%d:\r\n" % at for at in range(count - 1))
+    async with run_server(FakeEngine(small_plan())) as server, Connection(server.url) as connection:
+        connection.send(b"GET /health HTTP/1.1\r\nHost: x\r\n" + fields + b"\r\n")
+        status, answer = await connection.answer()
+    if count > MAX_HEADER_FIELDS:
+        assert status == 431
+        assert b"more than 100 header fields" in answer
+    else:
+        assert status == 200, answer
+
+
+async def test_body_in_chunks_of_one_byte_reaches_the_application_in_few_pieces(
+    run_server, small_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[int] = []
+
+    def on_body(self: HttpToolsProtocol, body: bytes) -> None:
+        pieces.append(len(body))
+        passed(self, body)
+
+    passed = HttpToolsProtocol.on_body
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", on_body)
+    body = json.dumps({"model": "demo", "prompt": "a" * 1000, "max_tokens": 2}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    async with run_server(FakeEngine(small_plan())) as server, Connection(server.url) as connection:
+        # two requests, so that the pieces of one body never reach the other
+        connection.send((head + chunks + b"0\r\n\r\n") * 2)
+        for _ in range(2):
+            status, answer = await connection.answer()
+            assert status == 200, answer
+    assert sum(pieces) == 2 * len(body)
+    assert len(pieces) < 20
+
+
+async def test_body_of_many_small_chunks_is_rejected(run_server, small_plan) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with run_server(FakeEngine(small_plan())) as server, Connection(server.url) as connection:
+        connection.send(head + b"1\r\n \r\n" * (FREE_PIECES + 1))
+        status, answer = await connection.answer()
+    assert status == 400
+    assert b"fewer than 16 bytes" in answer

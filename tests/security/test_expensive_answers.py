@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import pickle
 import threading
 import time
 import tracemalloc
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from tonnage.server.api.responses import protocol as responses
 from tonnage.server.api.tools import ForcedReader
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.request import BASIC_PARAMS
+from tonnage.server.engines.vllm.output_parser import _Reader, load_output_parser
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http import outbox
 from tonnage.server.http.bodies import completed
@@ -28,6 +32,9 @@ from tonnage.server.http.outbox import HeldAnswer, Outboxes
 from tonnage.server.text import chat_template
 from tonnage.server.text.chat_template import ChatTemplate, TemplateRefused
 from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
+from tonnage.server.text.tool_calls import Parsed, calls_of
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
 
 HELLO = {"role": "user", "content": "hello"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -274,3 +281,42 @@ def test_largest_answer_that_waits_for_its_end_is_given_up(monkeypatch: pytest.M
     small.close()
     large.close()
     assert (outboxes.held, outboxes.behind) == (0, 0)
+
+
+@needs_vllm
+def test_long_text_reaches_vllms_tool_parser_in_longer_pieces(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pieces: list[int] = []
+    output_parser = load_output_parser("hermes", None, tokenizer_folder)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    use = output_parser.use([tool], [], parallel=True, grammar=None, template_arguments={})
+    assert use.reader is not None
+
+    def parsed_in_pieces(text: str) -> tuple[str, list[str]]:
+        reader = use.reader([1])
+        push = _Reader.push
+
+        def counted(self: _Reader, text: str, token_ids: list[int], *, finished: bool) -> Parsed:
+            pieces.append(len(text))
+            return push(self, text, token_ids, finished=finished)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_Reader, "push", counted)
+            ends = range(4, len(text) + 4, 4)
+            found = [reader.push(text[end - 4 : end], [5], finished=end >= len(text)) for end in ends]
+        calls = calls_of([call for each in found for call in each.calls])
+        return "".join(each.text for each in found), [call.arguments for call in calls]
+
+    arguments = json.dumps({"a": "lorem " * 10_000})
+    text = f'Well. <tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    said, (found,) = parsed_in_pieces(text)
+    assert said.strip() == "Well."
+    assert found == arguments
+    assert sum(pieces) == len(text)
+    assert len(pieces) < 4096 / 4 + 256 * math.log(len(text) / 4096) + 10  # 15,000 pieces without joining
+    assert pieces[0] == pieces[100] == 4  # a short answer is parsed at once
+
+    wrong = "<tool_call>not JSON</tool_call>"
+    assert use.reader([1]).whole(wrong, [5]).text == wrong
+    assert not any(record.exc_info for record in caplog.records)

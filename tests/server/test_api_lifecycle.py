@@ -27,6 +27,8 @@ from tonnage.server.commands.serve import ACCEPTED_A_ROUND, accepting, listen
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.engines.supervisor import SupervisedEngine
+from tonnage.server.requests.accounts import Ticket
+from tonnage.server.security.tenants import Tenant
 from tonnage.server.settings import Settings
 
 
@@ -37,14 +39,16 @@ class RawClient:
         self.reader, self._writer = reader, writer
 
     @classmethod
-    async def post(cls, url: str, body: dict[str, Any], send: int | None = None) -> RawClient:
+    async def post(
+        cls, url: str, body: dict[str, Any], send: int | None = None, request_id: str = "raw"
+    ) -> RawClient:
         """Send a completion request, or only the first ``send`` bytes of its body."""
         host, port = url.removeprefix("http://").split(":")
         client = cls(*await asyncio.open_connection(host, int(port)))
         data = json.dumps({"model": "demo", "prompt": "hello"} | body).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(data)}\r\n\r\n"
+            f"X-Request-Id: {request_id}\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         client._writer.write(head.encode() + data[:send])
         await client._writer.drain()
@@ -286,14 +290,24 @@ async def test_client_disconnect_while_queued_or_uploading_is_handled(
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 3)
 
 
-async def test_requests_are_conserved_under_overload(run_server, small_plan) -> None:
+async def test_requests_are_conserved_under_overload(
+    run_server, small_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """received = finished + aborted + rejected + errored + in flight, at every moment and at the end."""
     policy = Policy(AdmissionMode.NO_EVICT)  # by its rule the reservations fit
     engine = FakeEngine(small_plan(65, max_model_len=512), token_rate=500, policy=policy)
     draw = random.Random(0)
     sent = {"ok": 0, "bad": 0, "never": 0, "killed": 0}
     done = asyncio.Event()
+    received: set[str] = set()
     async with run_server(engine, max_num_queued_reqs=24) as server:
+        receive = server.state.accounts.receive
+
+        def recorded(endpoint: str, request_id: str, tenant: Tenant) -> Ticket:
+            received.add(request_id)
+            return receive(endpoint, request_id, tenant)
+
+        monkeypatch.setattr(server.state.accounts, "receive", recorded)
 
         async def watch() -> None:
             while not done.is_set():
@@ -316,7 +330,10 @@ async def test_requests_are_conserved_under_overload(run_server, small_plan) -> 
                     assert (await server.complete(max_tokens=4000, stream=stream)).status_code == 400
                 else:
                     body = {"prompt": [7] * 32, "max_tokens": 400, "stream": stream}
-                    victim = await RawClient.post(server.url, body)
+                    name = f"killed-{sent['killed']}"
+                    victim = await RawClient.post(server.url, body, request_id=name)
+                    # a request whose client is gone before its turn never starts, and is not counted
+                    await server.until(lambda name=name: name in received)
                     await asyncio.sleep(draw.random() / 20)
                     victim.kill()
 
