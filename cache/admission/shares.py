@@ -26,7 +26,7 @@ from tonnage.cache.admission.types import AdmissionRequest, Limits
 # The reserve is this part of the seats (at least one) and of the blocks. A key that runs alone loses as much,
 # and it suffices for a few short requests of other keys (benchmarks/abuse.py: queue, deaf).
 RESERVED_PART = 32
-_LAST = (sys.maxsize, 0.0)  # rank of requests of keys above their share
+_LAST = (sys.maxsize, 0.0)  # rank in the queue of requests whose API key is above its share
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ PROBE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Pace:
-    """Mean seconds of a block, over the last measurements."""
+    """Mean seconds to read, or to compute, one block, over the last measurements."""
 
     blocks: float = 0.0
     seconds: float = 0.0

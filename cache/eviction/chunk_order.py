@@ -30,7 +30,7 @@ _LONGEST = 1 << 16
 
 
 class LearnedChunkOrder(Generic[Key]):
-    """The chunks of one tier and one KV cache group, with their order of eviction.
+    """The eviction order of one tier's chunks in one KV cache group, by their reuse in earlier requests.
 
     Args:
         capacity: Chunks of the tier.

@@ -22,7 +22,8 @@ from typing import Any
 from tonnage.cache.replay.json_text import parse_json
 from tonnage.cache.replay.trace_request import TraceRequest, as_count, as_number
 
-RAG_BLOCK = 16  # tokens per hash id that is made of RAGPulse's components: the block size of vLLM
+# Tokens per hash id (the block size of vLLM). RAGPulse only names the components of a prompt.
+RAG_BLOCK = 16
 _COMPONENTS = (
     "sys_prompt",
     "passages_ids",

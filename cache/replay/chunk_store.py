@@ -207,7 +207,7 @@ class LearnedOrder(LearnedChunkOrder[Key]):
         self.use(keys)
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:  # type: ignore[override]
-        """Record the end of a request with its whole prompt, whether its chunks were stored or not."""
+        """Record the end of a request, with all chunks of its prompt, including those that are not stored."""
         super().finish(use.keys, use.reused)
 
 

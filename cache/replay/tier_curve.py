@@ -106,7 +106,7 @@ class TierCurve:
 
 @dataclass(frozen=True, slots=True)
 class ChunkUses:
-    """The chunk uses of a trace, in the order in which requests with one after the other use them.
+    """Each use of a prompt chunk in a trace, in order, as if the requests ran one after the other.
 
     Attributes:
         chunk_tokens: Tokens of a chunk.

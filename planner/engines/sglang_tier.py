@@ -106,7 +106,7 @@ def _check(hosted: HostInputs, slot: int) -> None:
         raise UnsupportedArchitecture("HiCache's states with a draft model are not known", field="layer_types")
     if slot and hosted.chosen.version < _ONE_COPY:
         raise UnsupportedArchitecture(
-            "HiCache of a model with states is known from 0.5.23 on", field="layer_types",
+            "HiCache of a model with recurrent states is known from 0.5.23 on", field="layer_types",
             hint="--engine-version 0.5.23",
         )  # fmt: skip
 

@@ -93,7 +93,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
     config.pop("num_nextn_predict_layers", None)  # layers of a draft
-    if "head_dim" not in config:  # GLM-4's config class has a default of its own
+    if "head_dim" not in config:  # GLM-4's config class has another default
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"

@@ -161,7 +161,7 @@ class Quantization:
         return parts if count == 1 else {name: count * size for name, size in parts.items()}
 
     def describe(self) -> str:
-        """Return the scheme's name and the details of its format as text."""
+        """Return the quantization scheme's name and the details of its format as text."""
         detail = self.linear.kind.detail if self.linear is not None else None
         return f"{self.scheme}, {detail(self.linear)}" if detail else self.scheme
 

@@ -214,7 +214,7 @@ def _cells(offer: Offer, several: bool, piped: bool) -> list[str]:
 
 
 def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
-    """Return why no layout was found."""
+    """Return the lines that say why no row of the sweep carries the target."""
     most = max((row.gpus for row in rows), default=1)
     lines = [f"No layout of up to {most} {'GPU' if most == 1 else 'GPUs'} of one type holds a single request."]
     largest = max((row.total_bytes for row in rows), default=0)

@@ -15,7 +15,8 @@ from tonnage.planner.training.states import States
 PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
 MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
 NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit
-NVME_OPTIMIZER_BUFFERS = 4  # offload_optimizer buffer_count, each of the largest tensor's states
+# DeepSpeed's offload_optimizer.buffer_count; each buffer is as large as the states of the largest tensor.
+NVME_OPTIMIZER_BUFFERS = 4
 INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 1.5 is DeepSpeed's additional_buffer_factor.
 
 

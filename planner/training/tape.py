@@ -131,7 +131,7 @@ class Tape:
         return self.trainable and self.method in ("full", "freeze")
 
     def add(self, a: Value, residual: Value) -> Value:
-        """Return the sum of two tensors in the wider dtype; a sum keeps no tensor."""
+        """Return the sum of two tensors in the wider dtype; it keeps no tensor for the backward pass."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
             # the compiler recomputes the sum from `a` and from the residual, which is kept anyway

@@ -67,7 +67,7 @@ class OpenAIEvents:
 
 
 class Endpoint(Generic[Body]):
-    """The handler of ``POST path`` for the endpoint whose logic is one service."""
+    """The handler of ``POST path``: it parses the body, and a service has the endpoint's logic."""
 
     def __init__(self, path: str, state: ServerState, service: Service[Body]) -> None:
         self._path = path

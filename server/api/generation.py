@@ -145,7 +145,7 @@ class Generator:
             return await asyncio.to_thread(work, *arguments)
 
     async def converted(self, items: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of ``work``, which visits ``items`` of a body; many are visited in a thread."""
+        """Return the result of ``work``, which visits ``items`` parts of a body; many take a thread."""
         if items <= _ITEMS_INLINE:
             return work(*arguments)
         return await self.in_thread(work, *arguments)

@@ -128,7 +128,7 @@ class TokenOutput:
         return None if self._top is None else []
 
     def fill(self, answer: str, prompts: Iterable[int]) -> str:
-        """Return the JSON of an answer with the log probabilities of ``prompts`` in place of ``scores``."""
+        """Return an answer's JSON with the log probabilities of ``prompts`` where `scores` left a mark."""
         if self._top is None:
             return answer
         lists = [f'"prompt_logprobs":[{self._scores.get(prompt, "")}]' for prompt in prompts]

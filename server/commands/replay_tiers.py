@@ -98,7 +98,7 @@ def _sizes(text: str) -> dict[str, int]:
         found[name] = parse_size(size, _FIELD)
     if "host" not in found:
         raise DeploymentError(
-            "a disk tier is behind one in host memory", field=_FIELD, hint="host=SIZE,disk=SIZE"
+            "a disk tier needs one in host memory before it", field=_FIELD, hint="host=SIZE,disk=SIZE"
         )
     return found
 

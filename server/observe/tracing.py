@@ -50,7 +50,7 @@ class TraceContext:
 
 
 class Tracing:
-    """Exporter of one app's traces; the app's accounts call it for each finished request.
+    """Exporter of one app's traces, called for each finished request.
 
     Args:
         state: the state of the app.

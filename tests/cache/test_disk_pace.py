@@ -35,7 +35,7 @@ def test_given_cost_of_computing_replaces_the_measured_one() -> None:
     assert rule.blocks_to_read() == 0
 
 
-def test_recovered_disk_is_found_by_one_block_a_minute(clock: list[float]) -> None:
+def test_slow_disk_is_tried_with_one_block_a_minute_until_it_recovers(clock: list[float]) -> None:
     rule = ReadRule()
     rule.computed(10, 1.0)
     rule.read(1000, 1000.0)

@@ -40,7 +40,7 @@ def test_priority_ages_in_seconds_without_starvation() -> None:
     assert order_of(queue).index(0) == 9
 
 
-def test_queue_errors_change_nothing() -> None:
+def test_failed_queue_call_leaves_the_queue_unchanged() -> None:
     queue = WaitingQueue()
     queue.push(entry(1, 0.0))
     with pytest.raises(InvalidRequest):

@@ -73,7 +73,7 @@ def test_conversation_that_outgrows_the_tier_hits_its_beginning_in_every_turn() 
     assert [serve(store, range(length)) for length in range(12, 40)] == [0, *range(12, 16), *[16] * 23]
 
 
-def test_simulated_lru_has_the_whole_tier_while_requests_run() -> None:
+def test_running_requests_take_no_space_of_the_simulated_lru_tier() -> None:
     """LRU would also evict chunks of running requests, so these do not make its simulated tier smaller."""
     store, long = ChunkStore(100, "learned"), ChunkUse(tuple(range(60)))
     serve(store, long.keys)

@@ -21,7 +21,7 @@ def test_reading_path_lists_existing_files(heading: str) -> None:
     assert not [each for each in path if not each.is_file()]
 
 
-def test_mechanism_of_cache_has_at_most_2800_lines_with_imports() -> None:
+def test_reading_order_of_cache_has_at_most_2800_lines_with_imports() -> None:
     path = reading_path.reading_path()
     assert reading_path.lines(path) <= 1700
     assert reading_path.lines(path + reading_path.closure(path)) <= 2800

@@ -144,7 +144,7 @@ def test_emit_rejects_unknown_form_and_plan_that_does_not_fit(plan) -> None:
             emit(small, form)
 
 
-def test_chart_example_values_match_emit_output() -> None:
+def test_helm_chart_example_values_equal_the_output_of_emit() -> None:
     command = [sys.executable, "-m", "tonnage.server.cli", "plan", "demo", "--max-model-len", "2048"]
     command += ["--kv-cache-memory-bytes", "512MiB", "--emit", "helm-values"]
     written = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -220,7 +220,7 @@ def test_given_number_of_pipeline_stages_is_kept(qwen, capsys):
     assert {layout["pipeline_parallel_size"] for layout in layouts} == {2}
 
 
-def test_speed_equals_roofline_of_replay():
+def test_planned_speed_equals_the_roofline_that_replay_uses():
     step = StepTime(10**10, 5 * 10**9, 10**5, 1e12, 1e14)
     speed = speed_of(
         Work(5 * 10**9), _gpu(), weights_bytes=10**10, read_bytes=10**5 * 1000, running=64, prompt=0, output=1

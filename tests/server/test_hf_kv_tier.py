@@ -453,7 +453,7 @@ def test_folder_of_another_server_is_refused(folder: str, monkeypatch: pytest.Mo
     bench.tier.close()
 
 
-def test_weights_of_another_date_have_no_hit(folder: str, tmp_path: Path) -> None:
+def test_blocks_of_weights_with_another_modification_time_are_not_read(folder: str, tmp_path: Path) -> None:
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
     bench.ask(words(1, 100))

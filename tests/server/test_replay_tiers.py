@@ -106,7 +106,7 @@ REFUSED = [
     (["--tiers", "hots=1GiB"], "did you mean host?"),
     (["--tiers", "host=1G"], "is not a size"),
     (["--tiers", "host=1GiB,host=2GiB"], "given twice"),
-    (["--tiers", "disk=1TiB"], "a disk tier is behind one in host memory"),
+    (["--tiers", "disk=1TiB"], "a disk tier needs one in host memory before it"),
     (["--tiers", "host=1GiB,disk=1TiB"], "the speed of the disk is not known"),
     (["--tiers", "host=1MiB"], "hold no chunk"),
     (["--tiers", "host=1GiB", "--host-bandwidth", "-1"], "not a positive finite number"),

@@ -21,7 +21,7 @@ _WINDOW_BLOCK = 64  # tokens per block of a sliding-window cache (DeepseekV4SWAC
 # Tokens per block of a compressor's state (CompressorStateCache), by compress ratio.
 _STATE_BLOCKS = {4: 4, 128: 8}
 _ENTRY = 584  # bytes in fp8_ds_mla: 448 fp8 values, 64 bf16 rotary values, 8 bytes of scales
-_HEAD, _INDEX = 512, 128  # head size and indexer key size that the kernels and the entry of 584 bytes have
+_HEAD, _INDEX = 512, 128  # head size and indexer key size that the kernels and an entry of that size require
 _ALIGNMENT = 576  # a page is rounded up to a multiple of these bytes
 # vLLM maps auto (16 bits here) and fp8 to fp8_ds_mla.
 _DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")

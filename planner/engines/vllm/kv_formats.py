@@ -192,7 +192,7 @@ def packs_whole_layers(kv_dtype: str) -> bool:
 
 
 def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
-    """Return the layers whose cache keeps the model's own dtype in a packed format.
+    """Return the layers whose cache stays in the model's dtype if ``kv_dtype`` is a packed format.
 
     They are two layers at each end, at most half of all layers, and none in a model with recurrent states.
     """

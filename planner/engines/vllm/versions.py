@@ -254,7 +254,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "cache_mode": "align",
         },
     ),
-    # get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache and
+    # Sources: get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache and
     # _limit_max_model_len_to_draft in config/vllm.py, init_device in v1/worker/gpu_worker.py. The pool's rules
     # moved to v1/core/kv_cache_planning.py without a change.
     (
@@ -297,8 +297,8 @@ def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
     return known.runner_v2_dense and plain
 
 
-# Rule -> description of its change for an upgrade. A rule that was turned on and off again has both
-# descriptions.
+# For each of vLLM's rules, what its change means for an upgrade. A rule that one release introduced and a later
+# one removed has both descriptions.
 _WORDS: dict[str, str] = {
     "large_batches": "H100 and H200 (from 0.9 on all devices of 70 GiB and more) have larger batch defaults: "
     "1,024 sequences, 8,192 tokens",

@@ -143,9 +143,9 @@ class ResponseService:
         yield data + events.numbered_event(f"response.{done['status']}", response=done)
 
     async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse, bytes]:
-        """Return the submission, how the request uses tools, and the JSON of what the response repeats of it.
+        """Return the submission, the use of tools, and the JSON of the fields that the response repeats.
 
-        A request that waits keeps these, and not what they were made from.
+        A waiting request keeps only these three, so its parsed body is freed.
         """
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)

@@ -66,7 +66,7 @@ class _Fetch:
 
 
 class KVTier:
-    """The tier of one pool.
+    """A second-level KV cache behind one pool: host memory, and optionally a folder behind it.
 
     Args:
         pool: the KV pool, in host memory.

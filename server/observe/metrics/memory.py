@@ -21,8 +21,7 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
         ("device", "component"),
         planned,
     )
-    # An engine measures the sum over its processes, so the measured bytes carry the label of the plan's worst
-    # rank.
+    # An engine measures only the sum over its processes. Its label is the rank with the most planned bytes.
     device = device_name(plan, plan.worst_rank)
     measured = {(device, name): size for name, size in measured_components(plan, memory).items()}
     page.gauges(

@@ -173,7 +173,8 @@ def _pool(samples: Samples, facts: ServerFacts) -> Pool | None:
 def _tier(samples: Samples) -> TierReading | None:
     """Return HiCache's host memory, or None without it.
 
-    SGLang counts tokens instead of bytes. Of a hybrid's pools, only `kv` counts tokens of prompts.
+    SGLang counts tokens instead of bytes. A hybrid model reports several pools;
+    only the one labelled `kv` counts tokens of prompts.
     """
     samples = samples.where(pool="kv")
     total = _value(samples, "sglang:hicache_host_total_tokens")

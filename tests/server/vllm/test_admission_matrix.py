@@ -115,7 +115,7 @@ def test_guaranteed_mode_misses_its_aim_with_one_preemption(aims: Any) -> None:
     assert "preemptions = 0" in aims.summarized([made], ["guaranteed"])["missed"]["guaranteed"]
 
 
-def test_published_70b_rows_fit_within_ten_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fitted_cost_is_within_ten_percent_of_published_70b_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     costs = import_module("step_costs")
     fit = costs.named()["h100-70b-tp4"]
