@@ -184,7 +184,7 @@ class ResponseService:
         Raises:
             ApiError: They are too large.
         """
-        limit = self._generator.ordinary_characters
+        limit = self._generator.ordinary_bytes
         repeated = pydantic_core.to_json(
             {
                 "instructions": request.instructions,
