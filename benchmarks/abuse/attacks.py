@@ -210,6 +210,19 @@ def fields(clients: int, seconds: float, count: int) -> Attack:
     return repeated(clients, seconds, send)
 
 
+def pipeline(clients: int, seconds: float, count: int) -> Attack:
+    """Return an attack in which each client sends ``count`` requests at once and resets the connection."""
+
+    async def send(server: AttackedServer, _: int) -> str:
+        async with connection(server.address) as (reader, writer):
+            writer.write(request("/openapi.json", ABUSER) * count)
+            await reader.readexactly(100)
+            writer.transport.abort()
+            return "reset"
+
+    return repeated(clients, seconds, send)
+
+
 def chunks(clients: int, seconds: float, size: int) -> Attack:
     """Return an attack in which each client sends bodies of ``size`` bytes in chunks of one byte."""
 

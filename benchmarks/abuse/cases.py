@@ -150,6 +150,7 @@ CASES = (
         attacks.chunks(32, 10, 30_000),
     ),
     Case("fields", 4, "48 clients that send heads of 7,000 fields", attacks.fields(48, 8, 7000)),
+    Case("pipeline", 4, "48 clients that send 16 requests at once and reset", attacks.pipeline(48, 8, 16)),
     Case("connections", 4, "4,000 connections with nothing or part of a head sent", attacks.connections),
     Case(
         "handshakes", 4, "1,100 TLS connections without a handshake, to a server with 1,024 files",

@@ -112,7 +112,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
     _body: list[bytes]  # pieces of a body that uvicorn has not received yet
-    _answering: RequestResponseCycle
+    _answering: RequestResponseCycle | None = None  # the request whose answer is being written
 
     @property
     def working(self) -> bool:
@@ -143,6 +143,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._half_closed.stop()
             _half_closed.discard(self)
         super().connection_lost(exc)
+        # uvicorn tells only the newest request of the connection. Another one that is answered would go on,
+        # and wait for a disconnect forever.
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
         # The pipeline's requests refer to the connection, so only a garbage collection would release them.
         self.pipeline.clear()
         self._body.clear()
@@ -177,6 +182,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
+            assert self._answering is not None  # a complete request has arrived
             self._half_closed.watch(self._answering)
         return True
 

@@ -145,6 +145,21 @@ async def test_number_of_pipelined_requests_is_bounded(server) -> None:
             assert (await sender.answer())[0] == 200
 
 
+async def test_request_before_a_pipelined_one_is_aborted_when_its_connection_is_lost(
+    run_server, small_plan
+) -> None:
+    engine = FakeEngine(small_plan(), token_rate=20)
+    body = json.dumps({"model": "demo", "prompt": "hello", "max_tokens": 1000}).encode()
+    async with run_server(engine) as server:
+        async with Connection(server.url) as sender:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            sender.send(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body) + HEALTH)
+            await server.until(lambda: engine.stats().running == 1)
+            sender.writer.transport.abort()
+        await server.until(lambda: server.state.accounts.outcomes["aborted"] == 1)
+        assert engine.stats().running == 0
+
+
 async def test_idle_connections_are_closed_for_new_connections(server, monkeypatch) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 8)
     async with contextlib.AsyncExitStack() as stack:
