@@ -53,6 +53,9 @@ READERS, WRITERS = 4, 2
 WAITING_BYTES = 256 << 20
 # Seconds between two reports of the metrics. Prometheus scrapes every few seconds.
 REPORT_SECONDS = 0.5
+# While reads are pending, the scheduler's thread sleeps this long in each step. Without work, vLLM steps in a
+# loop and holds the interpreter's lock, for which a reader would wait five times a chunk and 5 ms each time.
+YIELD_SECONDS = 5e-5
 _Work = Callable[[Any, memoryview], bool]  # writes or reads the block of a key; returns whether it succeeded
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _VALUES = attrgetter(*METRICS)
@@ -173,6 +176,7 @@ class DiskTier(SecondaryTierManager):
         )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
         self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not reported yet
+        self._reading = 0  # those of them that read
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
         self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
         self._ended: deque[_Ended] = deque()
@@ -220,14 +224,18 @@ class DiskTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Read the chunks of a job in another thread."""
         self._unfinished += 1
+        self._reading += 1
         self._readers.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended since the last call."""
+        if self._reading:
+            time.sleep(YIELD_SECONDS)
         found = []
         while self._ended:
             each = self._ended.popleft()
             self._unfinished -= 1
+            self._reading -= each.read
             if not each.read:
                 self._waiting -= each.waited * self._chunk
             elif each.loaded:
