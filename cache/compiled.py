@@ -8,7 +8,7 @@ Machine code that was compiled at installation (`tonnage.cache.ahead`) is read f
 seconds, once per machine and version. The result is kept in the user's cache directory (XDG_CACHE_HOME or
 ~/.cache; NUMBA_CACHE_DIR moves it). If nothing can be written there, every start compiles again.
 
-Each version of the sources has its own folder. A new folder removes the folders that no start has used for a
+Each version of the sources has its own folder, and each type of processor. A new folder removes the folders that no start has used for a
 month. `tonnage plan` never imports this module.
 """
 
@@ -29,7 +29,7 @@ import numba
 import xxhash
 from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
-from numba.core.registry import CPUDispatcher
+from numba.core.registry import CPUDispatcher, cpu_target
 
 from tonnage.cache import ahead
 from tonnage.cache.ahead import AheadOrKept, Archive
@@ -58,7 +58,10 @@ class Compiler:
     def __init__(self, sources: Path) -> None:
         # numba keeps machine code under the path from which the source was imported (core/caching.py, 0.65).
         # The path is therefore part of the digest.
-        digest = xxhash.xxh3_64(f"{numba.__version__} {sources.absolute()}".encode())
+        # It also has the processor, because numba reads only code made for the same one (core/caching.py), while
+        # a home directory may be shared by machines that differ.
+        target = cpu_target.target_context.codegen().magic_tuple()
+        digest = xxhash.xxh3_64(f"{numba.__version__} {target} {sources.absolute()}".encode())
         content = xxhash.xxh3_64()
         # ahead.py names the instruction sets of an archive, so its content is part of the digest too.
         for path in (Path(__file__), Path(ahead.__file__), *sorted(sources.rglob("*.py"))):

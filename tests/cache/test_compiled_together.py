@@ -1,4 +1,4 @@
-"""Several processes compile the same function for other arguments at once; the folder keeps the code of all."""
+"""Processes that share a cache folder: they compile at once, or run on processors of other types."""
 
 from __future__ import annotations
 
@@ -41,6 +41,17 @@ print(sum(made.stats.cache_hits.values()), sum(made.stats.cache_misses.values())
 """
 
 
+# Prints whether the note was there, and leaves it there.
+NOTE = """
+import sys
+from pathlib import Path
+from tonnage.cache.compiled import Compiler
+compiler = Compiler(Path(sys.argv[1]))
+print("kernels" in compiler)
+compiler.note("kernels")
+"""
+
+
 def start(sources: Path, *kinds: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", COMPILE, str(sources), *kinds]
     environment = os.environ | {"NUMBA_CACHE_DIR": str(sources / "cache")}
@@ -67,3 +78,18 @@ def test_code_of_processes_that_compile_at_once_is_kept(tmp_path: Path) -> None:
         process.stdin.flush()
     assert [finish(process) for process in processes] == [(0, 1)] * len(KINDS)
     assert finish(start(tmp_path, *KINDS)) == (len(KINDS), 0)
+
+
+def noted(sources: Path, cpu: str) -> bool:
+    """Return whether functions count as compiled for the processor ``cpu``, and note that they are."""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(sources / "cache"), "NUMBA_CPU_NAME": cpu}
+    command = [sys.executable, "-c", NOTE, str(sources)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    return done.stdout == "True\n"
+
+
+def test_functions_compiled_for_one_processor_are_not_taken_as_compiled_for_another(tmp_path: Path) -> None:
+    """The engine process would otherwise compile them itself, with memory that is not planned."""
+    assert [noted(tmp_path, cpu) for cpu in ("znver4", "skylake-avx512", "znver4")] == [False, False, True]
