@@ -8,8 +8,8 @@ Machine code that was compiled at installation (`tonnage.cache.ahead`) is read f
 seconds, once per machine and version. The result is kept in the user's cache directory (XDG_CACHE_HOME or
 ~/.cache; NUMBA_CACHE_DIR moves it). If nothing can be written there, every start compiles again.
 
-Each version of the sources has its own folder, and each type of processor. A new folder removes the folders that no start has used for a
-month. `tonnage plan` never imports this module.
+Each version of the sources has its own folder, and each type of processor. A new folder removes the folders
+that no start has used for a month. `tonnage plan` never imports this module.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class Compiler:
 
     def __init__(self, sources: Path) -> None:
         # numba keeps machine code under the path from which the source was imported (core/caching.py, 0.65).
-        # The path is therefore part of the digest.
-        # It also has the processor, because numba reads only code made for the same one (core/caching.py), while
-        # a home directory may be shared by machines that differ.
+        # The path is therefore part of the digest. numba reads only code that was made for the same processor,
+        # and machines with other processors may share a home directory. So the processor is part of it too.
         target = cpu_target.target_context.codegen().magic_tuple()
         digest = xxhash.xxh3_64(f"{numba.__version__} {target} {sources.absolute()}".encode())
         content = xxhash.xxh3_64()

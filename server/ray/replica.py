@@ -44,6 +44,7 @@ class EngineReplica:
 
     async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = make_engine(settings, plan)
+        self._block_size, self._reports = plan.kv_cache.layout.block_size, 0
         # The generating endpoints are left out, because their requests would bypass the queue, quotas and
         # accounts of the API.
         self._app = create_app(settings, self._engine, operations_only=True)
@@ -100,9 +101,10 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return the unreserved blocks and the number of waiting requests, which Ray passes to the router."""
-        stats = self._engine.stats()
-        return {"headroom_blocks": stats.pool.headroom, "waiting": stats.waiting}
+        """Return the unreserved blocks, their size in tokens and this report's number, for the router."""
+        self._reports += 1
+        headroom = self._engine.stats().pool.headroom
+        return {"headroom_blocks": headroom, "block_size": self._block_size, "number": self._reports}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the number of waiting requests and the reserved share of the pool, for the autoscaler."""

@@ -6,7 +6,8 @@ token ids. `ray.serve.request_router` is alpha in Ray 2.60, hence the pin in ``m
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,45 @@ def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, f
     return sorted(queues, key=rank)
 
 
+class Headroom:
+    """The replicas' unreserved blocks by their last reports, less those of the requests sent to them since.
+
+    Reports are up to one second old. By the reports alone, all requests of a burst would go to one replica.
+    """
+
+    def __init__(self) -> None:
+        self._report: dict[str, Mapping[str, float]] = {}
+        self._sent_tokens: dict[str, int] = {}
+
+    def blocks(self, reports: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Return the unreserved blocks by replica id; a replica without a report is left out.
+
+        `reports` are the replicas' routing statistics by replica id (`EngineReplica.record_routing_stats`).
+        """
+        known = {}
+        for key, report in reports.items():
+            if "headroom_blocks" not in report:
+                continue
+            if self._report.get(key, {}).get("number") != report["number"]:
+                self._report[key], self._sent_tokens[key] = report, 0
+            known[key] = report["headroom_blocks"] - self._sent_tokens[key] / report["block_size"]
+        return known
+
+    def sent(self, replica_id: str, tokens: int) -> None:
+        """Record that a request that may grow to this number of tokens was sent to a replica."""
+        self._sent_tokens[replica_id] = self._sent_tokens.get(replica_id, 0) + tokens
+
+
 class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
     """A request router for Ray Serve that ranks the replicas by cached prefix and headroom, best first."""
 
     def initialize_state(self, **_: Any) -> None:
         """Create the router's state; Ray calls this method once."""
         self._memory = PrefixMemory()
-        # Number of unfinished requests by replica, counted here because the replicas' reports are up to one
-        # second old.
-        self._sent: dict[str, int] = {}
+        self._headroom = Headroom()
+        # The replica of each unfinished request, by Ray's internal request id. A request counts from its choice
+        # on: Ray chooses for all requests of a burst before the first of them has reached its replica.
+        self._replica: dict[str, str] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -101,29 +132,44 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         """Return the candidate replicas, best first, each in a list of its own."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         hashes = _hashes(pending_request)
-        queues = {key: self._sent.get(key, 0) for key in replicas}
-        headroom = {
-            key: float(blocks)
-            for key, replica in replicas.items()
-            if (blocks := replica.routing_stats.get("headroom_blocks")) is not None
-        }
+        unfinished = Counter(self._replica.values())
+        queues = {key: unfinished[key] for key in replicas}
+        headroom = self._headroom.blocks({key: each.routing_stats for key, each in replicas.items()})
         ranked = order(self._memory.matched(hashes), queues, headroom)
+        if ranked and pending_request is not None:
+            self._count(pending_request, ranked[0])
         return [[replicas[key]] for key in ranked]
 
+    def _count(self, pending: PendingRequest, replica_id: str) -> None:
+        """Count a request as one of the replica's, until it is completed or cancelled."""
+        request_id = pending.metadata.internal_request_id
+        if request_id not in self._replica:
+            pending.future.add_done_callback(
+                lambda future: self._replica.pop(request_id, None) if future.cancelled() else None
+            )
+        self._replica[request_id] = replica_id
+        if (request := _request(pending)) is not None:
+            tokens = len(request.prompt_token_ids) + request.n * request.params.max_tokens
+            self._headroom.sent(replica_id, tokens)
+
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that a request was sent to a replica."""
+        """Record which replica has accepted a request; it need not be the best one, which may be full."""
         key = replica_id.unique_id
-        self._sent[key] = self._sent.get(key, 0) + 1
+        request_id = pending_request.metadata.internal_request_id
+        if request_id in self._replica:  # else it has already ended
+            self._replica[request_id] = key
         self._memory.remember(_hashes(pending_request), key)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str, *_: Any, **__: Any) -> None:
         """Record that a request ended on a replica."""
-        key = replica_id.unique_id
-        self._sent[key] = max(0, self._sent.get(key, 0) - 1)
+        self._replica.pop(internal_request_id, None)
+
+
+def _request(pending: PendingRequest | None) -> GenerationRequest | None:
+    request = pending.args[0] if pending is not None and pending.args else None
+    return request if isinstance(request, GenerationRequest) else None
 
 
 def _hashes(pending: PendingRequest | None) -> list[int]:
-    request = pending.args[0] if pending is not None and pending.args else None
-    if not isinstance(request, GenerationRequest):
-        return []
-    return chain(request.prompt_token_ids, request.cache_salt)
+    request = _request(pending)
+    return [] if request is None else chain(request.prompt_token_ids, request.cache_salt)

@@ -12,6 +12,8 @@ import signal
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -20,12 +22,14 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray has its own environment: make test-ray")
 
 from ray import serve  # noqa: E402
+from ray.serve._private.common import RequestMetadata  # noqa: E402
+from ray.serve.request_router import PendingRequest  # noqa: E402
 
 from tonnage.planner.deployment import Deployment  # noqa: E402
 from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError  # noqa: E402
 from tonnage.planner.planning.build import make_plan  # noqa: E402
 from tonnage.server.ray.app import ClusterOptions, build, placement, replicas_wanted  # noqa: E402
-from tonnage.server.ray.router import MAX_QUEUE_LEAD, PrefixMemory, chain, order  # noqa: E402
+from tonnage.server.ray.router import MAX_QUEUE_LEAD, Headroom, PrefixHeadroomRouter, PrefixMemory, chain, order  # noqa: E402
 
 PORT = 8465
 URL = f"http://127.0.0.1:{PORT}"
@@ -190,6 +194,48 @@ def test_router_prefers_prefix_then_headroom_then_shorter_queue() -> None:
     assert order({}, queues, {"a": 9.0}) == ["b", "a"]  # b has just started: its report is not yet here
     assert order({}, {"a": 0, "b": 1}, {"a": 9.0}) == ["a", "b"]
     assert order({"a": 3}, {"a": MAX_QUEUE_LEAD + 1, "b": 0}, headroom) == ["b", "a"]
+
+
+def test_burst_between_two_reports_is_spread_over_the_replicas() -> None:
+    headroom, sent = Headroom(), {"a": 0, "b": 0}
+    reports = {
+        key: {"headroom_blocks": blocks, "block_size": 16, "number": 1}
+        for key, blocks in (("a", 99), ("b", 90))
+    }
+    for _ in range(16):
+        chosen = order({}, sent, headroom.blocks(reports))[0]
+        headroom.sent(chosen, 208)
+        sent[chosen] += 1
+    assert sent == {"a": 8, "b": 8}
+    assert headroom.blocks(reports) == {"a": 99 - 8 * 13, "b": 90 - 8 * 13}
+    reports["a"] = {"headroom_blocks": 0, "block_size": 16, "number": 2}
+    assert headroom.blocks({**reports, "c": {}}) == {"a": 0, "b": 90 - 8 * 13}
+
+
+async def test_requests_count_for_their_replica_from_the_choice_until_they_end() -> None:
+    """Ray chooses for all requests of a burst before it reports the first of them as routed."""
+    router = PrefixHeadroomRouter.__new__(PrefixHeadroomRouter)
+    router.initialize_state()
+    replicas: list[Any] = [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=key), routing_stats={}) for key in ("a", "b")
+    ]
+
+    async def first(pending: PendingRequest) -> str:
+        best, _ = await router.choose_replicas(replicas, pending)
+        return str(best[0].replica_id.unique_id)
+
+    burst = [PendingRequest([], {}, RequestMetadata(str(i), str(i))) for i in range(16)]
+    chosen = [await first(pending) for pending in burst]
+    assert (chosen.count("a"), chosen.count("b")) == (8, 8)
+    for pending, key in zip(burst, chosen, strict=True):
+        if key == "b":
+            pending.future.cancel()
+    await asyncio.sleep(0)
+    assert await first(PendingRequest([], {}, RequestMetadata("x", "x"))) == "b"
+    for pending, key in zip(burst, chosen, strict=True):
+        if key == "a":
+            router.on_request_completed(replicas[0].replica_id, pending.metadata.internal_request_id)
+    assert await first(PendingRequest([], {}, RequestMetadata("y", "y"))) == "a"
 
 
 class _Context:
