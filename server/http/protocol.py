@@ -12,6 +12,7 @@ import heapq
 import json
 import resource
 import time
+from collections import deque
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.errors import ApiError, ErrorCode, envelope, headers
 from tonnage.server.http.half_closed import HalfClosed
+from tonnage.server.http.receiving import UNPACED_BYTES, pacing_of
 
 # the default of h11 (max_incomplete_event_size), on which uvicorn's other HTTP protocol is based
 MAX_HEAD_BYTES = 65_536
@@ -112,6 +114,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _stalled: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
     _body: list[bytes]  # pieces of a body that uvicorn has not received yet
+    _unparsed: deque[bytes]  # bytes of reads that wait for their turn
     _answering: RequestResponseCycle | None = None  # the request whose answer is being written
 
     @property
@@ -129,7 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Start the time limit of the first head; close other connections when there are too many."""
         super().connection_made(transport)
-        self._body = []
+        self._body, self._unparsed = [], deque()
         self._since = time.monotonic()
         self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
         if len(self.connections) > max_connections():
@@ -151,10 +154,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # The pipeline's requests refer to the connection, so only a garbage collection would release them.
         self.pipeline.clear()
         self._body.clear()
+        self._unparsed.clear()
 
     # -- receiving ---------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
+        """Parse a small number of received bytes at once; more of them wait for their turn.
+
+        While bytes wait, no more are read from the connection.
+        """
+        if self._refused:
+            return
+        if not self._unparsed and len(data) <= UNPACED_BYTES:
+            self._parse(data)
+            return
+        self._unparsed.append(data)
+        self.transport.pause_reading()
+        pacing_of(self.server_state, self.loop).add(self)
+
+    def parse_next(self) -> None:
+        """Parse the bytes of the oldest read that waits; read on from the connection after the last one."""
+        if not self._unparsed:  # the connection has ended
+            return
+        self._parse(self._unparsed.popleft())
+        if not self._unparsed and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         """Parse received bytes, and enforce the size limit on bytes outside of request bodies."""
         if self._refused:
             return
@@ -173,6 +199,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
         TLS has no half-closed state: asyncio and uvloop close such a connection.
         """
+        while self._unparsed:
+            self._parse(self._unparsed.popleft())
         waiting = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         if not waiting or self.transport.is_closing() or self.scheme == "https":
             return False
