@@ -39,7 +39,7 @@ _MERGED = {
 
 
 def unsplit_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes by which the allocated blocks exceed requests of ``sizes`` bytes, made in this order."""
+    """Return the bytes that PyTorch allocates beyond the ``sizes`` that are requested in this order."""
     free: list[int] = []  # sizes of free blocks, sorted; the smallest sufficient block serves a request
     extra = 0
     for size in sizes:

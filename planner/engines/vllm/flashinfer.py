@@ -43,10 +43,11 @@ def uncounted(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def drops_full_graphs(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether vLLM captures no CUDA graphs of whole decode steps, because FlashInfer verifies drafts.
+    """Return whether vLLM captures no full CUDA graphs of decode steps, due to FlashInfer and a draft model.
 
-    Its backend supports them for single tokens only, except with TensorRT-LLM's kernels
-    (config/compilation.py, 0.20 to 0.30). A start of 0.20.0 on a GB10 says so.
+    FlashInfer's backend supports full CUDA graphs only if a step decodes one token per sequence, except with
+    TensorRT-LLM's kernels (config/compilation.py, 0.20 to 0.30). A step that verifies draft tokens computes
+    several. The log of a start of 0.20.0 on a GB10 confirms it.
     """
     return bool(chosen.flags.num_speculative_tokens) and runs(architecture, chosen) and not _on_tensorrt(chosen)
 
@@ -60,11 +61,11 @@ def _on_tensorrt(chosen: Resolved) -> bool:
 
 
 def runs(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether vLLM selects FlashInfer's attention.
+    """Return whether vLLM selects FlashInfer as its attention backend.
 
-    FlashAttention has priority except on SM10x (_get_backend_priorities in platforms/cuda.py,
-    supports_kv_cache_dtype of FlashAttentionBackend, 0.25.1 to 0.29). For models with sliding windows the
-    selection is not known, and the result is False.
+    vLLM prefers FlashAttention, except on SM10x (_get_backend_priorities in platforms/cuda.py,
+    supports_kv_cache_dtype of FlashAttentionBackend, 0.25.1 to 0.29). For models with sliding windows, the
+    planner does not know the selection and returns False.
     """
     capability = capability_of(chosen.flags.gpu)
     attention = [layer for layer in architecture.cache_layers if layer.kind != "state"]

@@ -64,7 +64,7 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
     ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
     low, high = cpu.VLLM_INTERVAL
     api = cpu.api_bytes(vocabulary)
-    # With one rank, the engine core is also the worker, whose imports are counted there.
+    # With one rank, the engine core is also the worker, and the worker's term already counts the imports.
     imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0
     core = imports + vocabulary * cpu.VLLM_CORE_TOKEN_BYTES
     blocks, tokens = hosted.num_blocks, hosted.tokens * _TOKEN
@@ -156,9 +156,9 @@ def _queues(hosted: HostInputs) -> list[HostPart]:
 def _pictures(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of vLLM's cache of processed images.
 
-    The engine core keeps the items. With several API servers or replicas, the API processes keep them instead.
-    The other side keeps only hashes (multimodal/cache/factories.py). vLLM's documentation counts both, so older
-    versions are assumed to keep both.
+    The engine core keeps the images and the API process only their hashes. With several API servers or
+    replicas, the API processes keep the images and the engine core only hashes (multimodal/cache/factories.py).
+    vLLM's documentation counts the images in both, so older versions are assumed to keep them in both.
     """
     size = hosted.chosen.flags.mm_processor_cache_bytes
     if not size or not has_towers(hosted.architecture):

@@ -19,10 +19,10 @@ from tonnage.planner.plans import Resolved
 
 
 def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-    """Return the law that gives the number of KV blocks of a request.
+    """Return the rule that gives the KV blocks of a request from its prompt and output lengths.
 
     Raises:
-        UnsupportedArchitecture: the law is not known for the cache or the deployment.
+        UnsupportedArchitecture: the rule is not known for the cache or the deployment.
     """
     flags, version = chosen.flags, rules(chosen.version)
     if any(layer.compression > 1 for layer in architecture.cache_layers):
