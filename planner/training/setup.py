@@ -61,7 +61,7 @@ class TrainingSetup:
     optimizer_in_backward: bool = flag(
         False, "update each parameter in the backward pass and free its gradient at once", group=_METHOD
     )
-    optimizer_kernel: str | None = flag(  # step.py computes the temporary copies of each kernel.
+    optimizer_kernel: str | None = flag(  # step.py has the temporary copies of each kernel
         None, "kernel of the step (default: foreach; fused with DeepSpeed or an fp32 master)", group=_METHOD,
         choices=("foreach", "fused"),
     )  # fmt: skip
@@ -198,7 +198,7 @@ class TrainingSetup:
 
     @property
     def shard_ranks(self) -> int:
-        """Return how many ranks have equal weights and may shard them (data x context parallel)."""
+        """Return how many ranks hold equal weights, which ZeRO or FSDP may shard: data x context parallel."""
         return self.world // self.model_ranks
 
     @property
