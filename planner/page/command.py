@@ -37,7 +37,7 @@ def parser() -> Parser:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    timeout = 60.0  # seconds; a connection that sends nothing frees its thread after them
+    timeout = 60.0  # seconds after which an idle connection is closed
     extensions_map = {  # noqa: RUF012 the base class's
         **SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm",
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """Connection of the web page to a hub model, with HTTP requests that the browser makes.
 
-Python lists the needed requests and the page makes them, until config and headers are complete. Rules, limits
-and errors are the same as in planner/headers/remote.py.
+The page calls Python, which returns a list of the needed requests. The page makes them and calls Python again
+with the responses, until config and headers are complete. Rules, limits and errors are the same as in
+planner/headers/remote.py.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class BrowserRemote(Remote):
 
     Attributes:
         wanted: (address, Range header or "", maximum bytes) of each request to make next.
-        note: the reason why the model was read from its index or config alone, without headers; else empty.
+        note: the reason why only the model's config or index could be read, without headers; else empty.
     """
 
     def __init__(self, model: HubModel) -> None:
