@@ -225,7 +225,9 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
         )
         value = {layer.value_head_size for layer in layers}
         if len(value) != 1 or None in value:
-            raise UnsupportedArchitecture("layers with different values are not supported", field="v_head_dim")
+            raise UnsupportedArchitecture(
+                "MLA layers with different V head sizes are not supported", field="v_head_dim"
+            )
         width = architecture.head_size + sum(v for v in value if v is not None)
         page_bytes = block_size * architecture.heads * (width * element + 2 * scale)
     shapes = {(_stored_heads(layer), layer.head_size) for layer in layers}
@@ -269,7 +271,7 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
         if layer.kind not in ("full", "sliding", "mla") or layer.compression > 1 or narrow:
             what = "V narrower than K" if narrow else layer.kind
             raise UnsupportedArchitecture(
-                f"layer {layer.layer} ({what}) has no place in the hf engine's pool", field="architectures",
+                f"the hf engine's pool cannot store layer {layer.layer} ({what})", field="architectures",
                 hint="plan it with --engine vllm",
             )  # fmt: skip
 

@@ -115,7 +115,7 @@ class LlamaCpp(Engine):
         found = check_cache_types(flags.kv_cache_dtype)
         if flags.flash_attn == "off" and CACHE_TYPES[cache_types(found)[1]][0] > 1:
             raise DeploymentError(
-                f"{found} packs V: llama.cpp stops with 'V cache quantization requires flash_attn'",
+                f"{found} quantizes V: llama.cpp stops with 'V cache quantization requires flash_attn'",
                 field="--flash-attn", hint="on, or --kv-cache-dtype f16",
             )  # fmt: skip
         return found
@@ -127,7 +127,11 @@ class LlamaCpp(Engine):
             DeploymentError: another block size was requested.
         """
         if asked not in (None, 1):
-            raise DeploymentError("llama.cpp has cells of one token", field="--block-size", hint="leave it out")
+            raise DeploymentError(
+                "llama.cpp has no block size: a cache cell holds one token",
+                field="--block-size",
+                hint="leave it out",
+            )
         return 1
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
@@ -157,7 +161,9 @@ class LlamaCpp(Engine):
         if flags.n_gpu_layers is not None and flags.device == "cpu":
             raise DeploymentError("the plan is for a CPU", field="--n-gpu-layers", hint="--gpu NAME")
         if flags.n_gpu_layers is not None and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
-            raise DeploymentError("is planned for one GPU", field="--n-gpu-layers", hint="leave one out")
+            raise DeploymentError(
+                "this flag is planned for a single GPU only", field="--n-gpu-layers", hint="leave one out"
+            )
         return super().adjust_step(flags, architecture, max_model_len, tokens)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -427,7 +433,8 @@ def row_bytes(elements: int, kind: str) -> int:
     values, size = CACHE_TYPES[kind]
     if elements % values:
         raise DeploymentError(
-            f"{kind} packs {values} values, which do not divide a row of {elements}", field="--kv-cache-dtype"
+            f"{kind} quantizes {values} values at a time, which do not divide a row of {elements}",
+            field="--kv-cache-dtype",
         )
     return elements // values * size
 

@@ -165,7 +165,9 @@ def expanded_heads(architecture: Architecture) -> ExpandedHeads:
     shapes = {tensor.name.rpartition("self_attn.")[2]: tensor.shape for tensor in architecture.tensors}
     up, out, down = (shapes.get(f"{n}.weight") for n in ("kv_b_proj", "o_proj", "kv_a_proj_with_mqa"))
     if up is None or out is None or down is None:
-        raise UnsupportedArchitecture("no kv_b_proj: MLA cannot be expanded", field="kv_lora_rank")
+        raise UnsupportedArchitecture(
+            "no kv_b_proj: MLA latents cannot be expanded to K and V", field="kv_lora_rank"
+        )
     value = out[1] // architecture.heads
     nope = up[0] // architecture.heads - value
     rope = down[0] - up[1]

@@ -261,8 +261,8 @@ class SGLang(Engine):
         """
         if chosen.version < _DRAFTS or chosen.flags.pipeline_parallel_size > 1:
             raise DeploymentError(
-                "SGLang's drafts are known from 0.5.15 on, in one pipeline stage", field="--speculative-model",
-                hint="--engine-version 0.5.23",
+                "SGLang's memory for a draft model is known from 0.5.15 on, without pipeline parallelism",
+                field="--speculative-model", hint="--engine-version 0.5.23",
             )  # fmt: skip
 
     def adjust_pool(

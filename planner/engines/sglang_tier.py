@@ -90,7 +90,7 @@ def _check(hosted: HostInputs, slot: int) -> None:
     flags = hosted.chosen.flags
     if flags.hicache_ratio is not None and flags.hicache_size is not None:
         raise DeploymentError(
-            f"{flags.hicache_size} GB on each rank replaces --hicache-ratio {flags.hicache_ratio:g}; give one",
+            f"{flags.hicache_size} GB per rank overrides --hicache-ratio {flags.hicache_ratio:g}; give one",
             field="--hicache-size",
         )
     if flags.hicache_ratio is not None and not 0 < flags.hicache_ratio < float("inf"):
@@ -104,7 +104,9 @@ def _check(hosted: HostInputs, slot: int) -> None:
     if not flags.enable_prefix_caching:
         raise DeploymentError("has no effect without prefix caching", field="--enable-hierarchical-cache")
     if slot and flags.speculative_model:
-        raise UnsupportedArchitecture("HiCache's states with a draft model are not known", field="layer_types")
+        raise UnsupportedArchitecture(
+            "HiCache of recurrent states is not known with a draft model", field="layer_types"
+        )
     if slot and hosted.chosen.version < _ONE_COPY:
         raise UnsupportedArchitecture(
             "HiCache of a model with recurrent states is known from 0.5.23 on", field="layer_types",

@@ -317,7 +317,9 @@ def _size(
         if pool <= 0:
             what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
             if "weights_bytes" not in found.figures:
-                raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
+                raise DeploymentError(
+                    f"the GPU must be known, because the log {what}", field="--gpu", hint="or --device-memory"
+                )
             hint = _gpu_hint(candidates, found)
             notes.append(f"the pool is not compared: the log {what}, and the GPU is not known ({hint})")
         flags = replace(flags, device_memory=_ENDLESS, kv_cache_memory_bytes=pool if pool > 0 else None)
@@ -347,7 +349,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     if engine_of(flags.engine).sized_by_context:
         if flags.max_model_len is None:
             raise DeploymentError(
-                "the log says neither n_ctx nor the cells of a cache",
+                "the log has neither n_ctx nor the number of cache cells",
                 field="n_ctx",
                 hint="give the whole start-up log, or --max-model-len",
             )

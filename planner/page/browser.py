@@ -116,10 +116,12 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
     try:
         if not given:
             if (model := hub_model(name)) is None:
-                raise ModelNotFound("is no name of the hub's", field="model", hint='name it "org/name"')
+                raise ModelNotFound(
+                    "this is not the name of a hub model", field="model", hint='name it "org/name"'
+                )
             if model.gguf:
                 raise ModelNotFound(
-                    "this page reads no GGUF files of the hub; tonnage plan does", field="model"
+                    "this page cannot read GGUF files of the hub; use tonnage plan", field="model"
                 )
             _remotes[name] = BrowserRemote(model)
         reading = _remotes[name]

@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
         if args.build is not None:
             for name in ("host", "port"):
                 if getattr(args, name) is not None:
-                    raise DeploymentError("--build writes files and serves nothing", field=f"--{name}",
+                    raise DeploymentError("--build writes files and starts no server", field=f"--{name}",
                                           hint="leave one out")  # fmt: skip
             build(Path(args.build), args.pyodide, kept=True)
             print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")

@@ -107,7 +107,7 @@ class BrowserRemote(Remote):
             self.wanted.append((request.full_url, span, most + 1))
             raise _Pending
         if answer.failed and span:
-            raise _NoRange(f"the browser cannot read the first bytes of a file there ({answer.failed})")
+            raise _NoRange(f"the browser cannot read the first bytes of the model's files ({answer.failed})")
         if answer.failed:
             raise URLError(answer.failed)
         headers = Message()
@@ -117,5 +117,5 @@ class BrowserRemote(Remote):
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise HTTPError(request.full_url, answer.status, "", headers, body)
         if span and (answer.status != HTTPStatus.PARTIAL_CONTENT or "Content-Range" not in headers):
-            raise _NoRange("the server does not say which part of a file it sends")
+            raise _NoRange("the server's response does not state which part of the file it has")
         return addinfourl(body, headers, request.full_url, answer.status)

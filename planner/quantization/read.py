@@ -131,6 +131,6 @@ def check_quantization(architecture: Architecture, quantization: Quantization, e
     for tensor in converted:
         if tensor.tied_to is not None:
             raise UnsupportedArchitecture(
-                f"{tensor.name} is tied to {tensor.tied_to} and not among the modules left alone",
+                f"{tensor.name} is tied to {tensor.tied_to}, but not among the modules that stay unquantized",
                 field=f"{quantization.origin}.llm_int8_skip_modules",
             )

@@ -43,7 +43,7 @@ def as_gguf(source: ModelSource, kind: str) -> ModelSource:
     field = "--quantization"
     if source.kind == "gguf":
         raise DeploymentError(
-            f"{source.id} is a GGUF file, whose types are fixed", field=field, hint="leave it out"
+            f"{source.id} is a GGUF file, whose tensor types are fixed", field=field, hint="leave it out"
         )
     if source.config.get("quantization_config") is not None:
         raise DeploymentError(
@@ -150,7 +150,7 @@ def _fetched(model: HubModel) -> ModelSource:
     remote = Remote(model)
     if modelscope() and not model.gguf.lower().endswith(".gguf"):
         raise ModelNotFound(
-            "tags name files of the Hugging Face hub", field="model", hint="give the .gguf file"
+            "a tag such as :Q4_K_M is for the Hugging Face hub only", field="model", hint="give the .gguf file"
         )
     try:
         return _source(model, [_header(remote, name) for name in _names(model, remote)])

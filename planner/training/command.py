@@ -93,7 +93,9 @@ def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
     values = {**given(args, TrainingSetup), **changes}
     if args.gpu is not None:
         if "device_memory" in values:
-            raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
+            raise DeploymentError(
+                "--gpu and --device-memory exclude each other", field="--gpu", hint="give one of them"
+            )
         gpu = find_gpu(args.gpu)
         values["device_memory"] = gpu.memory_bytes
         if gpu.capability is not None:

@@ -278,7 +278,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
     if setup.stack == "torchtune":
         if setup.mixed:
             raise DeploymentError(
-                f"torchtune has no autocast: dtype is bf16 or fp32, and --precision is {setup.precision}",
+                f"torchtune trains in bf16 or fp32 without autocast, and --precision is {setup.precision}",
                 field="--precision", hint="bf16",
             )  # fmt: skip
         if setup.attention == "eager":
@@ -295,7 +295,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
             )
         if setup.method in ("ia3", "freeze"):
             raise DeploymentError(
-                f"torchtune has no {setup.method}", field="--method", hint="full, lora, qlora"
+                f"torchtune has no training method {setup.method}", field="--method", hint="full, lora, qlora"
             )
     elif setup.loss == "chunked":
         raise DeploymentError(
@@ -309,7 +309,7 @@ def _check_in_backward(setup: TrainingSetup) -> None:
     """Reject --optimizer-in-backward with adapters, gradient accumulation or several ranks."""
     field = "--optimizer-in-backward"
     if setup.method != "full":
-        raise DeploymentError(f"needs --method full, and the method is {setup.method}", field=field)
+        raise DeploymentError(f"this flag needs --method full, and the method is {setup.method}", field=field)
     if setup.gradient_accumulation > 1:
         raise DeploymentError(
             "each gradient is freed right after its use, so gradients cannot be accumulated", field=field,
@@ -317,7 +317,8 @@ def _check_in_backward(setup: TrainingSetup) -> None:
         )  # fmt: skip
     if setup.zero_stage or setup.shard_ranks > 1:
         raise DeploymentError(
-            "works on one GPU only: with more, each gradient would have to be reduced first", field=field,
+            "this flag works on one GPU only: with more, each gradient would have to be reduced first",
+            field=field,
             hint="--no-optimizer-in-backward",
         )  # fmt: skip
 

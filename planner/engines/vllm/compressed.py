@@ -67,7 +67,7 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
     i, size = window.layer, window.head_size
     if size != _HEAD or (latent is not None and latent.index_size not in (0, _INDEX)):
         raise UnsupportedArchitecture(
-            f"vLLM's kernels have heads of {_HEAD} and indexer keys of {_INDEX}",
+            f"vLLM's kernels support only head size {_HEAD} and indexer key size {_INDEX}",
             field="head_dim" if size != _HEAD else "index_head_dim",
         )
     own = [

@@ -256,7 +256,7 @@ class VLLM(Engine):
         asked = flags.kv_cache_dtype
         if rules(version).same_kv_dtype and asked in ("float16", "bfloat16") and asked != dtype:
             raise EngineRefusal(
-                f"vLLM keeps no cache in {asked} for a model in {dtype}", field="--kv-cache-dtype",
+                f"vLLM has no KV cache in {asked} for a model in {dtype}", field="--kv-cache-dtype",
                 hint=f"auto{'' if dtype == 'float32' else f', or {dtype}'}", cause="kv_dtype",
                 facts={"asked": asked, "dtype": dtype},
             )  # fmt: skip

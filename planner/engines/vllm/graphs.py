@@ -45,12 +45,12 @@ def check(flags: Deployment, version: Version) -> None:
     most = flags.max_cudagraph_capture_size
     if found and most is not None and found[-1] != most:
         raise DeploymentError(
-            f"{most} is not the largest of {_FLAG}, {found[-1]}: vLLM stops",
+            f"{most} differs from {found[-1]}, the largest of {_FLAG}: vLLM does not start",
             field="--max-cudagraph-capture-size", hint="leave one of the two out",
         )  # fmt: skip
     if flags.cuda_graph_sizes and version[:2] > _OLD:
         raise DeploymentError(
-            f"vLLM {'.'.join(map(str, version))} has no --cuda-graph-sizes, 0.12 is the last that has",
+            f"vLLM {'.'.join(map(str, version))} has no --cuda-graph-sizes; 0.12 is the last version with it",
             field="--cuda-graph-sizes", hint=_FLAG,
         )  # fmt: skip
 

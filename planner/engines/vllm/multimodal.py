@@ -225,12 +225,14 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
     size = given.pop("size", {}) if vision.bound in ("pixels", "edge") else {}
     if not isinstance(size, Mapping) or not size.keys() <= {"longest_edge", "shortest_edge"} or given:
         name = next(iter(given), "size")
-        raise DeploymentError(f"{shown(name)} is not understood for this model", field=_KWARGS)
+        raise DeploymentError(
+            f"the planner does not know the argument {shown(name)} of this model", field=_KWARGS
+        )
     found = size.get("longest_edge") if found is None else found
     if found is None:
         return vision
     if type(found) is not int or not (vision.patch * vision.merge) <= found < 1 << 40:
-        raise DeploymentError(f"{shown(found)} is not a size of pictures", field=_KWARGS)
+        raise DeploymentError(f"{shown(found)} is not a valid image size", field=_KWARGS)
     return replace(vision, image=found, video=found if vision.video else 0)
 
 

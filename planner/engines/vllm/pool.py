@@ -81,7 +81,7 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
         raise UnsupportedArchitecture(
-            f"vLLM slides every second layer of {architecture.model_type}, whatever the file lists",
+            f"vLLM uses a sliding window in every second layer of {architecture.model_type}, unlike this list",
             field="layer_types",
         )
     if known.float32_states:

@@ -187,7 +187,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
             raise DeploymentError(f"secondary tier {kind!r:.60} is not one of {', '.join(_SECONDARY)}",
                                   field=connector.field)  # fmt: skip
         if kind == "fs" and not tier.get("root_dir"):
-            raise DeploymentError("the secondary tier fs needs root_dir", field=connector.field)
+            raise DeploymentError("the secondary tier of type fs needs root_dir", field=connector.field)
         if kind == "tonnage":
             found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
         if kind not in ("fs", "obj"):
@@ -289,7 +289,9 @@ def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
     tokens = connector.size("lmcache.chunk_size", _LMCACHE_CHUNK) or _LMCACHE_CHUNK
     chunk, found = token * tokens, []
     if not size:
-        raise DeploymentError("lmcache.max_local_cpu_size is 0; LMCache stages every block in it", field=CONFIG)
+        raise DeploymentError(
+            "lmcache.max_local_cpu_size is 0, but LMCache copies every block through this memory", field=CONFIG
+        )
     whole = (TierGroup(hosted.layout.groups[0].kind, tokens, ceil_div(hosted.chosen.max_model_len, tokens)),)
     media: tuple[tuple[Literal["host", "disk"], int], ...] = (("host", size), ("disk", disk))
     for medium, each in media:

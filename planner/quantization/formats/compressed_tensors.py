@@ -74,7 +74,7 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
         raise UnsupportedArchitecture(
-            "several groups that are not attention and experts are not planned", field=f"{AT}.config_groups"
+            "two groups are planned only if exactly one covers experts", field=f"{AT}.config_groups"
         )
     return Quantization(
         f"{others[0][0]}+{experts[0][0]}", skip, AT, others[0][1], experts=experts[0][1],

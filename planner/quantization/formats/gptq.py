@@ -132,7 +132,7 @@ def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization
         if value and value not in ("gptq", "gptq_v2"):
             raise UnsupportedArchitecture(f"{shown(value)} is not planned yet", field=f"{AT}.{unknown}")
     if found.get("lm_head"):
-        raise UnsupportedArchitecture("a quantized head is not planned yet", field=f"{AT}.lm_head")
+        raise UnsupportedArchitecture("a quantized output head is not planned yet", field=f"{AT}.lm_head")
     act_order, skip = flag(found, "desc_act", False), _unquantized(found)
     made = LinearFormat(GPTQ, bits, group, act_order=act_order, symmetric=flag(found, "sym", True))
     return Quantization("gptq", skip, AT, made, method="gptq")
@@ -152,7 +152,8 @@ def _unquantized(found: dict[str, Any]) -> Patterns | None:
         for key in dynamic:
             if not isinstance(key, str) or not key.startswith("-:"):
                 raise UnsupportedArchitecture(
-                    f"{shown(key)}: other bits for some modules are not planned yet", field=f"{AT}.dynamic"
+                    f"{shown(key)}: modules with a different bit width are not planned yet",
+                    field=f"{AT}.dynamic",
                 )
             names.append("re:" + key[2:])
     return compile_patterns(names, f"{AT}.modules_to_not_convert") if names else None

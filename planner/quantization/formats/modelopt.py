@@ -75,7 +75,9 @@ def _read_mixed(found: dict[str, Any], config: Mapping[str, Any]) -> Quantizatio
     named = _layers(found["quantized_layers"])
     kinds = set(named.values())
     if len(kinds) != 1 or not all(name.endswith("experts") for name in named):
-        raise UnsupportedArchitecture("only experts may have another format", field=f"{AT}.quantized_layers")
+        raise UnsupportedArchitecture(
+            "only routed experts may have another format than other modules", field=f"{AT}.quantized_layers"
+        )
     return Quantization("fp8-block+nvfp4", None, AT, base.linear, experts=kinds.pop(), method="modelopt")
 
 
