@@ -43,7 +43,7 @@ class Engine(ABC):
     oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows
     distributions: tuple[str, ...] = ()  # Python packages whose installed version is the engine's
 
-    # The next two map a device type ("cpu", "cuda") to defaults of the engine's flags.
+    # `batch` and `blocks` map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
     blocks: ClassVar[Mapping[str, int]]  # default tokens per KV cache block
     kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes of one value
@@ -262,7 +262,10 @@ class Engine(ABC):
         return 0
 
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
-        """Return the estimates of framework memory, activations of one step and CUDA graphs on one rank."""
+        """Return the estimated memory of one rank besides weights and KV pool.
+
+        It consists of framework memory (such as CUDA's context), activations of one step, and CUDA graphs.
+        """
         if chosen.flags.device == "cpu":
             return Runtime(
                 self.cpu_framework(architecture, chosen), self.cpu_activation(architecture, chosen), NOTHING
@@ -461,7 +464,7 @@ class Engine(ABC):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return notes on risks of a start that fits into memory, and on settings missing in the serve command.
+        """Return notes on risks of a start that fits into memory, and on settings the command cannot express.
 
         ``beside`` is the bytes that the engine takes outside the plan's memory limit.
         """
@@ -487,7 +490,7 @@ class Engine(ABC):
         return []
 
     def serve_options(self, flags: Deployment) -> list[str]:
-        """Return options of the engine's command for which its compose file has no variable."""
+        """Return the options of the serve command that the engine's Docker Compose file has no variable for."""
         return []
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:

@@ -259,7 +259,7 @@ class LlamaCpp(Engine):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return a note on the blocks that --n-gpu-layers leaves on the host."""
+        """Return a note on the transformer blocks that --n-gpu-layers leaves on the host."""
         first, asked = first_block(architecture.layers, chosen.flags), chosen.flags.n_gpu_layers
         if not first:
             return ()
@@ -368,7 +368,7 @@ def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Archite
 
 
 def _read_devices(text: str, out: LogFigures) -> None:
-    """Add the buffer sizes of each device in one log line to ``out``."""
+    """Read the buffer sizes of each device from one start-up log line into ``out``."""
     for device, what, size in compiled(_LOG_BUFFER).findall(text):
         out.figures[f"{device}_{what}_bytes"] = number(size) * MiB
     if match := compiled(_LOG_BREAKDOWN).search(text):

@@ -206,7 +206,8 @@ class SGLang(Engine):
     ) -> str:  # fmt: skip
         """Return the dtype of keys and values; ``auto`` takes an FP8 cache that the checkpoint requests.
 
-        For MLA with an indexer, the GPU decides instead (arg_groups/overrides.py, 0.5.23).
+        For sparse MLA (with an indexer), the default depends on the GPU instead (arg_groups/overrides.py,
+        0.5.23).
 
         Raises:
             DeploymentError: SGLang has no cache in the requested dtype.
@@ -305,8 +306,8 @@ class SGLang(Engine):
     ) -> tuple[int, int]:  # fmt: skip
         """Return the lower and upper bound of the number of pages in the pool.
 
-        mem_fraction_static is a share of the memory that was free before the model was loaded. If framework
-        memory was allocated before, this share is smaller, which gives the lower bound.
+        mem_fraction_static is a share of the memory that is free when the model's loading begins. If framework
+        memory is allocated before that moment, the share has fewer bytes, which gives the lower bound.
         """
         low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
         given = chosen.flags.kv_cache_memory_bytes is not None

@@ -41,7 +41,10 @@ _DRAFTED = 48  # default of --max-running-requests with speculative decoding (ha
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
-    """Return the bytes of one state slot, over all layers on one rank (mamba_cache_per_req); 0 without any."""
+    """Return the bytes of one state slot on one rank, summed over all layers (mamba_cache_per_req).
+
+    The result is 0 for a model without recurrent layers.
+    """
     return sum(_layer_bytes(layer, ranks) for layer in architecture.cache_layers if layer.kind == "state")
 
 

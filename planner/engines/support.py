@@ -90,7 +90,7 @@ NOTHING = Support()
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the rows of support.json."""
+    """Return the content of support.json: what engines support, by GPU, weight format and KV cache format."""
     found: dict[str, Any] = json.loads((Path(__file__).parent / "support.json").read_text())
     return found
 

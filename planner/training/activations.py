@@ -330,7 +330,7 @@ def _taped(
 
 
 def _kept(t: Tape) -> Kept:
-    """Return the bytes of the tensors that a `Tape` has recorded as kept for the backward pass."""
+    """Return the bytes that the backward pass keeps, from the tensors that the `Tape` `t` has recorded."""
     scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,

@@ -96,7 +96,7 @@ class Planner:
         return found
 
     def length(self, setup: TrainingSetup) -> int:
-        """Return the tokens per sequence: --sequence-length, else 2,048 or a shorter model limit."""
+        """Return the tokens per sequence: --sequence-length, else 2,048 or the model's maximum if shorter."""
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:

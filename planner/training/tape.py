@@ -131,7 +131,7 @@ class Tape:
         return self.trainable and self.method in ("full", "freeze")
 
     def add(self, a: Value, residual: Value) -> Value:
-        """Return the sum of two tensors in the wider dtype; it keeps no tensor for the backward pass."""
+        """Record a sum on the tape, which keeps no tensor, and return its result in the wider dtype."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
             # the compiler recomputes the sum from `a` and from the residual, which is kept anyway
@@ -139,13 +139,13 @@ class Tape:
         return out
 
     def scale(self, x: Value) -> Value:
-        """Return `x` times a learned vector; a trained vector keeps `x` for the backward pass."""
+        """Record and return `x` times a learned vector; if the vector is trained, the product keeps `x`."""
         if self.trains:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trains)
 
     def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
-        """Return x W^T, the output of the linear layer `name`.
+        """Record the linear layer `name` on the tape and return its output x W^T.
 
         The backward pass keeps x if W or its adapter is trained, and a cast of W if x needs a gradient. With
         `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
@@ -182,7 +182,10 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """Return x W^T with W in x's dtype, which autocast does not cast and no adapter changes."""
+        """Record a matrix product on the tape and return x W^T, for a W without adapter in the dtype of x.
+
+        Autocast does not cast such a matrix.
+        """
         if self.trains:
             self.save(x)
         return self.new(out, x.width, x.grad or self.trains)
@@ -195,7 +198,7 @@ class Tape:
             self.save(x)
 
     def _lora(self, x: Value, result: Value, width: int) -> Value:
-        """Return `result` + B(A(x)), the output of a linear layer with a LoRA adapter.
+        """Record a LoRA adapter on the tape and return `result` + B(A(x)), its linear layer's output.
 
         PEFT casts x to the adapter's fp32 and, under autocast, back to 16 bits: one copy per module
         (peft/tuners/lora/layer.py, 0.21).
@@ -217,7 +220,9 @@ class Tape:
         return self.like(result, width, True)
 
     def rms_norm(self, x: Value, size: int, groups: int = 1, kind: str = "rms") -> Value:
-        """Return `x` after RMSNorm over `size` values, `groups` times per token, computed in fp32.
+        """Record an RMSNorm on the tape and return `x` after it.
+
+        The norm runs over `size` values, `groups` times per token, and is computed in fp32.
 
         The operations x^2 and x * rsqrt(variance) keep x in fp32. The product with a trained weight keeps the
         normalized tensor: in the model's dtype for kind `rms`, in fp32 for the other kinds
@@ -234,14 +239,14 @@ class Tape:
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
-        """Return the output of a norm that a compiler has fused, which keeps the input and the moments."""
+        """Record a compiled norm on the tape, which keeps its input and `moments`, and return its output."""
         if x.grad or self.trains:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
         return self._fused(self.like(x, x.width, x.grad or self.trains))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
-        """Return the normalized tensor `normal` times the weight of the norm whose input is `x`."""
+        """Record and return the normalized tensor `normal` times the weight of a norm with input `x`."""
         trained = self.trains
         weight = self.weight if trained else self.frozen
         if kind == "rms":
@@ -256,7 +261,9 @@ class Tape:
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
-        """Return `x` after LayerNorm; torch's fused kernel keeps the input, the mean and 1/std.
+        """Record a LayerNorm on the tape and return `x` after it.
+
+        torch's fused kernel keeps the input, the mean and 1 / standard deviation for the backward pass.
 
         Autocast computes LayerNorm in fp32 on a GPU, but not on a CPU.
         """
@@ -289,7 +296,7 @@ class Tape:
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
-        """Return `x` after the activation function `kind`, a name of transformers' ACT2FN.
+        """Record the activation function `kind` (a name of transformers' ACT2FN) and return its output.
 
         silu and gelu keep their input for the backward pass. Functions composed of several operations keep the
         tensors of each operation.
@@ -330,7 +337,7 @@ class Tape:
         return out
 
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
-        """Return the elementwise product of `a` and `b`; `shape` is the larger factor if one is broadcast."""
+        """Record and return the product `a` * `b`; `shape` is the larger factor if the other is broadcast."""
         if a.grad:
             self._keep(b)
         if b.grad:
@@ -340,9 +347,9 @@ class Tape:
     def grouped(
         self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str, biased: bool
     ) -> Value:
-        """Return the output of gated experts by torch's grouped_mm, which runs in the weights' dtype.
+        """Record gated experts, computed by torch's grouped_mm, on the tape and return their output.
 
-        Autocast does not cast the operands of grouped_mm.
+        grouped_mm runs in the dtype of the weights, because autocast does not cast its operands.
         """
         if biased and self.trains:
             self.save(self.new(chosen, 8, False))  # autograd keeps the indices of the biases
@@ -366,9 +373,10 @@ class Tape:
         return self.new(hidden, x.width, grad or weights.grad)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
-        """Return the output of gpt-oss's gated unit with gate and up projection.
+        """Record the clamped activation of gpt-oss's experts and return its output.
 
-        It is (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c) and constants a and c.
+        For the projections gate and up, it is (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c)
+        and constants a and c.
         """
         if gate.grad:
             self.save(gate)
@@ -377,17 +385,17 @@ class Tape:
         return self.like(up)
 
     def dropout(self, x: Value, probability: float) -> Value:
-        """Return `x` after dropout, which keeps a mask for the backward pass."""
+        """Record dropout, which keeps a mask for the backward pass, and return `x` after it."""
         if probability and x.grad:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
 
     def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
-        """Return copies of the rotary embedding's cos and sin tables in interleaved order."""
+        """Return symbolic copies of the rotary embedding's cos and sin tables, in interleaved order."""
         return self.like(tables[0]), self.like(tables[1])
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
-        """Return `x` after rotary embedding, which keeps the cos and sin tables only."""
+        """Record the rotary embedding, which keeps only its cos and sin tables, and return `x` after it."""
         if self.kernels.tables != "shared":
             if x.grad and self.kernels.tables == "taken":
                 self.save(
@@ -405,7 +413,7 @@ class Tape:
         softmax: int = 4, upcast: bool = False, sinks: bool = False, heads_first: bool = False,
         value: int | None = None,
     ) -> Value:  # fmt: skip
-        """Run attention over `heads` query heads and return its output [b, s, heads x value].
+        """Record attention over `heads` query heads and return its output [b, s, heads x value].
 
         Args:
             q: queries.
@@ -466,7 +474,7 @@ class Tape:
         return x if self.single else self.like(x)
 
     def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
-        """Return K and V repeated for every query head."""
+        """Return symbolic copies of K and V, with the KV heads repeated for every query head."""
         return (
             self.new(sizes[0], k.width, k.grad, split=True),
             self.new(sizes[1], v.width, v.grad, split=True),
@@ -477,7 +485,7 @@ class Tape:
         dropout: float, softmax: int, width: int, out: int | None = None, upcast: bool = False,
         sinks: bool = False,
     ) -> Value:  # fmt: skip
-        """Return the output of eager attention, whose single operations keep the score matrices."""
+        """Record eager attention, whose operations each keep a score matrix, and return its output."""
         if repeat:
             k, v = self._repeated(k, v, sizes)
         given = v.width if upcast or sinks else q.width

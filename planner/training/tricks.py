@@ -26,9 +26,9 @@ class Trick:
         gpu_bytes: GPU bytes with the trick.
         saved: GPU bytes that the trick saves, negative if the trick needs more.
         cpu_bytes: CPU bytes with the trick.
-        relative_time: step time with the trick divided by step time without it, at the reference speed.
+        relative_time: step time with the trick divided by step time without it, as speed.py estimates both.
         fits: whether the setup fits with the trick, None if no device memory was given.
-        note: an effect that the figures do not show.
+        note: an effect of the trick that the other fields do not show.
         changes: (field, new value) of each changed flag.
     """
 

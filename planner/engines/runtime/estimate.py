@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A memory term of ``value`` bytes, expected between ``low`` and ``high``."""
+    """One part of the planned memory: ``value`` bytes, expected between ``low`` and ``high`` bytes."""
 
     value: int
     low: int

@@ -54,7 +54,10 @@ def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficient
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, activation: Estimate) -> Runtime:
-    """Return framework memory, activations and CUDA graphs of one rank, with bounds of their sum."""
+    """Return the estimates of framework memory and activations of one rank, with bounds of their sum.
+
+    CUDA graphs count as 0 bytes.
+    """
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
     framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
     total = framework.value + activation.value

@@ -50,8 +50,8 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     Within a layer, the fp16 mask is alive together with the widest of these groups of tensors:
 
     - MLP: gate, up and product, and four residuals.
-    - Experts: the outputs of a token's experts, queries and three residuals; also gate, up and product if they
-      do not fit into memory that is free by then.
+    - Experts: the outputs of a token's experts, queries and three residuals. Gate, up and product count too, if
+      they do not fit into memory that earlier tensors have freed.
     - Attention: queries, keys and values; for MLA, two tensors of the latent's width per head.
     - Recurrent states: the convolutions' inputs three times, their outputs twice, the states twice.
     - Scores, without flash attention: the scores of all heads, their fp32 mask, four times the queries, keys,

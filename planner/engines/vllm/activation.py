@@ -1,6 +1,6 @@
 """Peak of PyTorch's allocations during vLLM's profile run (``profile_run``) on a GPU, besides the weights.
 
-The peak is the largest of three moments:
+The peak is the largest of three phases:
 
 - the vision tower on the largest images (encoder.py);
 - the sampler on the logits of max_num_seqs sequences, while the hidden states of the whole step are alive;
@@ -50,7 +50,7 @@ _MULTIPROCESSORS = 132
 # (MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size).
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
-# With a draft model, vLLM's first model runner also profiles its rejection sampler, with one drafted token per
+# With a draft model, vLLM's V1 model runner also profiles its rejection sampler, with one drafted token per
 # sequence. The two numbers count its tensors of [sequences, vocabulary]. 3 are in the model's dtype: the logits
 # of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next token's
 # returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise
@@ -60,7 +60,7 @@ _VERIFIER = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class ProfilePeak:
-    """The bytes of each moment of vLLM's profile run; 0 for a moment that the pipeline stage does not have.
+    """The memory peaks of vLLM's profile run, in bytes; 0 for a phase that the pipeline stage does not run.
 
     Attributes:
         forward: Peak of the widest layer of a step.
@@ -148,7 +148,7 @@ def compiles(chosen: Resolved) -> bool:
 
 
 def compiling(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes that compilation allocates at once in the profile run, 0 without a compilation.
+    """Return the bytes that torch.compile allocates at once in the profile run, 0 if the model is not compiled.
 
     To time a kernel, Inductor makes random copies of all its arguments (get_args in
     torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The result is the bytes of the
@@ -198,7 +198,7 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, 
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
     sampled = 2 * rows * architecture.hidden_size * size
     if on_second_runner(architecture, known):
-        # The second model runner's dummy requests have no sampling parameters, so its sampler copies nothing
+        # The V2 model runner's dummy requests have no sampling parameters, so its sampler copies nothing
         # (v1/worker/gpu/sample/sampler.py).
         return rows * vocabulary * size + sampled
     drafts = chosen.draft is not None

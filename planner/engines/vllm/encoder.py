@@ -92,7 +92,7 @@ class Encoding:
 
     Attributes:
         peak: Bytes while the vision tower runs.
-        kept: Bytes that stay allocated while the language model runs: the image embeddings, and in vLLM's first
+        kept: Bytes that stay allocated while the language model runs: the image embeddings, and in vLLM's V1
             model runner also the tower's input.
         deep: Bytes of buffers for per-token inputs of the language model's inner layers, such as Qwen3-VL's
             image features or Gemma's per-layer embeddings.
@@ -108,7 +108,7 @@ class Encoding:
 def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -> Encoding | None:
     """Return the GPU memory that images take in vLLM's profile run, or None if the tower is not known.
 
-    ``first`` is whether this is the first pipeline stage; the second model runner encodes only there.
+    ``first`` is whether this is the first pipeline stage; the V2 model runner encodes only there.
     """
     vision, found, known = architecture.vision, profiled(architecture, chosen), rules(chosen.version)
     if vision is None:

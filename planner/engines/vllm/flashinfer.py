@@ -1,9 +1,9 @@
 """The workspace of FlashInfer's attention in vLLM on a GPU.
 
 vLLM's attention metadata builder allocates the workspace on first use (_get_workspace_buffer in
-v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's first model runner, the
+v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's V1 model runner, the
 workspace therefore appears with the first full graph of the trial capture and counts as CUDA graphs
-(vllm#50780). The second model runner allocates it together with the pool (init_attn_backend in
+(vllm#50780). The V2 model runner allocates it together with the pool (init_attn_backend in
 v1/worker/gpu/attn_utils.py), where it is not counted.
 """
 
@@ -36,7 +36,7 @@ def charged(architecture: Architecture, chosen: Resolved) -> int:
 def uncounted(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of FlashInfer's workspace on one rank that are outside vLLM's memory budget.
 
-    The second model runner allocates them together with the pool.
+    The V2 model runner allocates them together with the pool.
     """
     known = runs(architecture, chosen) and _second(architecture, chosen)
     return _workspace(architecture, chosen) if known else 0

@@ -107,7 +107,7 @@ def _context(chosen: Resolved) -> int:
 
 
 def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of the token counts that vLLM's second model runner keeps for sampling penalties.
+    """Return the bytes of the token counts that vLLM's V2 model runner keeps for sampling penalties.
 
     The counts take one int32 and one bit per sequence and vocabulary entry. PyTorch allocates them before the
     profile run (v1/worker/gpu/sample/penalties.py). They reduce the pool only in vLLM versions that subtract
@@ -120,7 +120,7 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of the second model runner's embedding buffers, allocated before the profile run.
+    """Return the bytes of the V2 model runner's embedding buffers, allocated before the profile run.
 
     On the first stage, they hold a step's embeddings for images (EncoderRunner in
     v1/worker/gpu/mm/encoder_runner.py). On the last stage, they hold the hidden states passed to a draft model

@@ -140,8 +140,8 @@ def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
 def subtracted(architecture: Architecture, chosen: Resolved) -> bool:
     """Return whether vLLM subtracts its estimate of CUDA graphs from the pool.
 
-    In older versions, vLLM's second model runner estimated 0 bytes, although it captures as many graphs as the
-    first (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).
+    In older versions, vLLM's V2 model runner estimated 0 bytes, although it captures as many graphs as the V1
+    model runner (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).
     """
     known = rules(chosen.version)
     return known.graphs_subtracted and (known.runner_v2_graphs or not on_second_runner(architecture, known))

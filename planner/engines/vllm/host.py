@@ -1,4 +1,4 @@
-"""Host memory of vLLM's processes on GPUs, by cause. Named source files are from vLLM 0.32.
+"""Host memory of vLLM's processes on GPUs, divided by purpose. Named source files are from vLLM 0.32.
 
 The sources of 0.30, 0.31 and 0.33 were read too. The processes are an API server, the engine core, and one
 worker per rank (v1/executor/multiproc_executor.py). With one rank, the engine core is also the worker ("uni",
@@ -97,8 +97,8 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
 def _pinned(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of token ids and positions in each worker, for all running sequences.
 
-    The second model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
-    M-RoPE it also pins every position (mm/rope.py). The first model runner does not pin token ids, so their
+    The V2 model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
+    M-RoPE it also pins every position (mm/rope.py). The V1 model runner does not pin token ids, so their
     pages are allocated on use (v1/worker/gpu_input_batch.py). It pins block tables and the embeddings of a
     step.
     """

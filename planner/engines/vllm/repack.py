@@ -78,8 +78,8 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
     """Return the upper bound of `kernel_padding` over the MXFP4 kernels that vLLM may select while loading.
 
-    On Hopper and later it falls back to Marlin where Triton's kernels are not installed. For example,
-    gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 (vllm-project/vllm issue 23278).
+    On Hopper and later GPUs, vLLM falls back to Marlin if Triton's kernels are not installed. For example,
+    gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 GiB (vllm-project/vllm issue 23278).
     """
     planned = kernel_padding(architecture, quantization, flags)
     if flags.device == "cpu" or quantization.scheme != "mxfp4" or mxfp4_kernel(flags) in ("marlin", "rocm"):

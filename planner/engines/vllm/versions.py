@@ -34,11 +34,11 @@ class VersionRules:
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
     # If FlashInfer is installed (as in vLLM's image), its kernel on logits replaces the sampler that sorts.
     unsorted_if_installed: bool = False
-    # Model classes that run on the second model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
+    # Model classes that run on the V2 model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
     # is whether all dense models without recurrent states run on it.
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
-    runner_v2_encodes: bool = False  # the second runner's profile run encodes images too
+    runner_v2_encodes: bool = False  # the V2 runner's profile run encodes images too
     drops_towers: bool = False  # towers are not loaded if the limits of all their modalities are zero
     # Processors pass pixels as bytes, and the GPU converts them to the model's dtype.
     pixels_as_bytes: bool = False
@@ -66,7 +66,7 @@ class VersionRules:
     counts_context: bool = False  # CUDA's context and NCCL's communicators are subtracted from the pool
     counts_consumed: bool = False  # memory allocated before the profile run is subtracted from the pool
     graphs_subtracted: bool = False  # the estimate of CUDA graphs is subtracted from the pool
-    runner_v2_graphs: bool = False  # the second runner's graphs are subtracted from the pool too
+    runner_v2_graphs: bool = False  # the V2 runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
     in_flight_batches: int = 1  # batches scheduled ahead whose tokens sliding layers hold
@@ -287,7 +287,7 @@ def rules(version: Version) -> VersionRules:
 
 
 def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
-    """Return whether vLLM runs the model on its second model runner (v1/worker/gpu) instead of the first.
+    """Return whether vLLM runs the model on its V2 model runner (v1/worker/gpu) instead of the V1 runner.
 
     The rule is _is_default_v2_model_runner_model in config/vllm.py.
     """
