@@ -77,7 +77,7 @@ _LOG_NAMES = {
 }
 _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
-_SPARSE_ROW = 656  # bytes: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
+_SPARSE_ROW = 656  # bytes of a sparse MLA row: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 0.4)
 # From 0.5.4 on (pull request 10975), chunked prefill, graphs and mem_fraction_static depend on the device's
 # memory.

@@ -36,7 +36,7 @@ TOO_FEW = Failure(
     "ranks, would make some",
     "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests.",
 )
-_MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # limits in resolve_max_num_reqs
+_MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # limits of max_running_requests in SGLang's resolve_max_num_reqs
 _DRAFTED = 48  # default of --max-running-requests with speculative decoding (handle_speculative_decoding)
 
 

@@ -55,7 +55,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
             wanted = int(count * ratio)
         else:
             wanted = int(flags.hicache_size * (count * size / device) * _GB // size)
-        held[kind] = (wanted // paged + 1) * paged  # one page of padding
+        held[kind] = (wanted // paged + 1) * paged  # SGLang adds one page of padding
         rank += held[kind] * size
         parts.append(f"{held[kind]:,} {'slots' if kind == 'state' else 'tokens'} x {size:,} ({kind})")
     latent = all(layer.kind == "mla" for layer in hosted.architecture.cache_layers if layer.kind != "state")

@@ -218,7 +218,7 @@ def _judged(engine: str) -> frozenset[str]:
     return frozenset(kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"])
 
 
-@cache  # a sweep over many GPUs looks up the same rows repeatedly
+@cache  # cached, because a sweep over many GPUs looks up the same rows repeatedly
 def _rows(part: str, engine: str, version: Version) -> tuple[Mapping[str, Any], ...]:
     return tuple(_rows_of(part, engine, version))
 

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         args = parser().parse_args(argv)
         compared = [compare(read_log(Path(name)), name, args) for name in args.logs]
         kept = None if args.calibrate is None else keep(Path(args.calibrate), compared)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)

@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
                 print(f"http://{shown}:{serving.server_address[1]} (Ctrl-C ends it)", flush=True)
                 serving.serve_forever()
         return 0
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return 0

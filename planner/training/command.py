@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
     """Run `tonnage train` with `argv` (without the sub-command's name) and return the exit code."""
     try:
         args = parser().parse_args(argv)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)

@@ -29,7 +29,7 @@ _ENCODER = 0.15, 0.3
 _UNKNOWN = 1.5
 _PUBLISHED = ((8, 0), (12, 0))
 # Start-up logs with every memory term have at most this many tokens per step. For more tokens, the upper bound
-# grows by a share of the planned activation peak:
+# grows by a share of the planned activation peak.
 #
 # For dense decoders, starts with 32,768 and 131,072 tokens are within 0.15 of the peak (Qwen2.5-0.5B;
 # Llama-3.1-8B on an MI300X). Kernels of experts, recurrent states and images hold more tensors than the plan

@@ -50,13 +50,13 @@ _NVFP4_GROUP = 16
 
 
 def _per_token_head(bits: int) -> Callable[[int, int], int]:
-    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # one fp32 scale each for K and V
+    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # an fp32 scale each for K and V
 
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
-        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # plus an fp16 norm per key
-        values = ceil_div(key * value_bits, 8) + 4  # plus fp16 scale and zero; V is assumed as wide as K
+        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # 2 bytes for an fp16 norm per key
+        values = ceil_div(key * value_bits, 8) + 4  # 4 bytes for fp16 scale and zero; V is as wide as K
         return keys + values + (keys + values) % 2
 
     return slot

@@ -23,10 +23,10 @@ _QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.p
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
 _GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias")
-# Phi-3-vision reads the output of CLIP's last layer but one; vLLM builds no more (_init_img_processor in
-# models/phi3v.py).
+# Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after it
+# (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
-_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads it as the decoder's bias
+_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads this bias as that of the output head's decoder
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:

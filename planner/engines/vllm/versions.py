@@ -117,9 +117,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     # vLLM no longer uses FlashInfer 0.2.3 and later for sampling.
     ((0, 8, 3), {"sampler": "sort"}),
-    # Source: pull request 16158.
+    # The source is vLLM's pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
-    # Source: pull request 17885.
+    # The source is vLLM's pull request 17885.
     ((0, 9, 0), {"large_batches": "memory"}),
     # Since pull request 18974, memory_profiling counts from the first snapshot.
     ((0, 9, 1), {"counts_context": False}),
@@ -167,7 +167,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # profile_cudagraph_memory first appears in 0.18.0, and VLLM_FUSED_MOE_CHUNK_SIZE is removed: no expert
     # chunks.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
-    # Source: pull request 37252 (March 2026).
+    # The source is vLLM's pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
     # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
     # model_executor/models/config.py of 0.20.1 (not known for older versions). fused_index_key: wk_weights_proj
