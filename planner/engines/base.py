@@ -43,7 +43,7 @@ class Engine(ABC):
     oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows
     distributions: tuple[str, ...] = ()  # Python packages whose installed version is the engine's
 
-    # The next two map a device type ("cpu", "cuda") to defaults of the engine's flags.
+    # `batch` and `blocks` map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
     blocks: ClassVar[Mapping[str, int]]  # default tokens per KV cache block
     kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes of one value
@@ -78,8 +78,8 @@ class Engine(ABC):
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     shows_version = True  # whether a plan shows the engine's version beside its name
     logs = False  # whether the start-up log reports memory figures
-    # Name of a figure that a complete start-up log contains -> the setting that makes the engine log it. A bar
-    # in the name separates alternatives.
+    # Name of a figure that a complete start-up log contains -> the setting that makes the engine log it. Of
+    # names that a bar separates, the log needs one.
     log_figures: ClassVar[Mapping[str, str]] = {}
 
     # -- Flags: planning/deployment.py uses these methods to fill in defaults and to reject invalid flags.
@@ -87,8 +87,8 @@ class Engine(ABC):
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
         """Return the default (max_num_seqs, max_num_batched_tokens).
 
-        ``memory`` is the device's size in bytes. The token default applies where the engine computes prompts in
-        chunks.
+        ``memory`` is the device's memory in bytes. The default of max_num_batched_tokens applies only with
+        chunked prefill.
         """
         return self.batch[flags.device]
 
@@ -148,9 +148,10 @@ class Engine(ABC):
     def static_share(
         self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
     ) -> float | None:
-        """Return --mem-fraction-static for a device of ``memory`` bytes and steps of ``tokens`` tokens.
+        """Return the effective --mem-fraction-static, or None for an engine without this flag.
 
-        Returns None for an engine without this flag.
+        It is SGLang's share of device memory for weights and KV pool. ``memory`` is the device's memory in
+        bytes, ``tokens`` the maximum tokens per step.
         """
         return None
 
@@ -175,7 +176,7 @@ class Engine(ABC):
         return asked or self.blocks[flags.device]
 
     def choose_dtype(self, flags: Deployment, architecture: Architecture, auto: str) -> str:
-        """Return the dtype that the model is loaded in; ``auto`` is the checkpoint's own.
+        """Return the dtype that the model is loaded in; ``auto`` is the dtype of the checkpoint.
 
         Raises:
             DeploymentError: the engine cannot load the model in the requested dtype.
@@ -196,7 +197,7 @@ class Engine(ABC):
     ) -> str:  # fmt: skip
         """Return the dtype of keys and values in the KV cache, for a model loaded in ``dtype``.
 
-        ``stored`` is the cache that the checkpoint requests, or None. Most engines ignore it.
+        ``stored`` is the KV cache dtype that the checkpoint's config requests, or None. Most engines ignore it.
 
         Raises:
             DeploymentError: the engine has no KV cache in the requested dtype.
@@ -235,17 +236,23 @@ class Engine(ABC):
         return 0
 
     def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
-        """Return the bytes that one rank allocates with its weights for the tokens of a step."""
+        """Return the bytes of buffers on one rank whose size depends on the tokens of a step.
+
+        The model's modules allocate these buffers while the weights are loaded.
+        """
         return 0
 
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the upper bound of `kernel_padding`, where the engine selects a kernel only while loading."""
+        """Return the largest result that `kernel_padding` may have, in bytes.
+
+        It is larger than `kernel_padding` if the engine may select another kernel while it loads the weights.
+        """
         return self.kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
+        """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None."""
         return None
 
     def allocator_rounding(
@@ -255,7 +262,10 @@ class Engine(ABC):
         return 0
 
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
-        """Return the estimates of framework memory, activations of one step and CUDA graphs on one rank."""
+        """Return the estimated memory of one rank besides weights and KV pool.
+
+        It consists of framework memory (such as CUDA's context), activations of one step, and CUDA graphs.
+        """
         if chosen.flags.device == "cpu":
             return Runtime(
                 self.cpu_framework(architecture, chosen), self.cpu_activation(architecture, chosen), NOTHING
@@ -288,7 +298,10 @@ class Engine(ABC):
         return hf.activation_bytes(architecture, chosen)
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
-        """Estimate the activations of one step on a GPU; after None, the caller uses the widest layer."""
+        """Estimate the activations of one step on a GPU, or return None without a rule for this engine.
+
+        If the result is None, the caller estimates the activations from the model's widest layer.
+        """
         return None
 
     # -- The pool of KV cache blocks.
@@ -326,7 +339,10 @@ class Engine(ABC):
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """Return ``pool`` with its parts that depend on ``weights``, the bytes of weights on the same rank."""
+        """Return ``pool`` completed by parts whose size depends on the rank's weights, of ``weights`` bytes.
+
+        An example is SGLang's slots for recurrent states, which take part of the memory that weights leave.
+        """
         return pool
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
@@ -345,9 +361,9 @@ class Engine(ABC):
         return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the blocks of ``size`` bytes that fit into the memory left beside ``fixed`` bytes.
+        """Return the number of blocks of ``size`` bytes that fit into the memory left beside ``fixed`` bytes.
 
-        It is used where no flag sets the pool's size. ``fixed`` includes the ``weights`` bytes.
+        This number is the pool's size if no flag sets it. ``fixed`` includes the ``weights`` bytes.
         """
         return max(0, chosen.limit - fixed) // size
 
@@ -390,13 +406,15 @@ class Engine(ABC):
         )
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return ``flags`` as the plan shows them, with values that only the sized pool determines."""
+        """Return ``flags`` as the plan shows them, with values such as the block size taken from ``pool``."""
         return flags
 
     # -- Host memory.
 
     def tier_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of a rank's KV tier that lie in the device's own memory, as on a CPU.
+        """Return the bytes of a rank's KV offloading tier that count as device memory.
+
+        They are 0 on a GPU. On a CPU, the tier in host memory and the KV pool share one memory.
 
         Raises:
             DeploymentError: the tier does not combine with the model or with another flag.
@@ -404,11 +422,11 @@ class Engine(ABC):
         return 0
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of a disk tier's index in the device's own memory, as on a CPU."""
+        """Return the bytes of the disk tier's index that count as device memory, as on a CPU."""
         return 0
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
-        """Return the KV tiers beside the pool of one replica.
+        """Return one replica's KV offloading tiers, which hold blocks in host memory or on disk.
 
         Raises:
             DeploymentError: a tier's flag is not understood.
@@ -446,7 +464,7 @@ class Engine(ABC):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return notes on risks of a start that fits into memory, and on settings missing in the serve command.
+        """Return notes on risks of a start that fits into memory, and on settings the command cannot express.
 
         ``beside`` is the bytes that the engine takes outside the plan's memory limit.
         """
@@ -472,7 +490,7 @@ class Engine(ABC):
         return []
 
     def serve_options(self, flags: Deployment) -> list[str]:
-        """Return options of the engine's command for which its compose file has no variable."""
+        """Return the options of the serve command that the engine's Docker Compose file has no variable for."""
         return []
 
     def environment_notes(self, flags: Deployment) -> tuple[str, ...]:

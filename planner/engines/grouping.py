@@ -66,7 +66,10 @@ def group_pages(pages: list[LayerPages], *, pads: bool = True) -> Groups:
 
 
 def _uniform_type(pages: list[LayerPages]) -> bool:
-    """Return whether all layers keep the same tokens; they then form one group even if their bytes differ."""
+    """Return whether all layers cache the same tokens, such as all tokens or the same sliding window.
+
+    Such layers form one group even if their bytes per token differ.
+    """
     first = pages[0]
     if any(page.block_size != first.block_size for page in pages):
         return False
@@ -79,9 +82,9 @@ def _uniform_type(pages: list[LayerPages]) -> bool:
 
 
 def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
-    """Return the pages enlarged to the bytes of the largest page.
+    """Return the pages, each enlarged to the bytes of the largest page.
 
-    A page that divides the largest gets more tokens per block. Any other page is padded.
+    A page whose bytes divide those of the largest page gets more tokens per block. Any other page is padded.
     """
     largest = max(page.page_bytes for page in pages)
     out = []
@@ -148,10 +151,14 @@ def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
 def pack_buckets(buckets: list[list[LayerPages]]) -> Groups:
     """Return the KV cache groups of vLLM's packed layout, which stores pages of different bytes side by side.
 
-    The rule is _get_packed_kv_cache_groups. Each bucket has layers that keep the same tokens. A bucket with
-    equally many layers of each page size is split into groups with about the same number of layers per size.
-    That number is at least the layer count per size of the largest bucket with several sizes. All other buckets
-    stay whole.
+    The rule is vLLM's _get_packed_kv_cache_groups:
+
+    - The layers of one bucket cache the same tokens.
+    - A bucket can be split if it has the same number n of layers for each of its page sizes. Any other bucket
+      becomes one group.
+    - A group of a split bucket has at most m layers of each page size.
+    - m is at least the largest n of the buckets with several page sizes. Of these values, m is the one for
+      which rounding every bucket's n up to a multiple of m adds the fewest layers.
     """
     by_size = [_sizes(bucket) for bucket in buckets]
     repeats = [len(next(iter(sizes.values()))) if _balanced(sizes) else 0 for sizes in by_size]
@@ -180,8 +187,8 @@ def _balanced(sizes: dict[int, list[LayerPages]]) -> bool:
 
 
 def _least_padding(values: list[int], low: int) -> int:
-    """Return the divisor, at least ``low``, for which rounding all ``values`` up to its multiples adds least.
+    """Return the number d, at least ``low``, that minimizes the padding of all ``values`` to multiples of d.
 
-    The largest divisor wins a tie.
+    If several numbers need the same padding, the largest is returned.
     """
     return min(range(low, max(values) + 1), key=lambda d: (sum(-v % d for v in values), -d))

@@ -91,7 +91,7 @@ class HF(Engine):
         return blocks
 
     def tier_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of the host tier: the whole blocks that --kv-offloading-size holds.
+        """Return the bytes of the KV tier in host memory: --kv-offloading-size, rounded down to whole blocks.
 
         Raises:
             DeploymentError: the tier does not combine with the device, the model's layers or another flag.
@@ -121,7 +121,7 @@ class HF(Engine):
         return size // block * block
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of the index of ``--kv-offloading-disk``, with a full folder."""
+        """Return the bytes of the disk tier's in-memory index when --kv-offloading-disk is full."""
         flags = chosen.flags
         if flags.kv_offloading_disk is None:
             return 0
@@ -130,7 +130,7 @@ class HF(Engine):
         return index_bytes(blocks, flags.kv_offloading_policy == "learned")
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
-        """Return the host tier, and the disk tier behind it."""
+        """Return the KV offloading tiers: one in host memory, and behind it one on disk if configured."""
         flags, layout = hosted.chosen.flags, hosted.layout
         if not flags.kv_offloading_bytes:
             return ()
@@ -157,11 +157,12 @@ class HF(Engine):
         )  # fmt: skip
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the blocks that a request reserves at admission: all of its prompt and answer.
+        """Return the rule for the blocks that a request reserves when it is admitted.
 
-        A group of sliding-window layers reserves at most the blocks that it can ever hold
-        (cache/admission/reservation.py). The engine's guaranteed mode admits more requests than this rule and
-        stalls some of them instead of making them wait.
+        A request reserves the blocks of its whole prompt and its maximum output. A group of sliding-window
+        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). The engine's
+        guaranteed mode admits more requests than this rule. It then stalls some running requests, where this
+        rule leaves requests waiting.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -224,7 +225,9 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
         )
         value = {layer.value_head_size for layer in layers}
         if len(value) != 1 or None in value:
-            raise UnsupportedArchitecture("layers with different values are not supported", field="v_head_dim")
+            raise UnsupportedArchitecture(
+                "MLA layers with different V head sizes are not supported", field="v_head_dim"
+            )
         width = architecture.head_size + sum(v for v in value if v is not None)
         page_bytes = block_size * architecture.heads * (width * element + 2 * scale)
     shapes = {(_stored_heads(layer), layer.head_size) for layer in layers}
@@ -268,13 +271,13 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
         if layer.kind not in ("full", "sliding", "mla") or layer.compression > 1 or narrow:
             what = "V narrower than K" if narrow else layer.kind
             raise UnsupportedArchitecture(
-                f"layer {layer.layer} ({what}) has no place in the hf engine's pool", field="architectures",
+                f"the hf engine's pool cannot store layer {layer.layer} ({what})", field="architectures",
                 hint="plan it with --engine vllm",
             )  # fmt: skip
 
 
 def _groups(layers: tuple[CacheLayer, ...], block_size: int) -> tuple[KVGroup, ...]:
-    """Group layers by kind and window; all their pages have the same size."""
+    """Group the layers by kind of attention and window size; the pages of all layers have equal bytes."""
     pages = [LayerPages(layer.layer, layer.kind, block_size, 1, (), layer.window) for layer in layers]
     return tuple(
         KVGroup(group[0].kind, tuple(page.layer for page in group), group[0].window)

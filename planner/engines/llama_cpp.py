@@ -100,7 +100,7 @@ class LlamaCpp(Engine):
     keeps_gguf = True
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
-        """Return the whole device memory: llama.cpp keeps no share of it free."""
+        """Return the whole device memory in bytes, because llama.cpp leaves no share of it unused."""
         return memory
 
     def choose_kv_dtype(
@@ -115,7 +115,7 @@ class LlamaCpp(Engine):
         found = check_cache_types(flags.kv_cache_dtype)
         if flags.flash_attn == "off" and CACHE_TYPES[cache_types(found)[1]][0] > 1:
             raise DeploymentError(
-                f"{found} packs V: llama.cpp stops with 'V cache quantization requires flash_attn'",
+                f"{found} quantizes V: llama.cpp stops with 'V cache quantization requires flash_attn'",
                 field="--flash-attn", hint="on, or --kv-cache-dtype f16",
             )  # fmt: skip
         return found
@@ -127,7 +127,11 @@ class LlamaCpp(Engine):
             DeploymentError: another block size was requested.
         """
         if asked not in (None, 1):
-            raise DeploymentError("llama.cpp has cells of one token", field="--block-size", hint="leave it out")
+            raise DeploymentError(
+                "llama.cpp has no block size: a cache cell holds one token",
+                field="--block-size",
+                hint="leave it out",
+            )
         return 1
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
@@ -157,14 +161,17 @@ class LlamaCpp(Engine):
         if flags.n_gpu_layers is not None and flags.device == "cpu":
             raise DeploymentError("the plan is for a CPU", field="--n-gpu-layers", hint="--gpu NAME")
         if flags.n_gpu_layers is not None and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
-            raise DeploymentError("is planned for one GPU", field="--n-gpu-layers", hint="leave one out")
+            raise DeploymentError(
+                "this flag is planned for a single GPU only", field="--n-gpu-layers", hint="leave one out"
+            )
         return super().adjust_step(flags, architecture, max_model_len, tokens)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors that the device holds.
+        """Return the model's tensors that lie in device memory.
 
-        llama.cpp computes rotary tables on the fly. With GPUs, the embedding stays on the host (dev_input in
-        src/llama-model.cpp), and an output head tied to it becomes a separate copy.
+        There are no rotary tables, because llama.cpp computes rotary embeddings in each step. With GPUs, the
+        token embedding stays on the host (dev_input in src/llama-model.cpp). An output head tied to the
+        embedding then becomes a separate copy on the GPU.
         """
         held = [tensor for tensor in architecture.tensors if tensor.role != "buffer"]
         if flags.device != "cpu":
@@ -228,7 +235,7 @@ class LlamaCpp(Engine):
         return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the cells of the requested context, which llama.cpp allocates whatever memory is free."""
+        """Return the cells of the requested context; llama.cpp allocates them regardless of free memory."""
         return _context(chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
@@ -252,7 +259,7 @@ class LlamaCpp(Engine):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return a note on the blocks that --n-gpu-layers leaves on the host."""
+        """Return a note on the transformer blocks that --n-gpu-layers leaves on the host."""
         first, asked = first_block(architecture.layers, chosen.flags), chosen.flags.n_gpu_layers
         if not first:
             return ()
@@ -263,7 +270,7 @@ class LlamaCpp(Engine):
         )
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add buffers, cache cells, cache types and flags of one start-up log line to ``out``."""
+        """Read buffers, cache cells, cache types and flags from one start-up log line into ``out``."""
         text = squeezed(line)
         if not (
             compiled(_LOG_ENGINE).search(text) or "size=" in text or "memorybreakdown" in text or "|-" in text
@@ -272,7 +279,7 @@ class LlamaCpp(Engine):
         read_figures(self.name, _LOG_LINES, text, out)
         if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
-            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts all streams' cells
+            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts the cells of all streams
                 shared = cells[2] not in (None, cells[3])
                 out.cells = max(out.cells, number(cells[1]))
                 out.flags["max_num_seqs"], out.flags["kv_unified"] = cells[2 if shared else 3], str(shared)
@@ -342,16 +349,16 @@ class LlamaCpp(Engine):
 
 
 def first_block(layers: int, flags: Deployment) -> int:
-    """Return the first block on the GPU, 0 if all are there.
+    """Return the index of the first transformer block that llama.cpp places on the GPU, 0 if all are there.
 
-    --n-gpu-layers N places the output layer and the last N - 1 blocks on the GPU (i_gpu_start in
+    --n-gpu-layers N places the output layer and the last N - 1 transformer blocks on the GPU (i_gpu_start in
     src/llama-model.cpp, read 2026-11). Older releases place the last N blocks, and then the output layer.
     """
     return 0 if flags.n_gpu_layers is None else max(0, layers + 1 - flags.n_gpu_layers)
 
 
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
-    """Return two architectures: one with the caches of the blocks on the GPU, one with all other caches."""
+    """Return two copies of the model: one with only the KV caches on the GPU, one with those on the host."""
     first = first_block(architecture.layers, flags)
     if not first:
         return architecture, replace(architecture, cache_layers=())
@@ -361,7 +368,7 @@ def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Archite
 
 
 def _read_devices(text: str, out: LogFigures) -> None:
-    """Add the buffer sizes of each device in one log line to ``out``."""
+    """Read the buffer sizes of each device from one start-up log line into ``out``."""
     for device, what, size in compiled(_LOG_BUFFER).findall(text):
         out.figures[f"{device}_{what}_bytes"] = number(size) * MiB
     if match := compiled(_LOG_BREAKDOWN).search(text):
@@ -426,7 +433,8 @@ def row_bytes(elements: int, kind: str) -> int:
     values, size = CACHE_TYPES[kind]
     if elements % values:
         raise DeploymentError(
-            f"{kind} packs {values} values, which do not divide a row of {elements}", field="--kv-cache-dtype"
+            f"{kind} quantizes {values} values at a time, which do not divide a row of {elements}",
+            field="--kv-cache-dtype",
         )
     return elements // values * size
 
@@ -481,9 +489,10 @@ def size_cache(
 
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
-    """Return one sequence's cache bytes in sliding-window and recurrent layers, 0 without them.
+    """Return the cache bytes of one sequence in sliding-window and recurrent layers, 0 without such layers.
 
-    llama.cpp cannot roll these layers back, so its context checkpoints copy them.
+    llama.cpp cannot roll these layers back to an earlier token. Its context checkpoints therefore copy their
+    cache.
     """
     kept = tuple(layer for layer in architecture.cache_layers if layer.kind in ("sliding", "state"))
     partial, types = replace(architecture, cache_layers=kept), chosen.flags.kv_cache_dtype
@@ -491,14 +500,14 @@ def _partial(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _context(chosen: Resolved) -> int:
-    """Return llama.cpp's n_ctx: the number of cache cells of all sequences together."""
+    """Return llama.cpp's n_ctx: the KV cache cells (one token each) of all sequences together."""
     return chosen.max_model_len * (1 if chosen.flags.kv_unified else chosen.max_num_seqs)
 
 
 def _masked(architecture: Architecture, chosen: Resolved) -> tuple[int, int]:
-    """Return (sum, maximum) of the cache cells that the attention masks cover.
+    """Return the number of KV cache cells over all attention masks, and in the longest mask.
 
-    There is one mask for full attention, and one for each sliding window.
+    A step has one mask for full attention, and one for each size of sliding window. A cell stores one token.
     """
     cells = _padded(chosen.max_model_len)
     windows = {layer.window or 0 for layer in architecture.cache_layers if layer.kind == "sliding"}
@@ -514,7 +523,7 @@ def _padded(cells: int) -> int:
 
 
 def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[int, int]:
-    """Return (values of K, values of V) that one cache cell of a layer stores."""
+    """Return the number of K values and of V values that a layer caches per token (per cell)."""
     if layer.kind in ("full", "sliding"):
         value = layer.head_size if layer.value_head_size is None else layer.value_head_size
         return layer.kv_heads * layer.head_size, layer.kv_heads * value
@@ -522,7 +531,8 @@ def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[
         if mla == "latent":
             return layer.head_size, 0
         sizes = expanded_heads(architecture)
-        # -mla 1 stores the latent, and its compressed part once more as a transposed copy.
+        # With -mla 1, the cache stores the MLA latent, and a transposed copy of the latent without its rotary
+        # part.
         if mla == "latent+transposed":
             return layer.head_size, sizes.latent
         return architecture.heads * sizes.key, architecture.heads * sizes.value

@@ -24,7 +24,7 @@ from tonnage.planner.units import ceil_div
 VOCAB_PADDING = 64
 _LAST = ("norm", "head")  # roles of the tensors after the last layer
 _TP = "--tensor-parallel-size"
-_MOST_RANKS = 64  # Examples in an error are at most this number.
+_MOST_RANKS = 64  # Error messages suggest rank counts up to this one.
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ class PoolSpec:
         layout: Groups, shapes and dtype of the cache.
         demands: Blocks that a sequence needs, for each of ``layout.groups``.
         notes: Notes for the plan.
-        pages: Page bytes of each layer, group by group; empty if every layer takes one layer slot.
+        pages: Bytes of one block in each layer, group by group; empty if all layers have equal bytes.
         apart: Bytes of the pool outside its blocks, for recurrent states of all requests.
-        running: Number of requests that ``apart`` has states for; None is unlimited.
+        running: Number of requests whose recurrent states fit into ``apart``; None is unlimited.
     """
 
     layout: KVLayout
@@ -61,7 +61,10 @@ class PoolSpec:
     running: int | None = None
 
     def stage_bytes(self, layers: frozenset[int]) -> int:
-        """Return the bytes of a block on a pipeline stage with only ``layers``, the maximum over the groups."""
+        """Return the bytes of one block on a pipeline stage that holds only ``layers``.
+
+        A block serves one group at a time, so its size is the maximum over the KV cache groups.
+        """
         widest = 0
         for place, group in enumerate(self.layout.groups):
             sizes = self.pages[place] if self.pages else (self.layout.slot_bytes,) * len(group.layers)
@@ -108,9 +111,10 @@ class PoolCapacity:
 def token_pool(
     architecture: Architecture, size: int, dtype: str, dtype_bytes: int, block_size: int = 1
 ) -> PoolSpec:
-    """Return the pool of an engine that counts tokens: a block is ``block_size`` token slots in all layers.
+    """Return the pool of an engine that sizes its KV cache in tokens, such as SGLang.
 
-    ``size`` is the bytes of one token in all layers. ``dtype_bytes`` is the bytes of one value of ``dtype``.
+    A block is ``block_size`` token slots in every layer. ``size`` is the bytes of one token in all layers
+    together. ``dtype_bytes`` is the bytes of one value of ``dtype``.
     """
     layers = tuple(layer.layer for layer in architecture.cache_layers if layer.shares is None)
     layout = KVLayout(
@@ -161,7 +165,9 @@ def expanded_heads(architecture: Architecture) -> ExpandedHeads:
     shapes = {tensor.name.rpartition("self_attn.")[2]: tensor.shape for tensor in architecture.tensors}
     up, out, down = (shapes.get(f"{n}.weight") for n in ("kv_b_proj", "o_proj", "kv_a_proj_with_mqa"))
     if up is None or out is None or down is None:
-        raise UnsupportedArchitecture("no kv_b_proj: MLA cannot be expanded", field="kv_lora_rank")
+        raise UnsupportedArchitecture(
+            "no kv_b_proj: MLA latents cannot be expanded to K and V", field="kv_lora_rank"
+        )
     value = out[1] // architecture.heads
     nope = up[0] // architecture.heads - value
     rope = down[0] - up[1]

@@ -49,9 +49,9 @@ def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
 
 
 def common_flags(plan: Plan) -> list[str]:
-    """Return the command options of ``plan`` that vLLM and this project's server spell alike.
+    """Return the options of ``plan`` that ``vllm serve`` and ``tonnage serve`` spell alike.
 
-    Values that were not given are left out, because the engine chooses them again.
+    A value that the user did not set is left out, because the engine chooses the same default.
     """
     flags = plan.deployment
     sized = flags.kv_cache_memory_bytes is not None

@@ -77,7 +77,7 @@ _LOG_NAMES = {
 }
 _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
-_SPARSE_ROW = 656  # bytes: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
+_SPARSE_ROW = 656  # bytes of a sparse MLA row: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 0.4)
 # From 0.5.4 on (pull request 10975), chunked prefill, graphs and mem_fraction_static depend on the device's
 # memory.
@@ -145,9 +145,10 @@ class SGLang(Engine):
     def static_share(
         self, flags: Deployment, version: Version, memory: int, tokens: int, architecture: Architecture
     ) -> float | None:
-        """Return mem_fraction_static: the share of the device that activations and CUDA graphs leave.
+        """Return mem_fraction_static: the share of device memory for weights and token pools.
 
-        The amounts in MiB that SGLang reserves for them are from handle_gpu_memory_settings.
+        The default leaves memory for activations and CUDA graphs. The amounts in MiB that SGLang reserves for
+        them are from its function handle_gpu_memory_settings.
         """
         if flags.mem_fraction_static is not None:
             return flags.mem_fraction_static
@@ -205,7 +206,8 @@ class SGLang(Engine):
     ) -> str:  # fmt: skip
         """Return the dtype of keys and values; ``auto`` takes an FP8 cache that the checkpoint requests.
 
-        For MLA with an indexer, the GPU decides instead (arg_groups/overrides.py, 0.5.23).
+        For sparse MLA (with an indexer), the default depends on the GPU instead (arg_groups/overrides.py,
+        0.5.23).
 
         Raises:
             DeploymentError: SGLang has no cache in the requested dtype.
@@ -254,15 +256,14 @@ class SGLang(Engine):
         return f"SGLang takes this draft with --speculative-algorithm {method.upper()}"
 
     def _check_draft(self, chosen: Resolved) -> None:
-        """Raise DeploymentError for a draft model with a release before 0.5.15 or with several pipeline stages.
+        """Raise DeploymentError for a draft model with SGLang before 0.5.15 or with several pipeline stages.
 
-        In older releases, the draft's weights and pool came out of the memory that mem_fraction_static leaves
-        free.
+        Before 0.5.15, the draft model's weights and pool took memory outside the share mem_fraction_static.
         """
         if chosen.version < _DRAFTS or chosen.flags.pipeline_parallel_size > 1:
             raise DeploymentError(
-                "SGLang's drafts are known from 0.5.15 on, in one pipeline stage", field="--speculative-model",
-                hint="--engine-version 0.5.23",
+                "SGLang's memory for a draft model is known from 0.5.15 on, without pipeline parallelism",
+                field="--speculative-model", hint="--engine-version 0.5.23",
             )  # fmt: skip
 
     def adjust_pool(
@@ -293,7 +294,7 @@ class SGLang(Engine):
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the pages of the pool; slots for recurrent states take part of --kv-cache-memory-bytes."""
+        """Return the number of pages in the token pool, after slots for recurrent states took their bytes."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -305,8 +306,8 @@ class SGLang(Engine):
     ) -> tuple[int, int]:  # fmt: skip
         """Return the lower and upper bound of the number of pages in the pool.
 
-        mem_fraction_static is a share of the memory that was free before the model was loaded. If framework
-        memory was allocated before, this share is smaller, which gives the lower bound.
+        mem_fraction_static is a share of the memory that is free when the model's loading begins. If framework
+        memory is allocated before that moment, the share has fewer bytes, which gives the lower bound.
         """
         low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
         given = chosen.flags.kv_cache_memory_bytes is not None
@@ -361,7 +362,7 @@ class SGLang(Engine):
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Take the tokens of the longest pool as the token count, if the log lacks the scheduler's line."""
+        """Set the token count to that of the largest pool, if the log has no scheduler line with the count."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0
@@ -408,7 +409,7 @@ class SGLang(Engine):
         return sglang_tier.tiers(hosted, *self._hicache_sizes(hosted))
 
     def _hicache_sizes(self, hosted: HostInputs) -> tuple[int, int, int]:
-        """Return bytes per token on one rank in (full, sliding-window) layers, and bytes of a state slot."""
+        """Return the bytes on one rank of a token in (full, sliding-window) layers, and of a state slot."""
         architecture, flags = hosted.architecture, hosted.chosen.flags
         if not flags.enable_hierarchical_cache:
             return 0, 0, 0
@@ -450,7 +451,7 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
     """Return the bytes per token on one rank in (full, sliding-window) layers.
 
     Raises:
-        UnsupportedArchitecture: the pool is not known for a layer of another kind.
+        UnsupportedArchitecture: a layer has neither full attention, MLA nor a sliding window.
     """
     full = sliding = 0
     # If any layer has a sparse indexer, every layer stores an indexer key (NSATokenToKVPool in

@@ -1,4 +1,4 @@
-"""SGLang's serve command for a plan, with every flag that was given and reproduces the plan.
+"""The ``sglang.launch_server`` command of a plan, with the flags that reproduce the plan's memory use.
 
 Names and choices of the flags are from arg_groups/fields and server_args.py of 0.5.23. For an older release,
 the command uses that release's spelling of a flag.

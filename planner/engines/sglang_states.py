@@ -36,12 +36,15 @@ TOO_FEW = Failure(
     "ranks, would make some",
     "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests.",
 )
-_MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # limits in resolve_max_num_reqs
+_MOST, _LEAST, _PER_LENGTH = 4096, 2048, 512  # limits of max_running_requests in SGLang's resolve_max_num_reqs
 _DRAFTED = 48  # default of --max-running-requests with speculative decoding (handle_speculative_decoding)
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
-    """Return the bytes of one state slot, over all layers on one rank (mamba_cache_per_req); 0 without any."""
+    """Return the bytes of one state slot on one rank, summed over all layers (mamba_cache_per_req).
+
+    The result is 0 for a model without recurrent layers.
+    """
     return sum(_layer_bytes(layer, ranks) for layer in architecture.cache_layers if layer.kind == "state")
 
 
@@ -69,9 +72,10 @@ def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
 
 
 def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
-    """Return the elements of Mamba-2's convolution state on one rank.
+    """Return the number of elements of Mamba-2's convolution state on one rank.
 
-    B and C groups are replicated until every rank has one (extra_groups_for_head_shards).
+    If the ranks do not divide the groups of B and C evenly, every rank gets one group
+    (extra_groups_for_head_shards).
     """
     heads, head_size, state = matrix.shape
     columns, channels = conv.shape
@@ -128,15 +132,15 @@ def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def verified_tokens(chosen: Resolved) -> int:
-    """Return the tokens of a request that one step verifies, if the draft proposes one chain of tokens.
+    """Return the tokens of one request that a speculative decoding step verifies, 0 without a draft model.
 
-    The number is speculative_num_steps + 1.
+    The number is speculative_num_steps + 1, which holds if the draft proposes a chain of tokens and not a tree.
     """
     return chosen.flags.num_speculative_tokens + 1 if chosen.flags.speculative_model else 0
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the bytes of ``count`` state slots, and of the states for verifying draft tokens.
+    """Return the bytes of ``count`` state slots, plus the bytes of states for verifying draft tokens.
 
     ``slot`` is the bytes of one slot, ``each`` the slots per request.
     """

@@ -1,9 +1,10 @@
 """HiCache, SGLang's KV tier in host memory and in files: bytes, tokens and state slots of each rank.
 
-Each rank has host pools of its own: one for the tokens of full attention, one for sliding windows, one for
-recurrent states. --hicache-ratio multiplies the slots of every device pool, states included. --hicache-size is
-in GB of each rank and is divided by the device pools' bytes. Sources: mem_cache/pool_host/base.py, mamba.py and
-hybrid_cache/hybrid_pool_assembler.py of 0.5.23, memory_pool_host.py of 0.5.9.
+Each rank has its own pools in host memory: one for the tokens of full attention, one for sliding windows, one
+for recurrent states. --hicache-ratio is the number of host slots per device slot, for each pool. --hicache-size
+is in GB per rank and is divided among the host pools in proportion to the bytes of the device pools. Sources:
+mem_cache/pool_host/base.py, mamba.py and hybrid_cache/hybrid_pool_assembler.py of 0.5.23, memory_pool_host.py
+of 0.5.9.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
     page, tokens = hosted.chosen.block_size, hosted.tokens
     windows = int(tokens * flags.swa_full_tokens_ratio) if full and sliding else tokens if sliding else 0
     slots = 0 if not slot else hosted.apart // slot - states.padding(hosted.chosen.version)
-    # (kind, slots of the device pool, bytes of a slot, slots of a page)
+    # (kind, slots in the device pool, bytes per slot, slots per page)
     pools = [
         pool for pool in (("full", tokens, full, page), ("sliding", windows, sliding, page),
                           ("state", slots, slot, 1)) if pool[2]
@@ -54,7 +55,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
             wanted = int(count * ratio)
         else:
             wanted = int(flags.hicache_size * (count * size / device) * _GB // size)
-        held[kind] = (wanted // paged + 1) * paged  # one page of padding
+        held[kind] = (wanted // paged + 1) * paged  # SGLang adds one page of padding
         rank += held[kind] * size
         parts.append(f"{held[kind]:,} {'slots' if kind == 'state' else 'tokens'} x {size:,} ({kind})")
     latent = all(layer.kind == "mla" for layer in hosted.architecture.cache_layers if layer.kind != "state")
@@ -89,7 +90,7 @@ def _check(hosted: HostInputs, slot: int) -> None:
     flags = hosted.chosen.flags
     if flags.hicache_ratio is not None and flags.hicache_size is not None:
         raise DeploymentError(
-            f"{flags.hicache_size} GB on each rank replaces --hicache-ratio {flags.hicache_ratio:g}; give one",
+            f"{flags.hicache_size} GB per rank overrides --hicache-ratio {flags.hicache_ratio:g}; give one",
             field="--hicache-size",
         )
     if flags.hicache_ratio is not None and not 0 < flags.hicache_ratio < float("inf"):
@@ -103,7 +104,9 @@ def _check(hosted: HostInputs, slot: int) -> None:
     if not flags.enable_prefix_caching:
         raise DeploymentError("has no effect without prefix caching", field="--enable-hierarchical-cache")
     if slot and flags.speculative_model:
-        raise UnsupportedArchitecture("HiCache's states with a draft model are not known", field="layer_types")
+        raise UnsupportedArchitecture(
+            "HiCache of recurrent states is not known with a draft model", field="layer_types"
+        )
     if slot and hosted.chosen.version < _ONE_COPY:
         raise UnsupportedArchitecture(
             "HiCache of a model with recurrent states is known from 0.5.23 on", field="layer_types",
@@ -112,7 +115,7 @@ def _check(hosted: HostInputs, slot: int) -> None:
 
 
 def _files(chunk: int, groups: tuple[TierGroup, ...]) -> KVTier:
-    """Return the tier of --hicache-storage-backend file, without an upper bound by default (HiCacheFile)."""
+    """Return the disk tier of --hicache-storage-backend file (HiCacheFile), unlimited in size by default."""
     return KVTier(
         "HiCacheFile", "disk", None, None, 0, None, None, 1, False, False, chunk, None, None, groups,
         f"files of {chunk:,} bytes for each page", "mem_cache/hicache_storage.py",

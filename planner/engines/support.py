@@ -1,11 +1,12 @@
-"""The deployments that an engine supports on each GPU: the rows of support.json, with one source per fact.
+"""Check whether an engine supports a deployment on a GPU, by the table support.json with one source per fact.
 
-- A row applies to the releases under ``read``, and may be limited by ``since`` and ``before``. Older releases
-  are not checked. Newer releases are treated like the newest known release.
-- Rows for weights give the minimum compute capability and the dtypes that the engine's config class states.
-  ``most`` is the highest one that its kernels have.
-  ``x86`` is the instruction set that an x86 CPU needs: vLLM's kernel for 4-bit weights on CPUs
-  (cpu_gemm_wna16) is only in its builds for AVX-512.
+- The table's entry ``read`` names the oldest and newest engine release whose source was read. A row applies to
+  these releases, and may be limited by ``since`` and ``before``. Older releases are not checked. Newer releases
+  are treated like the newest known release.
+- Rows for weight formats give the minimum compute capability and the dtypes that the engine's config class
+  states. ``most`` is the highest compute capability for which the engine has kernels. ``x86`` is the
+  instruction set that an x86 CPU needs. For example, vLLM's kernel for 4-bit weights on CPUs (cpu_gemm_wna16)
+  exists only in builds for AVX-512.
 - Rows for the KV cache give the attention backends that support a format.
 - A combination without a row is not checked.
 
@@ -89,7 +90,7 @@ NOTHING = Support()
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the rows of support.json."""
+    """Return the content of support.json: what engines support, by GPU, weight format and KV cache format."""
     found: dict[str, Any] = json.loads((Path(__file__).parent / "support.json").read_text())
     return found
 
@@ -97,7 +98,7 @@ def table() -> dict[str, Any]:
 def on_device(engine: str, gpu: str | None, version: Version | None = None) -> Support:
     """Return whether ``engine`` has a build for the device ``gpu`` (None is a CPU).
 
-    Without ``version``, the answer is for the newest one.
+    If ``version`` is None, the newest release is checked.
     """
     found = gpu_named(gpu)
     if found is None:
@@ -111,9 +112,9 @@ def on_device(engine: str, gpu: str | None, version: Version | None = None) -> S
 
 
 def _is_about(row: Mapping[str, Any], gpu: Gpu) -> bool:
-    """Return whether a row of ``devices`` covers ``gpu``.
+    """Return whether ``row``, an entry of ``devices`` in support.json, covers ``gpu``.
 
-    A row names one GPU, or a vendor with all its GPUs or only the GPUs ``below`` a compute capability.
+    A row names one GPU, all GPUs of a vendor, or the vendor's GPUs ``below`` a compute capability.
     """
     if "gpu" in row:
         return bool(row["gpu"] == gpu.name)
@@ -213,11 +214,11 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
 
 @cache
 def _judged(engine: str) -> frozenset[str]:
-    """Return the cache formats that at least one row of support.json covers."""
+    """Return the KV cache formats of ``engine`` that support.json has a row for."""
     return frozenset(kv for row in table()["cache"] if row["engine"] == engine for kv in row["kv"])
 
 
-@cache  # a sweep over many GPUs looks up the same rows repeatedly
+@cache  # cached, because a sweep over many GPUs looks up the same rows repeatedly
 def _rows(part: str, engine: str, version: Version) -> tuple[Mapping[str, Any], ...]:
     return tuple(_rows_of(part, engine, version))
 
@@ -257,7 +258,10 @@ def _attention(layer: Any) -> tuple[str, int]:
 
 
 def _span(engine: str, part: str = "weights") -> str:
-    """Return the releases that the rows of ``part`` cover, as a suffix for a sentence; "" without releases."""
+    """Return the engine releases whose source was read, such as "; read in 0.20.0 to 0.33.0", or "".
+
+    ``part`` is the section of support.json, such as weights or cache.
+    """
     first, last = table()["read"][engine]
     since = [row.get("since", first) for row in table()[part] if row["engine"] == engine]
     first = min(since, key=parse_version, default=first)

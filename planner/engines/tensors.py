@@ -1,4 +1,4 @@
-"""Tensors of engines with their own modules: padded vocabularies, and a cos/sin table per rotary embedding."""
+"""Tensors as vLLM and SGLang hold them: padded vocabularies, and one cos/sin table per rotary embedding."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def rotary_tables(architecture: Architecture, positions: int) -> list[TensorSpec
 
 
 def merged_tensors(architecture: Architecture, position_factor: int = 1) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a decoder in engines with merged modules.
+    """Return a decoder's tensors as vLLM and SGLang hold them, in merged modules.
 
-    Rotary tables have ``position_factor`` times the model's maximum length as rows.
+    Vocabularies are padded to 64 rows. Each rotary table has ``position_factor`` x the model's maximum length
+    rows.
     """
     out = []
     for tensor in architecture.tensors:

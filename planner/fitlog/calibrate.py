@@ -24,7 +24,7 @@ _TERMS = {
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
     """Add the memory figures of start-up logs to a calibration file; return how many starts the file then has.
 
-    An engine start replaces the file's earlier entry from the same log.
+    If the file already has an entry from the same log, the new entry replaces it.
 
     Raises:
         DeploymentError: the file is no calibration file, or the logs have no usable figure. Nothing is written
@@ -46,7 +46,7 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
         os.replace(beside, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()  # A full disk may leave a partial file.
+            beside.unlink()  # A partial file may exist, for example on a full disk.
         raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
     return len({entry["log"] for entry in entries})
 

@@ -21,7 +21,7 @@ from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.units import gib
 
 OK = 0
-_LEAST_LOGS = 3  # Leave-one-out needs at least two other logs.
+_LEAST_LOGS = 3  # leave-one-out validation needs at least two other logs
 
 
 def parser() -> Parser:
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         args = parser().parse_args(argv)
         compared = [compare(read_log(Path(name)), name, args) for name in args.logs]
         kept = None if args.calibrate is None else keep(Path(args.calibrate), compared)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -141,7 +141,10 @@ def _print(comparison: Comparison) -> None:
 
 
 def _print_rows(shown: Sequence[Row]) -> None:
-    """Print the compared terms as a table; terms computed from the log's own pool follow below a title."""
+    """Print the compared terms as a table.
+
+    Terms that were computed from the KV pool in the log, not from the plan, follow below a title.
+    """
     several = len({row.rank for row in shown}) > 1
     titles = ["", *(["rank"] if several else []), "planned", "interval", "logged", "differs", "plan"]
     lines: list[list[str]] = [titles]

@@ -45,13 +45,15 @@ _ASSUMED = (
     "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-# Two GPUs have the same memory if they differ by less than this (reports of one GPU differ by 0.01 GiB).
+# Reported memory sizes belong to one GPU type if they differ by less than these bytes. Reports of the same GPU
+# type differ by 0.01 GiB.
 _SAME_MEMORY = 0.02 * GiB
-# The catalogue's nominal figures differ from a driver's by less than this share, except T4 (NOMINAL_RESERVE).
+# A GPU's nominal memory size differs from the size that its driver reports by less than this share, except for
+# the T4 (NOMINAL_RESERVE).
 _NOMINAL = 0.02
 FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 """Terms that only a run of the engine determines, by their names in a log."""
-_ENDLESS = 1 << 50  # This size stands for a device with unknown memory.
+_ENDLESS = 1 << 50  # bytes that stand for a device with unknown memory
 # Logged weights may differ by this share from the size computed from files alone (0.1 % in
 # tests/data/field_reports.jsonl).
 _EXACT = 0.001
@@ -178,9 +180,9 @@ OF_LOGGED_POOL = "_of_logged_pool"
 
 
 def word(term: str) -> str:
-    """Return the readable name of a memory term, such as `tokens of the logged pool`.
+    """Return the readable name of a memory term: `tokens of the logged pool` for `tokens_of_logged_pool`.
 
-    The term of that example is `tokens_of_logged_pool`. Of alternative names (`a|b`) the first is used.
+    If `term` has alternative names, separated by `|`, the first is used.
     """
     name, space, how = term.partition(" (")
     name = name.partition("|")[0]
@@ -189,7 +191,7 @@ def word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return the compared terms grouped by term, with one row for all ranks that have the same figures."""
+    """Return the compared terms, with a single row for all ranks that have the same figures of a term."""
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
         out.setdefault((row.term, row.planned, row.logged), []).append(row)
@@ -202,10 +204,11 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
 
 
 def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
-    """Return the GPUs of the catalogue whose memory equals a log's device, and those that may equal it.
+    """Return the known GPUs that have the memory of a log's device, and the GPUs that may have it.
 
-    The first list has several GPUs only if these do not differ for a plan, and is empty if the memory does not
-    decide. Reported figures are compared more strictly than nominal ones.
+    The first list is empty if no GPU has this memory, or GPUs with different plans have it. It has several GPUs
+    only if they all have the same plan. Memory sizes that a driver reported are compared more strictly than
+    nominal sizes.
     """
     gpus = [gpu for gpu in catalogue() if gpu.device == "cuda"]
 
@@ -218,7 +221,8 @@ def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
     alike = len({(gpu.vendor, gpu.capability) for gpu in found}) == 1
     if not exact and alike:
         found = found[:1]
-    # A card and its PCIe version have the same figures; the SXM version is the common one in a server.
+    # A GPU's SXM and PCIe versions have the same figures. The SXM version is preferred, because servers have it
+    # more often.
     found = sorted(found, key=lambda gpu: "pcie" in gpu.name)
     return (found if alike else []), near
 
@@ -299,9 +303,10 @@ def _gpu_hint(candidates: Sequence[Gpu], found: StartLog) -> str:
 def _size(
     source: ModelSource, flags: Deployment, found: StartLog, candidates: Sequence[Gpu], notes: list[str]
 ) -> tuple[Size, bool]:
-    """Return the plan's sizes, and whether the KV pool's size was computed from the device's memory.
+    """Return the plan's sizes, and whether the planned KV pool can be compared with the log.
 
-    If the device is not known, the pool size in the log is used instead. Notes are appended to `notes`.
+    If the log names neither the GPU nor its memory, the plan takes the pool size from the log, which makes such
+    a comparison useless. Notes are appended to `notes`.
     """
     sizer, sized = Sizer(source), True
     engine = engine_of(flags.engine)
@@ -312,7 +317,9 @@ def _size(
         if pool <= 0:
             what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
             if "weights_bytes" not in found.figures:
-                raise DeploymentError(f"needed: the log {what}", field="--gpu", hint="or --device-memory")
+                raise DeploymentError(
+                    f"the GPU must be known, because the log {what}", field="--gpu", hint="or --device-memory"
+                )
             hint = _gpu_hint(candidates, found)
             notes.append(f"the pool is not compared: the log {what}, and the GPU is not known ({hint})")
         flags = replace(flags, device_memory=_ENDLESS, kv_cache_memory_bytes=pool if pool > 0 else None)
@@ -342,7 +349,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     if engine_of(flags.engine).sized_by_context:
         if flags.max_model_len is None:
             raise DeploymentError(
-                "the log says neither n_ctx nor the cells of a cache",
+                "the log has neither n_ctx nor the number of cache cells",
                 field="n_ctx",
                 hint="give the whole start-up log, or --max-model-len",
             )
@@ -359,7 +366,7 @@ def _logged_flags(found: StartLog | LogFigures) -> dict[str, Any]:
 
 
 def _option_notes(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
-    """Yield a note for each command-line option that contradicts the log; the value `auto` never does."""
+    """Yield a note for each command-line option that contradicts the log; `auto` contradicts nothing."""
     asked, said = given(args, Deployment), _logged_flags(found)
     for name in asked:
         if name in said and asked[name] not in ("auto", said[name]):
@@ -383,9 +390,9 @@ def _logged(name: str, said: Mapping[str, str]) -> Any:
 
 
 def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tuple[Deployment, list[str]]:
-    """Return the flags with the quantization that the engine applied on loading, and notes about it.
+    """Return the flags with the quantization that the engine applied while loading, and notes about it.
 
-    A quantization of the checkpoint itself is read from its config.
+    The flags are unchanged if the checkpoint itself is quantized, because its config then states the format.
     """
     logged = found.flags.get("quantization")
     made = {"bitsandbytes": "nf4"}.get(logged or "", logged)
@@ -446,7 +453,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
-    if (beside := stage.runtime.beside) is not None:  # CUDA graphs take memory outside --gpu-memory-utilization
+    if (beside := stage.runtime.beside) is not None:  # CUDA graphs outside --gpu-memory-utilization
         planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():
@@ -468,7 +475,10 @@ def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float,
 
 
 def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
-    """Yield compared rows of KV blocks, tokens and concurrency, planned and computed from the logged pool."""
+    """Yield the compared rows of KV blocks, tokens and concurrency.
+
+    Each figure in the log is compared twice: with the plan, and with the figure computed from the logged pool.
+    """
     held = size.held
     planned = {"num_blocks": held.num_blocks, "tokens": held.tokens, "max_concurrency": held.max_concurrency}
     pools = {
@@ -501,9 +511,9 @@ def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> It
 
 
 def _half_digit(name: str) -> float:
-    """Return half of the last printed digit of a logged figure.
+    """Return the rounding error of a logged figure: half of its last printed digit.
 
-    Concurrency is printed with two decimals, and counts are exact.
+    Concurrency is printed with two decimals, so it is 0.005. Counts are exact, so it is 0.
     """
     return 0.005 if name == "max_concurrency" else 0.0
 
@@ -520,7 +530,10 @@ def _held(size: Size, engine: Engine, pools: Mapping[str, tuple[float, float]], 
 
 
 def _stage(size: Size, rank: str) -> Stage:
-    """Return the pipeline stage in a rank's name in the log (PP1), the first stage if the name has none."""
+    """Return the pipeline stage of a rank, by the rank's name in the log such as `PP1_TP0`.
+
+    A name without a stage means the first stage.
+    """
     match = re.search(r"PP(\d+)", rank)
     place = int(match[1]) if match else 0
     return size.stages[min(place, len(size.stages) - 1)]
@@ -575,6 +588,6 @@ def _headline(found: StartLog, model: str) -> str:
     engine = engine_of(found.engine or "vllm").title
     ranks = f", {len(found.ranks)} ranks" if len(found.ranks) > 1 else ""
     named = found.model or model
-    # "Meta-Llama-3.1-8B" and "Llama-3.1-8B-Instruct" are the same model's, "Qwen3-8B" is another's.
+    # The headline says under which model's name the plan was computed, if the log's name differs.
     other = "" if named == model else f", planned as {model}"
     return f"{engine}{' ' + found.version if found.version else ''}, {named}{ranks}{other}"

@@ -1,8 +1,8 @@
 """Parsing of start-up logs into figures, separately for each rank and pipeline stage.
 
-The module of each engine parses that engine's log lines. A log may have colour codes, prefixes of a container
-runtime, wrapped lines, and interleaved lines of several ranks. Of several engine starts in a log, the last one
-counts; a start may have failed.
+Each engine's own module parses the lines of its log. A log may have colour codes, prefixes of a container
+runtime, wrapped lines, and interleaved lines of several ranks. If a log has several starts of the engine, only
+the last one is read. It may have failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tonnage.planner.engines.registry import ENGINES, engine_of
 from tonnage.planner.errors import ConfigError, printable
 
 MAX_LOG_BYTES = 256 << 20
-_LONGEST_RECORD = 200  # A wrapped record has at most this many lines (60 were seen).
+_LONGEST_RECORD = 200  # maximum lines of a wrapped record (60 were seen)
 
 # Colour codes in the spellings of terminals, JSON and Java escapes, and cat -v
 _COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033|#033|\^\[)\[[0-9;]*[mK]")
@@ -35,7 +35,7 @@ _BEGINS = re.compile(
 _FAILURE = re.compile(
     r"(?:^|[\]:)] |\s)((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory\w*|Interrupt)|AssertionError): (.+)"
 )
-_GENERIC = (  # Errors with these words only report another failure.
+_GENERIC = (  # Errors with these words only report that another error occurred.
     "initialization failed", "core proc", "failed to start", "KeyboardInterrupt", "died unexpectedly",
     "engine is dead", "Engine core",
 )  # fmt: skip
@@ -44,7 +44,7 @@ _RANK_FIGURES = (
     "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
     "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
 )  # fmt: skip
-_LEAST = ("tokens", "num_blocks", "max_concurrency")  # The smallest value of all replicas counts.
+_LEAST = ("tokens", "num_blocks", "max_concurrency")  # figures of which the smallest over all replicas counts
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ def records(lines: Iterable[str]) -> Iterator[str]:
 
 
 class _Reader:
-    """A log parser that assigns the interleaved records of several ranks to these ranks."""
+    """A parser of start-up logs that sorts the interleaved records of several ranks by rank."""
 
     def __init__(self) -> None:
         self._engines: list[Engine] = [e for name in ENGINES if (e := engine_of(name)).logs]

@@ -42,8 +42,8 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     """Run `tonnage plan` or `tonnage train` and return (exit code, standard output, standard error)."""
     argv = list(argv)
     if argv:
-        with suppress(TonnageError):  # The command reports the error itself.
-            keep(resolve_model(argv[0]))  # The model is kept so that a long header is read only once.
+        with suppress(TonnageError):  # The command that is run next reports the error.
+            keep(resolve_model(argv[0]))  # The model is kept, so that a long header is parsed only once.
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = import_module(_COMMANDS[command]).run(argv)
@@ -70,7 +70,7 @@ def choices() -> str:
 
 
 def forget_model(path: str) -> None:
-    """Drop the stored config and headers of a model whose files are about to be written again."""
+    """Drop the cached config and headers of a model, because its files are about to be replaced."""
     forget(path)
     forget(str(Path(path).parent))
 
@@ -78,8 +78,8 @@ def forget_model(path: str) -> None:
 def register_partial(path: str, size: int) -> bool:
     """Register a file that holds the first bytes of a checkpoint and return whether its header is complete.
 
-    A GGUF header may need more bytes. A safetensors header states its length, so the page provides the whole
-    header.
+    A safetensors header states its length, so the page always provides the whole header. A GGUF header does
+    not, so it may need more bytes than the file has.
 
     Args:
         path: the file, which was just written.
@@ -96,7 +96,10 @@ def register_partial(path: str, size: int) -> bool:
 
 
 def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes, str]]) -> str:
-    """Return as JSON the next requests for a hub model, its name once it is complete, or an error.
+    """Return, as JSON, the HTTP requests to make next for a hub model, or its name, or an error.
+
+    The browser makes the requests and calls this function again with the answers. Once config and headers are
+    complete, the result is the model's name.
 
     Args:
         name: the model's name or address.
@@ -113,10 +116,12 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
     try:
         if not given:
             if (model := hub_model(name)) is None:
-                raise ModelNotFound("is no name of the hub's", field="model", hint='name it "org/name"')
+                raise ModelNotFound(
+                    "this is not the name of a hub model", field="model", hint='name it "org/name"'
+                )
             if model.gguf:
                 raise ModelNotFound(
-                    "this page reads no GGUF files of the hub; tonnage plan does", field="model"
+                    "this page cannot read GGUF files of the hub; use tonnage plan", field="model"
                 )
             _remotes[name] = BrowserRemote(model)
         reading = _remotes[name]

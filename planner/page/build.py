@@ -78,7 +78,7 @@ def planner_files() -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.suffix in (".py", ".json") and _DATA not in path.parents and "_tonnage" not in path.parts
     }
-    # in a wheel, and in a checkout
+    # the folder in a wheel, and in a checkout
     for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):
         if first.is_file():
             files["tonnage/__init__.py"] = first.read_bytes()

@@ -37,7 +37,7 @@ def parser() -> Parser:
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    timeout = 60.0  # seconds; a connection that sends nothing frees its thread after them
+    timeout = 60.0  # seconds after which an idle connection is closed
     extensions_map = {  # noqa: RUF012 the base class's
         **SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript", ".wasm": "application/wasm",
     }  # fmt: skip
@@ -85,7 +85,7 @@ def run(argv: list[str]) -> int:
         if args.build is not None:
             for name in ("host", "port"):
                 if getattr(args, name) is not None:
-                    raise DeploymentError("--build writes files and serves nothing", field=f"--{name}",
+                    raise DeploymentError("--build writes files and starts no server", field=f"--{name}",
                                           hint="leave one out")  # fmt: skip
             build(Path(args.build), args.pyodide, kept=True)
             print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")
@@ -99,7 +99,7 @@ def run(argv: list[str]) -> int:
                 print(f"http://{shown}:{serving.server_address[1]} (Ctrl-C ends it)", flush=True)
                 serving.serve_forever()
         return 0
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
     except KeyboardInterrupt:
         return 0

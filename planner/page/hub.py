@@ -1,7 +1,8 @@
 """Connection of the web page to a hub model, with HTTP requests that the browser makes.
 
-Python lists the needed requests and the page makes them, until config and headers are complete. Rules, limits
-and errors are the same as in planner/headers/remote.py.
+The page calls Python, which returns a list of the needed requests. The page makes them and calls Python again
+with the responses, until config and headers are complete. Rules, limits and errors are the same as in
+planner/headers/remote.py.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class BrowserRemote(Remote):
 
     Attributes:
         wanted: (address, Range header or "", maximum bytes) of each request to make next.
-        note: the reason why the model was read from its index or config alone, without headers; else empty.
+        note: the reason why only the model's config or index could be read, without headers; else empty.
     """
 
     def __init__(self, model: HubModel) -> None:
@@ -106,7 +107,7 @@ class BrowserRemote(Remote):
             self.wanted.append((request.full_url, span, most + 1))
             raise _Pending
         if answer.failed and span:
-            raise _NoRange(f"the browser cannot read the first bytes of a file there ({answer.failed})")
+            raise _NoRange(f"the browser cannot read the first bytes of the model's files ({answer.failed})")
         if answer.failed:
             raise URLError(answer.failed)
         headers = Message()
@@ -116,5 +117,5 @@ class BrowserRemote(Remote):
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise HTTPError(request.full_url, answer.status, "", headers, body)
         if span and (answer.status != HTTPStatus.PARTIAL_CONTENT or "Content-Range" not in headers):
-            raise _NoRange("the server does not say which part of a file it sends")
+            raise _NoRange("the server's response does not state which part of the file it has")
         return addinfourl(body, headers, request.full_url, answer.status)

@@ -123,7 +123,7 @@ def _fill(folder: Path, npm: str) -> None:
 
 
 def _why(said: str) -> str:
-    """Return the first sentence of npm's error output, which follows error codes and precedes stack traces."""
+    """Return the first sentence of npm's error output, without error codes and stack traces."""
     lines = [line.removeprefix("npm error ").strip() for line in said.splitlines()]
     sentences = [line for line in lines if line and not line.startswith(("code ", "syscall ", "errno "))]
     return sentences[0] if sentences else "no word"

@@ -21,7 +21,7 @@ def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
 
 
 def group_of(found: dict[str, Any], default: int) -> int:
-    """Return the group size, -1 for one group per row."""
+    """Return the quantization group size in values, -1 for one group per row."""
     name = "q_group_size" if "q_group_size" in found else "group_size"
     group = found.get(name, default)
     if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 0 < group <= 1 << 20):

@@ -45,7 +45,7 @@ def stored_cache(config: Mapping[str, Any]) -> StoredCache | None:
         return StoredCache("fp8", None, True) if static else None
     if method.startswith("modelopt"):
         return _of_modelopt(found)
-    # SGLang takes this config for ModelOpt's, and vLLM's layers ignore the requested cache
+    # SGLang reads this config as one of ModelOpt, and vLLM's layers ignore the requested cache dtype
     if not method and "quant_algo" in found:
         stored = _of_modelopt(found)
         return None if stored is None else replace(stored, dtype=None)

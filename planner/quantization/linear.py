@@ -1,4 +1,4 @@
-"""Storage of one linear weight [out, in]: a `LinearFormat` sets the parameters of one `Kind` of format."""
+"""Storage of one quantized linear weight [out, in]: a `LinearFormat` is a `Kind` of format with parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Kind:
 
     Attributes:
         parts: function that returns the bytes of each stored tensor of one matrix after load.
-        loaded: kernel name (`Engine.kernels`) -> such a function, for kernels that repack weights on load.
-        warmed: kernel name -> such a function, for kernels that repack weights in the first forward pass.
+        loaded: kernel name (a value of `Engine.kernels`) -> function like `parts`, for kernels that repack
+            weights on load.
+        warmed: kernel name -> function like `parts`, for kernels that repack weights in the first forward pass.
         extra_in_file: bytes in the file that are not loaded; negative if the file has fewer bytes.
-        text_in_file: (fewest, most) bytes of a text stored with a matrix of a given dtype and shape.
+        text_in_file: function that returns the (fewest, most) bytes of a text that the file stores with a
+            matrix of a given dtype and shape.
         suffix: end of the tensor's name in the file, if it is not `.weight`.
         stored_as: dtype of the stored values; None if the scheme's name states it.
         classes: classes of the replaced modules. `KeptLinear`, an nn.Linear in a family's
@@ -54,7 +56,7 @@ class LinearFormat:
         kind: the kind of format.
         bits: bits per value.
         group_size: number of values that share a scale.
-        block: (rows, columns) that share a scale, 0 for a whole side; None for one scale per matrix.
+        block: (rows, columns) that share a scale, 0 for all rows or all columns; None for one scale per matrix.
         scale_bytes: bytes of one scale.
         input_scale: whether a static activation scale (fp32) is stored as well.
         double: whether NF4's absmax values are quantized again.
@@ -92,5 +94,5 @@ class LinearFormat:
 
     @property
     def extra_in_file(self) -> int:
-        """Return the bytes per matrix that the file has and the loaded model lacks."""
+        """Return the bytes per matrix that are in the file but not in the loaded model."""
         return self.kind.extra_in_file(self) if self.kind.extra_in_file else 0

@@ -1,13 +1,14 @@
 """Values of --quantization by the names of vLLM and SGLang.
 
-A name means the tool of a quantized checkpoint, or the format that the engine makes of 16-bit weights. Sources:
-QuantizationMethods in model_executor/layers/quantization/__init__.py of vLLM 0.8.5 to 0.33.0, and
-BASE_QUANTIZATION_METHODS in srt/layers/quantization/__init__.py of SGLang 0.5.23.
+For a quantized checkpoint, a name stands for the tool that wrote it. For 16-bit weights, it stands for the
+format into which the engine converts them. Sources: QuantizationMethods in
+model_executor/layers/quantization/__init__.py of vLLM 0.8.5 to 0.33.0, and BASE_QUANTIZATION_METHODS in
+srt/layers/quantization/__init__.py of SGLang 0.5.23.
 """
 
 from __future__ import annotations
 
-# Name -> values of quant_method for which an engine accepts it.
+# Value of --quantization -> values of the checkpoint's quant_method with which an engine accepts it.
 CHECKPOINTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gptq", "gptq_marlin", "auto_gptq", "gptq_bitblas"), ("gptq",)),
     **dict.fromkeys(("awq", "awq_marlin", "auto_awq"), ("awq",)),
@@ -22,8 +23,9 @@ CHECKPOINTS: dict[str, tuple[str, ...]] = {
     "torchao": ("torchao",),
     "hqq": ("hqq",),
 }
-# Name -> format that the engine makes while it loads 16-bit weights, by the name in formats/. bitsandbytes
-# makes NF4 with plain scales (quant_type in model_loader/bitsandbytes_loader.py, vLLM 0.27).
+# Value of --quantization -> format to which the engine converts 16-bit weights on load, named as in formats/.
+# bitsandbytes makes NF4 with plain (not nested) scales (quant_type in model_loader/bitsandbytes_loader.py, vLLM
+# 0.27).
 WHILE_LOADING = {
     "bitsandbytes": "nf4",
     "fp8_per_tensor": "fp8",
@@ -31,7 +33,8 @@ WHILE_LOADING = {
     "ptpc_fp8": "fp8-channel",
     "fp8_per_block": "fp8-block",
 }
-# Name -> format of a checkpoint that a plan supposes, where the files have 16 bits.
+# Value of --quantization that needs a quantized checkpoint -> the format that a plan assumes for one, if the
+# given files have 16-bit weights.
 _SUPPOSED = {
     **dict.fromkeys(("gptq_marlin", "auto_gptq", "gptq_bitblas"), "gptq"),
     **dict.fromkeys(("awq_marlin", "auto_awq"), "awq"),
@@ -39,7 +42,8 @@ _SUPPOSED = {
     "modelopt_fp8": "fp8",
     "modelopt_mxfp8": "mxfp8",
 }
-# Names in vLLM -> (first, last) minor release with the name; None is a release outside 0.8 to 0.33.
+# Name that only some vLLM releases from 0.8 to 0.33 accept -> (first, last) minor release with the name. None
+# means that the name exists from before 0.8, or until after 0.33.
 VLLM_RELEASES: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] = {
     "auto_awq": ((0, 24), None),
     "auto_gptq": ((0, 22), None),
@@ -57,13 +61,13 @@ VLLM_RELEASES: dict[str, tuple[tuple[int, int] | None, tuple[int, int] | None]] 
 
 
 def supposed(name: str) -> str:
-    """Return the format that --quantization `name` gives a model with 16-bit weights."""
+    """Return the weight format that a plan assumes for 16-bit weights under --quantization `name`."""
     return WHILE_LOADING.get(name) or _SUPPOSED.get(name, name)
 
 
 def names_checkpoint(name: str, method: str | None, scheme: str) -> bool:
-    """Return whether `name` fits a checkpoint with this quant_method and scheme.
+    """Return whether an engine accepts --quantization `name` for a checkpoint of this quant_method and scheme.
 
-    `fp4` fits an NVFP4 checkpoint, whatever its tool.
+    The name `fp4` is accepted for every NVFP4 checkpoint, whatever tool wrote it.
     """
     return method in CHECKPOINTS.get(name, ()) or (name == "fp4" and "nvfp4" in scheme)

@@ -1,7 +1,7 @@
-"""Reading of the quantization of a model, from the checkpoint's `quantization_config` or from --quantization.
+"""Reading of a model's quantization from the checkpoint's `quantization_config` or from --quantization.
 
-Each file in formats/ is one tool: the stored tensors (`Kind`), the values of the flag (`FLAGS`), and a reader
-for each quant_method (`READERS`).
+Each file in formats/ is for one quantization tool. It defines the stored tensors (`Kind`), the values of
+--quantization (`FLAGS`), and a reader for each quant_method (`READERS`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _modules() -> Iterator[Any]:
 
 
 def flag_formats() -> dict[str, LinearFormat]:
-    """Return a map from values of --quantization to the format that an engine makes of 16-bit weights."""
+    """Return the formats into which engines convert 16-bit weights, by value of --quantization."""
     return {name: made for module in _modules() for name, made in module.FLAGS.items()}
 
 
@@ -113,7 +113,7 @@ def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def check_quantization(architecture: Architecture, quantization: Quantization, engine: str) -> None:
-    """Refuse a quantization scheme that would replace no module of this model, or a tied module.
+    """Check that the quantization scheme replaces modules of this model, and none with a tied weight.
 
     Raises:
         DeploymentError: the scheme replaces no module.
@@ -131,6 +131,6 @@ def check_quantization(architecture: Architecture, quantization: Quantization, e
     for tensor in converted:
         if tensor.tied_to is not None:
             raise UnsupportedArchitecture(
-                f"{tensor.name} is tied to {tensor.tied_to} and not among the modules left alone",
+                f"{tensor.name} is tied to {tensor.tied_to}, but not among the modules that stay unquantized",
                 field=f"{quantization.origin}.llm_int8_skip_modules",
             )

@@ -1,7 +1,7 @@
 """Module patterns of a quantization_config: which modules stay unquantized or have their own format.
 
-Checkpoints use the module names of the code that wrote them, which differ from the names in transformers 5.
-Both are converted to one spelling before they are compared.
+The patterns use the module names of the code that wrote the checkpoint. These may differ from the names in
+transformers 5. Both are converted to the same spelling before they are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def spelling(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """Names, globs and regular expressions of modules, matched with a few dictionary look-ups.
+    """Module names, globs and regular expressions, compiled so that a match takes few dictionary look-ups.
 
     Attributes:
         names: names of modules; every module below such a module matches too.
@@ -72,7 +72,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
     """Compile names (`lm_head`), globs (`*.attn.*`) and regular expressions (`re:...`) into `Patterns`.
 
     Raises:
-        UnsupportedArchitecture: an entry has another form, or could run without end.
+        UnsupportedArchitecture: an entry has another form, or is a regular expression that could run endlessly.
     """
     names, starts, tails, expressions = set(), [], set(), []
     for count, value in enumerate(values):

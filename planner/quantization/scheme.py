@@ -1,7 +1,7 @@
-"""Bytes of each tensor in the file, after load and after warm-up, for each quantization scheme.
+"""Bytes of each tensor under a quantization scheme: in the file, after load, and after the first forward pass.
 
-"After load" counts the memory of the process: the storages of parameters, buffers and quantization state. Tests
-compare it with bitsandbytes 0.50 on a CPU, difference 0 (tests/planner/test_quantization_real.py).
+The bytes after load are those of the process's memory: storages of parameters, buffers and quantization state.
+Tests compare them with bitsandbytes 0.50 on a CPU, with difference 0 (tests/planner/test_quantization_real.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Quantization:
         scheme: name of the scheme, printed and compared with --quantization.
         skip: modules left in the model's dtype. None means transformers' default rule: the output head and
             modules tied to it (5.19, quantizers/base.py get_keys_to_not_convert).
-        origin: flag or config field that the quantization comes from, for error messages.
+        origin: flag or config field that requests the quantization, for error messages.
         linear: format of all linear layers outside `named`; None if only modules in `named` are quantized.
-        named: module name in normalized spelling -> the format of that module.
+        named: module name, normalized as by `rules.spelling` -> the format of that module.
         experts: format of routed experts if it differs from `linear`, else None.
         method: quant_method of the checkpoint; None if a flag requests the quantization.
     """
@@ -91,15 +91,15 @@ class Quantization:
         return chosen
 
     def _default(self) -> LinearFormat:
-        """Return a format that represents the scheme: `linear`, else `experts`, else the first in `named`."""
+        """Return the format that stands for the scheme: `linear`, else `experts`, else the first in `named`."""
         return self.linear or self.experts or next(iter(self.named.values()))
 
     def converts(self, tensor: TensorSpec) -> bool:
-        """Return whether the scheme replaces this weight."""
+        """Return whether the scheme quantizes this weight."""
         return self.format_of(tensor) is not None
 
     def bytes_after_load(self, tensor: TensorSpec, dtype: str) -> int:
-        """Return the bytes a process holds for `tensor` of a model in `dtype`; 0 for a tied tensor."""
+        """Return the bytes of `tensor` in memory after load, for a model in `dtype`; 0 for a tied tensor."""
         if tensor.tied_to is not None:
             return 0
         found = self.format_of(tensor)
@@ -149,7 +149,7 @@ class Quantization:
         key = (found, matrices(tensor))
         size = _SIZES.get(key)
         if size is None:
-            if len(_SIZES) > 4096:  # the limit bounds the cache in a sweep over many models
+            if len(_SIZES) > 4096:  # the limit keeps the cache small in a sweep over many models
                 _SIZES.clear()
             size = _SIZES[key] = sum(self._parts(tensor, found).values())
         return size
@@ -167,7 +167,10 @@ class Quantization:
 
 
 def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
-    """Return (count, out, in) of the matrices stored for this weight; each expert is stored separately."""
+    """Return (count, out, in): how many matrices store this weight, and their shape [out, in].
+
+    Each expert is stored as a matrix of its own.
+    """
     if len(tensor.shape) == 2:
         rows, columns = tensor.shape
         return (1, columns, rows) if tensor.module_class == "Conv1D" else (1, rows, columns)

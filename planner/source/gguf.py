@@ -1,4 +1,4 @@
-"""GGUF files that are not on this machine: read from the hub, or computed from a config by file type."""
+"""GGUF files that are not on this machine: their headers are read from the hub, or computed from a config."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from tonnage.planner.headers.remote import Remote  # imported here, because it loads an HTTP client
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_FIRST_BYTES = 1 << 20  # The header of a vocabulary of 32,000 tokens fits; a longer one takes more requests.
+_FIRST_BYTES = 1 << 20  # enough for a header with 32,000 tokens; larger headers take more requests
 _MOST_BYTES = 100 << 20
 
 
 def as_gguf(source: ModelSource, kind: str) -> ModelSource:
-    """Return a model as the GGUF file that llama.cpp's quantization makes of its config.
+    """Return the GGUF model that llama.cpp's quantization would make of an unquantized model.
 
     Args:
         source: the model, with an unquantized config.
-        kind: a key of `gguf_types.FILE_TYPES`.
+        kind: the GGUF file type, such as Q4_K_M; a key of `gguf_types.FILE_TYPES`.
 
     Raises:
         DeploymentError: the model is a GGUF file or quantized already.
@@ -43,7 +43,7 @@ def as_gguf(source: ModelSource, kind: str) -> ModelSource:
     field = "--quantization"
     if source.kind == "gguf":
         raise DeploymentError(
-            f"{source.id} is a GGUF file, whose types are fixed", field=field, hint="leave it out"
+            f"{source.id} is a GGUF file, whose tensor types are fixed", field=field, hint="leave it out"
         )
     if source.config.get("quantization_config") is not None:
         raise DeploymentError(
@@ -63,9 +63,10 @@ def as_gguf(source: ModelSource, kind: str) -> ModelSource:
 
 
 def hub_gguf(model: HubModel) -> ModelSource:
-    """Return a model from the header of its GGUF file on the hub, in the hub's cache, or by its file type.
+    """Return the model of a GGUF file on the hub, from the file's header.
 
-    The config that Tonnage carries for the base model and the file type replace a hub that does not answer.
+    The header is read from the local hub cache if the file is there, else from the hub. If the hub does not
+    answer, the tensors are computed from the file type and the base model's config.json that Tonnage ships.
 
     Raises:
         ModelNotFound: the file cannot be found or fetched.
@@ -92,14 +93,14 @@ def hub_gguf(model: HubModel) -> ModelSource:
 
 
 def _tag(gguf: str) -> str:
-    """Return the file type in a tag, or at the end of a file's name such as Qwen3-8B-Q4_K_M.gguf."""
+    """Return the GGUF file type (such as Q4_K_M) that a tag names, or the end of a file's name."""
     stem = _SHARD.sub("", gguf).removesuffix(".gguf")
     found = re.search(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32))$", stem, re.IGNORECASE)
     return found[1] if found else stem
 
 
 def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
-    """Return the file that a model's tag or path names, or the shards of which it consists, in order.
+    """Return the names of the GGUF file that a model's tag or path selects, or of its shards in order.
 
     Raises:
         ModelNotFound: no file has this tag.
@@ -149,7 +150,7 @@ def _fetched(model: HubModel) -> ModelSource:
     remote = Remote(model)
     if modelscope() and not model.gguf.lower().endswith(".gguf"):
         raise ModelNotFound(
-            "tags name files of the Hugging Face hub", field="model", hint="give the .gguf file"
+            "a tag such as :Q4_K_M is for the Hugging Face hub only", field="model", hint="give the .gguf file"
         )
     try:
         return _source(model, [_header(remote, name) for name in _names(model, remote)])
@@ -169,7 +170,7 @@ def _names(model: HubModel, remote: Remote) -> list[str]:
 
 
 def _header(remote: Remote, name: str) -> GGUFHeader:
-    """Return the header of a GGUF file, from as many of its first bytes as it needs."""
+    """Return the header of a GGUF file; more of its first bytes are fetched until the header is complete."""
     count = _FIRST_BYTES
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "header.gguf"
@@ -186,7 +187,10 @@ def _header(remote: Remote, name: str) -> GGUFHeader:
 
 
 def _source(model: HubModel, headers: Sequence[GGUFHeader]) -> ModelSource:
-    """Return the model of a GGUF file; of several shards the first has the metadata, and each has tensors."""
+    """Return the model of a GGUF file, from the headers of its shards.
+
+    The first shard has the metadata, and every shard has tensors.
+    """
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     whole = replace(headers[0], tensors=tensors)
     name = str(model)

@@ -79,7 +79,7 @@ def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict
 
 
 def shipped_models() -> dict[str, Path]:
-    """Return the hub ids of the models whose config.json Tonnage carries for `tonnage page`, with the files."""
+    """Return a dict from hub id to config.json, of the models that Tonnage ships for `tonnage page`."""
     return {path.stem.replace("__", "/", 1): path for path in sorted(_SHIPPED.glob("*.json"))}
 
 
@@ -87,7 +87,7 @@ def shipped_like(name: str) -> list[str]:
     """Return the hub ids of at most three shipped models whose names are most similar to `name`."""
     from difflib import get_close_matches  # imported here, because only an error message needs it
 
-    # Names without organization and without words that do not change the memory
+    # Names are compared without the organization and without words that do not affect memory, such as instruct.
     plain = {re.sub(r"-(?:instruct|chat|hf|it)$|^meta-", "", _last(full)): full for full in shipped_models()}
     wanted = re.sub(r"-(?:instruct|chat|hf|it)$|^meta-", "", _last(name))
     if wanted in plain:
@@ -108,7 +108,7 @@ def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple
         The config, the checkpoint's headers or index, and notes for the plan.
 
     Raises:
-        HubUnreachable: the hub does not answer, and Tonnage does not carry the model's config.
+        HubUnreachable: the hub does not answer, and Tonnage does not ship the model's config.
         ModelNotFound: the model cannot be fetched.
     """
     try:

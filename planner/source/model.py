@@ -17,8 +17,10 @@ class ModelSource:
         path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.
         tensors: headers of the checkpoint, or None without a readable checkpoint.
         index: the checkpoint's index, if the headers of its files are not available.
-        file_type: GGUF file type by whose rules `tensors` were computed; empty if they were read from a file.
-        notes: how the config was found, if that is not as usual; each plan of the model repeats them.
+        file_type: GGUF file type (such as Q4_K_M) for which `tensors` were computed from the config; empty if
+            they were read from a file.
+        notes: notes on where the config comes from, if it is not the model's own config.json. Each plan of the
+            model shows them.
     """
 
     id: str

@@ -21,7 +21,10 @@ _KEPT: dict[str, ModelSource] = {}
 
 
 def keep(source: ModelSource) -> None:
-    """Make `resolve_model` return this source for its id, since the browser page plans a model repeatedly."""
+    """Cache a model, so that `resolve_model` returns it for its id without reading it again.
+
+    The web page uses it, because it plans the same model many times.
+    """
     _KEPT[source.id] = source
 
 
@@ -42,21 +45,22 @@ def cache_folder() -> Path:
         return Path(shared) / "tonnage"
     try:
         return Path.home() / ".cache" / "tonnage"
-    except RuntimeError:  # This happens for a container's user id without HOME and without an entry in passwd.
+    except RuntimeError:  # for example a container's user id without HOME and without an entry in passwd
         raise ModelNotFound(
             "this user has no home directory for the cache", field="model", hint="set TONNAGE_CACHE to a folder"
         ) from None
 
 
 def demo_folder() -> Path:
-    """Return the folder of the converted demo model."""
+    """Return the folder in Tonnage's cache that holds the converted demo model, if it was converted."""
     return cache_folder() / "models" / DEMO_NAME
 
 
 def resolve_model(model: str) -> ModelSource:
     """Find a model by its name and read its config.json and headers, never its weights.
 
-    `demo` is SmolLM2-135M-Instruct; until this model is converted, its config in the package is used.
+    The name `demo` stands for SmolLM2-135M-Instruct. Until this model was downloaded and converted, its
+    config.json in the package is used.
 
     Raises:
         ModelNotFound: no model has this name; the message says what to do.
@@ -71,7 +75,7 @@ def resolve_model(model: str) -> ModelSource:
         raise ModelNotFound(f"{model!r} is not the name of a model", field="model")
     try:
         return _local(Path(model).expanduser(), model) or _hub(model)
-    except OSError as error:  # Causes are a missing permission or a name that is too long.
+    except OSError as error:  # for example a missing permission, or a name that is too long
         raise ModelNotFound(f"{model[:120]!r}: {error.strerror}", field="model", hint=_HINT) from None
     except RuntimeError as error:  # The user in a path ~user does not exist.
         raise ModelNotFound(f"{model[:120]!r}: {error}", field="model", hint=_HINT) from None
@@ -125,8 +129,9 @@ def _demo() -> ModelSource:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a folder, extended by other files that affect memory.
 
-    ModelOpt's `hf_quant_config.json` gives a missing quantization, and sentence_*_config.json an encoder's
-    longest text. The image processor's files give the picture sizes.
+    These are ModelOpt's hf_quant_config.json, which states the quantization if config.json does not;
+    sentence_*_config.json, which limits the length of an encoder's texts; and the image processor's files,
+    which limit image sizes.
     """
     config = load_config(folder / "config.json")
     beside = folder / "hf_quant_config.json"
@@ -139,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # These files limit the size of pictures.
+    for name in ("preprocessor_config", "video_preprocessor_config"):  # These files limit image sizes.
         if "vision_config" in config and (beside := folder / f"{name}.json").is_file():
             config[name] = load_config(beside)
     return config

@@ -1,1 +1,1 @@
-"""Memory planner of training: model states, sharding, activations, communication, memory-saving tricks."""
+"""Planner of training memory: model states, sharding, activations, communication, memory-saving tricks."""

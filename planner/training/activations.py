@@ -33,7 +33,7 @@ from tonnage.planner.training.values import Extent, Kernels, Value
 class LayerKind(NamedTuple):
     """The properties of a layer that decide which tensors autograd keeps for its backward pass.
 
-    Layers of one module and one kind keep the same number of bytes.
+    Two layers with the same modules and equal properties keep the same number of bytes.
 
     Attributes:
         masked: whether the layer receives an explicit attention mask.
@@ -70,7 +70,7 @@ class Kept(NamedTuple):
 class Activations:
     """The activations that a model keeps for the backward pass, as functions of batch and sequence length.
 
-    Instances are compared by identity, since they are keys of a cache.
+    Instances are compared by identity, because they are used as keys of a cache.
 
     Attributes:
         layers: one (kind, number of layers of that kind, tensors that each layer keeps) per layer kind.
@@ -78,7 +78,7 @@ class Activations:
         embedding: tensors that the embedding keeps.
         head: tensors that the head keeps.
         loss: bytes that the loss keeps.
-        stream: bytes per token of the residual stream, which full checkpointing keeps once per layer.
+        stream: bytes per token of the residual stream; full activation checkpointing keeps it once per layer.
         logit_width: bytes of one logit.
         vocab: number of logits of a token: rows of the vocabulary, or labels of a classifier.
         hidden: width of the head's input, in elements.
@@ -116,12 +116,15 @@ class ShapeSum(NamedTuple):
     weights: int
 
 
-# Bounds of exact / estimated bytes for full training in fp32, bf16 and under autocast
-# (tests/planner/test_training_activations.py). The ratio of families whose layers the tape supports, at
-# published sizes, is from 0.435 (OPT, bf16: its ReLU keeps the next matrix's input) to 2.234 (Apertus under
-# autocast: its xIELU keeps five tensors, two in fp32). Without these two the range is 0.504 (StarCoder2) to
-# 1.915 (CodeGen, whose GELU is composed of single operations). For tiny models of other families it is 0.74
-# (Doge) to 1.585 (DiffLlama, with two attentions per layer), both with eager attention.
+# Lower and upper bound of the ratio of exact to estimated activation bytes, for full training in fp32, bf16 and
+# under autocast (tests/planner/test_training_activations.py).
+#
+# For families whose exact bytes `Tape` computes, at published sizes, the ratio is from 0.435 to 2.234. The
+# minimum is OPT in bf16, whose ReLU keeps only its output, which is also the next matrix's input. The maximum
+# is Apertus under autocast, whose xIELU keeps five tensors, two of them in fp32. Without these two families,
+# the ratio is from 0.504 (StarCoder2) to 1.915 (CodeGen, whose GELU is composed of single operations). For tiny
+# models of other families, with eager attention, it is from 0.74 (Doge) to 1.585 (DiffLlama, with two
+# attentions per layer).
 ESTIMATE_LOW, ESTIMATE_HIGH = 0.4, 2.25
 
 
@@ -132,7 +135,7 @@ def _experts_run(architecture: Architecture) -> int:
 
 
 def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
-    """Return the sums of tensor shapes for each group of equal layers of a decoder."""
+    """Return one `ShapeSum` (sums of tensor shapes) for each group of equal layers of a decoder."""
     sums: dict[int, list[int]] = {}
     for tensor in architecture.tensors:
         if tensor.layer is None or tensor.role in ("vision", "audio", "projector", "buffer"):
@@ -224,7 +227,7 @@ class ActivationSetup:
         return LayerKind(masked, below, trainable)
 
     def tape(self, trainable: bool, masked: bool, kernels: Kernels) -> Tape:
-        """Return an empty recording of the tensors that one layer, the embedding or the head keeps."""
+        """Return an empty `Tape`, which records the tensors that a layer, the embedding or the head keeps."""
         convention, stream = self.convention, self.stream
         return Tape(
             compute=convention.compute, autocast=convention.autocast,
@@ -271,7 +274,7 @@ def activations_of(
 
 
 def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]]:
-    """Return a dict from a rotary table's name to its (cos, sin) tensors, for the tables of a recipe."""
+    """Return the rotary tables of a recipe, as a dict from a table's name to its (cos, sin) tensors."""
     tables = {}
     for table in recipe.tables:
         size = Extent(position=table.dim // 2 if table.complex or table.half else table.dim)
@@ -327,7 +330,7 @@ def _taped(
 
 
 def _kept(t: Tape) -> Kept:
-    """Return the bytes of the tensors that a `Tape` has recorded as kept for the backward pass."""
+    """Return the bytes that the backward pass keeps, from the tensors that the `Tape` `t` has recorded."""
     scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
     return Kept(
         t.total(), t.total(split=True), scores,

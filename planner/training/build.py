@@ -62,9 +62,9 @@ _FP32_COPIES = 3
 
 
 def _copies_operands(setup: TrainingSetup) -> bool:
-    """Return whether the optimizer computes in fp32 copies of a whole tensor.
+    """Return whether the optimizer step makes fp32 copies of a whole tensor.
 
-    The 8-bit AdamW of torchao does so, which torchtune uses.
+    torchao's 8-bit AdamW does so, which torchtune uses.
     """
     return stack_of(setup).states_in_fp32 and setup.optimizer == "adamw-8bit"
 
@@ -79,7 +79,7 @@ class Planner:
         self._activations: dict[object, Activations] = {}
 
     def trained(self, setup: TrainingSetup) -> Trained:
-        """Return the model's tensors under the setup's method, trainable or frozen."""
+        """Return the model's tensors under the setup's training method, each marked as trained or frozen."""
         key = _METHOD(setup)
         if key not in self._trained:
             self._trained[key] = train_under(self.model.architecture, setup)
@@ -96,7 +96,7 @@ class Planner:
         return found
 
     def length(self, setup: TrainingSetup) -> int:
-        """Return the tokens per sequence: --sequence-length, else 2,048 or a shorter model limit."""
+        """Return the tokens per sequence: --sequence-length, else 2,048 or the model's maximum if shorter."""
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
@@ -131,10 +131,11 @@ class Planner:
         self, setup: TrainingSetup, stage: int, states: States, kernels: Kernels | None = None,
         copies: int | None = None,
     ) -> Peak | None:  # fmt: skip
-        """Return the peak of a training step on one pipeline stage, None if activations are not planned.
+        """Return the memory peak of a training step on one pipeline stage, besides the model states.
 
-        `copies` is the number of fp32 copies that an 8-bit optimizer makes of the largest tensor. None takes
-        the planned number, 3 for torchao's 8-bit AdamW.
+        Returns None if activations are not planned for the model. `copies` is the number of fp32 copies that an
+        8-bit optimizer makes of the largest tensor. If it is None, the planned number is used: 3 for torchao's
+        8-bit AdamW.
         """
         acts = self.activations(setup, kernels)
         if acts is None:
@@ -170,16 +171,22 @@ class Planner:
         )  # fmt: skip
 
     def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
-        """Return the bytes by which the peak may be (lower, higher) than planned.
+        """Return the bytes by which the memory peak may be (lower, higher) than planned.
 
-        The bounds cover the tensors that a compiler may keep, torchtune's two RMSNorms, and an 8-bit
-        optimizer's fp32 copies. The upper bound of fp8 is the same setup in 16 bits. The lower bound of tensor
-        parallelism adds sequence parallelism, which also divides the residual stream.
+        The bounds are peaks of variants of the setup:
+
+        - torch.compile keeps the fewest or the most tensors for the backward pass.
+        - torchtune's RMSNorm is a single fused operation, not a composition of operations in fp32.
+        - An 8-bit optimizer makes no fp32 copies, or 4.
+        - With fp8, the same setup in bf16.
+        - With tensor parallelism, the same setup with sequence parallelism, which also divides the residual
+          stream.
         """
         kernels = kernels_of(setup)
         low = high = kernels
         if kernels.compiled == "least":
-            # The training stack's own kernels keep the fewest tensors for the backward pass.
+            # The plan assumes that the training stack's own kernels keep the fewest tensors. For the upper
+            # bound, torch.compile keeps more.
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")
@@ -222,7 +229,7 @@ class Planner:
         return max(plans, key=TrainingPlan.total)
 
     def _stage(self, setup: TrainingSetup, stage: int, brief: bool) -> TrainingPlan:
-        """Return the training plan of one rank of the pipeline stage with index `stage`."""
+        """Return the training plan for one rank of the pipeline stage with index `stage` (from 0)."""
         model, trained = self.model, self.trained(setup)
         states = self.states(setup, stage)
         convention = convention_of(setup)

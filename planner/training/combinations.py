@@ -21,9 +21,10 @@ class Combinations:
 
     Attributes:
         rows: the combinations that fit, fastest first.
-        smallest: the fastest change with the fewest tricks, single tricks included; None if nothing fits.
+        smallest: of all fitting changes with the fewest tricks (one trick or a combination), the fastest; None
+            if nothing fits.
         tried: number of combinations planned.
-        complete: whether every combination of the largest tried size was planned.
+        complete: whether all combinations with the largest planned number of tricks were planned.
     """
 
     rows: tuple[Trick, ...]
@@ -65,7 +66,7 @@ def combinations(
 
 
 def _quickest(trick: Trick) -> tuple[float, int]:
-    """Return the key that sorts memory-saving tricks by relative step time, then by GPU bytes."""
+    """Return the sort key of a memory-saving trick: first its relative step time, then its GPU bytes."""
     return round(trick.relative_time, 3), trick.gpu_bytes
 
 

@@ -93,7 +93,9 @@ def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
     values = {**given(args, TrainingSetup), **changes}
     if args.gpu is not None:
         if "device_memory" in values:
-            raise DeploymentError("contradicts --device-memory", field="--gpu", hint="give one of them")
+            raise DeploymentError(
+                "--gpu and --device-memory exclude each other", field="--gpu", hint="give one of them"
+            )
         gpu = find_gpu(args.gpu)
         values["device_memory"] = gpu.memory_bytes
         if gpu.capability is not None:
@@ -107,7 +109,7 @@ def run(argv: list[str]) -> int:
     """Run `tonnage train` with `argv` (without the sub-command's name) and return the exit code."""
     try:
         args = parser().parse_args(argv)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -191,7 +193,10 @@ def _trick(trick: Any) -> dict[str, Any]:
 
 
 def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the rows of a sweep as an aligned table in GiB, without CPU and NVMe if no row uses them."""
+    """Return the rows of a sweep as lines of an aligned table, in GiB.
+
+    The CPU and NVMe columns are left out if no row uses that memory.
+    """
     parts = {"GPU": "gpu_bytes", "CPU": "cpu_bytes", "NVMe": "nvme_bytes"}
     used = [name for name, field in parts.items() if name == "GPU" or any(_gib_of(r, field) for r in rows)]
     table = [[*names, *(f"{name} GiB" for name in used), "fits"]]
@@ -204,7 +209,7 @@ def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def _gib_of(row: Row, field: str) -> float:
-    """Return a size of a row in GiB to two decimals; 0 if it has none."""
+    """Return the size in `field` of a sweep's row as text in GiB with two decimals; 0.00 if it is None."""
     return round((getattr(row, field) or 0) / GiB, 2)
 
 

@@ -60,9 +60,10 @@ NO_COMMUNICATION = Communication((), 0, 0, 0, None, 0, "")
 
 
 def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
-    """Return how many of the `size` bytes of a collective over `ranks` ranks cross one node's network port.
+    """Return the bytes of one collective operation that cross the network port of one node.
 
-    With r nodes in the collective, each node sends its 1/r part to the other nodes.
+    The operation moves `size` bytes over `ranks` ranks. If the ranks are on n nodes, size / n bytes cross each
+    node's port. If all ranks are on one node, the result is 0.
     """
     nodes = setup.nodes if ranks > setup.gpus // setup.tensor_parallel else 1
     return 0 if nodes == 1 else size // nodes
@@ -71,8 +72,8 @@ def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
 def communication_of(setup: TrainingSetup, states: States, activation_bytes: int) -> Communication:
     """Return the traffic of one rank over an optimizer step.
 
-    `activation_bytes` is the residual stream of one layer and micro-batch, which tensor and pipeline
-    parallelism exchange.
+    `activation_bytes` is the bytes of the residual stream after one layer, for one micro-batch. Tensor and
+    pipeline parallelism exchange it between ranks.
     """
     ranks = setup.shard_ranks
     p, trained = states.parameters, states.trainable
@@ -110,7 +111,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         hpz = setup.hpz_partition_size
         each = 1 if setup.quantized_weights else weight
         add("all-gather", "weights, forward", each * p // weight, each * p, ranks, steps, "micro-batch")
-        if hpz > 1:  # The node holds a second copy, so nodes exchange no bytes.
+        if hpz > 1:  # Each group holds a second copy of the weights (hpZ).
             add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, steps, "micro-batch")
         else:
             add("all-gather", "weights, backward", each * p // weight, each * p, ranks, steps, "micro-batch")
@@ -158,7 +159,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
 
 
 def _seconds(setup: TrainingSetup, size: int, crossing: int) -> float | None:
-    """Return the seconds of a collective at the share `network_share` of the links' specified speeds.
+    """Return the seconds of a collective operation, if links reach `network_share` of their specified speed.
 
     The result is the larger of the time inside the node and the time between nodes. It is None if the speed of
     a needed link is unknown.

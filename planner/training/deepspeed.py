@@ -108,5 +108,5 @@ def _at(offload: bool) -> str:
 
 
 def _row(found: StateEstimate, options: str) -> str:
-    """Return one row of DeepSpeed's table of estimates: CPU and GPU memory in GiB, and the options."""
+    """Return one line of DeepSpeed's table of estimates: CPU and GPU memory in GiB, and the options."""
     return f" {found.cpu / GiB:7.2f}GB | {found.gpu / GiB:6.2f}GB | {options}"

@@ -28,10 +28,10 @@ def attention_of(setup: TrainingSetup) -> str:
 
 
 def check_device(setup: TrainingSetup) -> None:
-    """Refuse an attention or precision for which the GPU has no kernel.
+    """Check that the GPU has kernels for the attention implementation and the precision.
 
     Raises:
-        DeploymentError: for such a flag; the error names the flag.
+        DeploymentError: the GPU has no kernel for one of them; the error names the flag.
     """
     capability = capability_of(setup)
     if setup.attention == "flash" and setup.precision == "fp32":

@@ -52,7 +52,9 @@ def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
     """Return a configuration for `deepspeed.initialize` and `TrainingArguments(deepspeed=...)`."""
     if not setup.strategy.startswith("zero"):
         raise DeploymentError(
-            f"{setup.strategy} is not DeepSpeed's", field="--emit", hint="--strategy zero1, zero2 or zero3"
+            f"{setup.strategy} is not a DeepSpeed strategy",
+            field="--emit",
+            hint="--strategy zero1, zero2 or zero3",
         )
     zero: dict[str, Any] = {
         "stage": setup.zero_stage,
@@ -149,17 +151,20 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
     """Return keyword arguments of `transformers.TrainingArguments`."""
     if setup.stack == "torchtune":
         raise DeploymentError(
-            "torchtune's recipes are not TrainingArguments", field="--emit", hint="tune run with its YAML files"
+            "torchtune takes recipes, not TrainingArguments",
+            field="--emit",
+            hint="tune run with its YAML files",
         )
     galore = setup.optimizer.startswith("galore")
     if setup.optimizer_in_backward and not galore:
         raise DeploymentError(
-            "TrainingArguments steps in the backward pass for GaLore only", field="--optimizer-in-backward",
+            "TrainingArguments runs the optimizer in the backward pass for GaLore only",
+            field="--optimizer-in-backward",
             hint="--optimizer galore-adamw",
         )  # fmt: skip
     if setup.optimizer not in _OPTIM:
         raise DeploymentError(
-            f"TrainingArguments has no {setup.optimizer}", field="--optimizer", hint=", ".join(_OPTIM)
+            f"TrainingArguments has no optimizer {setup.optimizer}", field="--optimizer", hint=", ".join(_OPTIM)
         )
     fused = kernel_of(setup) == "fused"
     out: dict[str, Any] = {
@@ -192,7 +197,9 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
 def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
     """Return the fields of a `peft.LoraConfig` or `IA3Config`; QLoRA adds a BitsAndBytesConfig."""
     if setup.method not in ("lora", "qlora", "ia3"):
-        raise DeploymentError(f"--method {setup.method} has no adapters", field="--emit", hint="--method lora")
+        raise DeploymentError(
+            f"--method {setup.method} trains no adapters", field="--emit", hint="--method lora"
+        )
     targets = list(setup.target_modules or default_targets(setup, model_type) or ())
     modules: Any = "all-linear" if targets == ["all-linear"] else targets
     if setup.method == "ia3":

@@ -39,8 +39,8 @@ def plan_page(
 ) -> str:
     """Return the HTML document of a training plan.
 
-    It shows the verdict, the components with bars and formulas, the traffic, and the memory-saving tricks in
-    `rows`. `words` are the words of the command line, which the page quotes.
+    The page shows whether the plan fits, the memory components with bars and formulas, the network traffic, and
+    the memory-saving tricks in `rows`. `words` is the command line as a list of words, which the page quotes.
     """
     first, *served = headline(plan)
     low, high = plan.bounds()

@@ -113,8 +113,8 @@ def _normed(t: Tape, a: Attention, q: Value, k: Value) -> tuple[Value, Value]:
 def _softmax(t: Tape, a: Attention, h: Value) -> int:
     """Return the bytes of one softmax result under eager attention.
 
-    Autocast computes softmax in fp32 on a GPU. On a CPU it keeps the dtype of the added mask, which is the
-    model's.
+    Under autocast, softmax is computed in fp32 on a GPU. On a CPU its result has the model's dtype, because the
+    mask that is added to the scores has it.
     """
     if t.autocast and (a.narrow or a.upcast):
         return 4 if t.cuda else h.width
@@ -163,8 +163,8 @@ def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, laye
 def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
     """Run an MLP on the tape and return its output.
 
-    With three matrices the gate is a matrix of its own. A fused MLP holds gate and up projection in one matrix,
-    and a plain MLP has no gate.
+    There are three kinds of MLP: with separate matrices for gate, up and down projection, with gate and up
+    projection fused into one matrix, and without a gate.
     """
     at = f"{layer}.{m.name}" if m.name else layer
     if len(m.names) == 3:
@@ -218,13 +218,13 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
         return t.new(e.chosen, 4, False)
     if router.kind == "mixer":
         return _mixed(t, e, logits)
-    t.save(t.new(e.chosen, 8, False))  # These are the indices of the chosen experts.
+    t.save(t.new(e.chosen, 8, False))  # Autograd keeps the indices of the chosen experts.
     width = logits.width if router.kind in ("sigmoid-groups", "softmax-typed") else 4
     chosen = t.new(e.chosen, width, True)
     if router.kind in ("softmax-chosen", "softmax-typed"):
         t.save(chosen)
         return t.like(chosen, given if router.kind == "softmax-chosen" else width)
-    t.save(t.new(e.count, width, True))  # Softmax and sigmoid keep their result.
+    t.save(t.new(e.count, width, True))  # Softmax and sigmoid keep their result for the backward pass.
     groups, taken = router.groups
     if grouped and groups:
         best = 2 if router.kind == "sigmoid-groups" else 1
@@ -234,7 +234,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
         t.save(t.new(taken, 8, False))
         t.save(t.new(e.count, 1, False))
     if router.normed:
-        t.save(t.like(chosen))  # The division in place keeps a copy of its input.
+        t.save(t.like(chosen))  # Autograd keeps a copy of the input of the in-place division.
         t.save(t.new(1, width, True))
     if clamped:
         t.save(t.new(1, width, True))
@@ -243,10 +243,11 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
 
 
 def _mixed(t: Tape, e: Experts, logits: Value) -> Value:
-    """Run Phi-3.5-MoE's sparsemixer on the tape, once for each chosen expert.
+    """Run Phi-3.5-MoE's router (sparsemixer) on the tape, once for each chosen expert.
 
-    Each run keeps the mask, its softmax, the sampled and the largest expert, and the multiplier of the
-    gradient.
+    Each run keeps five tensors for the backward pass: the mask of the experts, the softmax of the masked
+    logits, the index of the sampled expert, the index of the expert with the largest logit, and the gradient's
+    multiplier.
     """
     for _ in range(e.chosen):
         t.save(t.new(e.count, 1, False))

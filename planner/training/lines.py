@@ -1,4 +1,4 @@
-"""Builders of a training plan's lines: the bytes of each component, with formula and source."""
+"""Builders of the lines of a training plan. A line has one memory component's bytes, formula and source."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu"
 def state_lines(
     setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained, there: int
 ) -> list[Line]:
-    """Return the plan lines of the model states; `there` is the gradient bytes that exist at the peak."""
+    """Return the plan lines of the model states; `there` is the bytes of gradients alive at the memory peak."""
     ranks = f" over {setup.shard_ranks} ranks" if setup.zero_stage else ""
     master = states.master if c.master_with_weights else 0
     per = f"{c.weights} + {c.master}" if c.master_with_weights and c.master else str(c.weights)

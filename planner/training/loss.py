@@ -1,7 +1,7 @@
-"""Bytes of logits and loss on one rank, by how the loss is computed and what its caller keeps.
+"""Bytes of logits and loss on one rank, by the kind of loss and by the tensors that the training loop keeps.
 
-One logit takes `width` bytes as the head returns it, 4 in its fp32 copy and 4 in log_softmax's result, which
-the backward pass reads. The backward pass adds 4 + 4 bytes for two fp32 gradients.
+Per logit, the head's output takes `width` bytes, its fp32 copy 4 bytes, and the result of log_softmax 4 bytes.
+The backward pass reads that result, and adds 4 + 4 bytes for two fp32 gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.units import GiB, ceil_div
 
-# unsloth_zoo 2026.10.9 fused_losses/cross_entropy_loss.py: _CE_BYTES_PER_LOGIT, _CE_TARGET_GB_CAP. unsloth
-# gives the loss half of the free memory, so the loss never decides whether a step fits.
+# Source: _CE_BYTES_PER_LOGIT and _CE_TARGET_GB_CAP in unsloth_zoo 2026.10.9,
+# fused_losses/cross_entropy_loss.py. unsloth computes the loss in chunks that fit into half of the free memory,
+# so the loss never decides whether a step fits.
 UNSLOTH_LOGIT, UNSLOTH_MOST = 16, 4 * GiB
 
 
@@ -67,7 +68,8 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
     forward = whole + elements * (4 if width == 4 else 8) + labels
     alive = whole if stack.keeps_logits else 0
     backward = alive + 12 * elements + labels
-    # The upper bound applies to a caller that keeps the outputs in fp32 (accelerate's convert_outputs_to_fp32).
+    # The upper bound is for a training loop that keeps an fp32 copy of the logits (accelerate's
+    # convert_outputs_to_fp32).
     most = backward if stack.keeps_logits else 16 * elements + labels
     return LossMemory(forward, backward, alive + whole, alive, 1, most, pieces)
 
@@ -76,9 +78,9 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
     """Return the bytes of logits and loss for torchtune's CEWithChunkedOutputLoss.
 
     The head computes the logits in chunks, and the logits of all chunks are kept. The cast to fp32 and the
-    cross-entropy run chunk by chunk. The backward pass of all chunk losses precedes that of the head, whose
-    weight gradients are summed two at a time (autograd's InputBuffer). Under torch.compile, a chunk keeps
-    16-bit logits and no fp32 tensor.
+    cross-entropy run chunk by chunk. The backward pass first runs through the losses of all chunks, then
+    through the head. Each chunk gives a gradient of the head's weight, and autograd's InputBuffer adds them one
+    by one, so two are alive at once. Under torch.compile, a chunk keeps 16-bit logits and no fp32 tensor.
     """
     whole, chunk = elements * width, ceil_div(elements, setup.loss_chunks)
     if setup.compile:
@@ -91,9 +93,9 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
 def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:
     """Return the bytes of Liger's fused linear cross-entropy.
 
-    The kernel keeps the logits of one chunk of rows (16-bit and fp32) and the gradients of hidden states and
-    head. The rows of a chunk are tokens / ceil(vocabulary / hidden), rounded up to a power of two. Source:
-    liger_kernel/ops/fused_linear_cross_entropy.py.
+    The kernel holds the logits of one chunk of tokens (in 16 bits and fp32), and the gradients of the hidden
+    states and of the head's weight. A chunk has tokens / ceil(vocabulary / hidden size) tokens, rounded up to a
+    power of two. Source: liger_kernel/ops/fused_linear_cross_entropy.py.
     """
     rows = ceil_div(tokens, ceil_div(acts.vocab, acts.hidden))
     rows = 1 << max(0, rows - 1).bit_length()

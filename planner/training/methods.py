@@ -157,9 +157,9 @@ def train_under(architecture: Architecture, setup: TrainingSetup) -> Trained:
 
 
 def target_names(architecture: Architecture) -> tuple[str, ...]:
-    """Return the module names that PEFT's target modules could match.
+    """Return the names that PEFT's target modules may have in this model, such as `q_proj`.
 
-    Each is the last component of a linear module's name; the order is the model's.
+    Each is the last component of a linear module's name. They are in the order of the model's modules.
     """
     names = (t.module.rpartition(".")[2] for t in architecture.tensors if t.module_class in LINEARS)
     return tuple(dict.fromkeys(names))
@@ -233,6 +233,6 @@ def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str,
     if setup.method == "ia3":
         feed_forward = tensor.module.endswith(IA3_FEED_FORWARD)
         return [("ia3_l", (1, into) if feed_forward else (out, 1))]
-    if tensor.module_class == "Embedding":  # Here A is [rank, rows] and B [width, rank].
+    if tensor.module_class == "Embedding":  # A is [rank, rows of the table], B [width, rank].
         out, into = into, out
     return [("lora_A.weight", (setup.rank, into)), ("lora_B.weight", (out, setup.rank))]

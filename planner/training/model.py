@@ -22,7 +22,7 @@ class TrainingModel:
         architecture: the model's tensors and dimensions, which the serving planner uses as well.
         recipe: the model's layers as operations; None if activations are not planned (encoder-decoder models).
         estimated: sums of tensor shapes of a decoder whose layers have no recipe, empty otherwise.
-        notes: how the config was found, if that is not as usual.
+        notes: notes on where the config comes from, if it is not the model's own config.json.
     """
 
     id: str
@@ -46,11 +46,11 @@ class TrainingModel:
         return tuple(out)
 
     def attention(self, asked: str) -> str:
-        """Return the attention `asked` if the model class supports it, else `eager`."""
+        """Return the attention implementation `asked` if the model class supports it, else `eager`."""
         return asked if asked in family_of(self.architecture.model_type).attentions else "eager"
 
     def masked(self, length: int) -> tuple[bool, ...]:
-        """Return for each layer whether its sliding window is shorter than `length` tokens and needs a mask."""
+        """Return for each layer whether it needs a mask: its sliding window is shorter than `length` tokens."""
         return tuple(0 < window < length for window in self.windows)
 
 

@@ -1,6 +1,7 @@
 """Optimizer states of one tensor in bytes, as the optimizers allocate them.
 
-Tests find no difference from torch 2.13 and bitsandbytes 0.50 (tests/planner/test_training_real.py).
+Tests compare the bytes with the states of torch 2.13 and bitsandbytes 0.50, with difference 0
+(tests/planner/test_training_real.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tonnage.planner.units import ceil_div
 BNB_MIN_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MAPS_BYTES = 2 * 256 * 4
-STEP_BYTES = 4  # torch.optim has one fp32 counter per tensor, on the host unless fused or capturable.
+STEP_BYTES = 4  # torch.optim's fp32 step counter per tensor, on the host unless fused or capturable
 
 
 class Optimizer(NamedTuple):
@@ -52,7 +53,9 @@ OPTIMIZER = {
 
 
 def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
-    """Return whether GaLore projects the tensor: matrices of attention and MLP, no embedding, head or norm.
+    """Return whether GaLore projects the tensor's gradient to a low rank.
+
+    It does so for matrices of attention and MLP, and not for embedding, head and norms.
 
     Sources: llamafactory 0.9.5 train/trainer_utils.py, GaLore's torchrun_main.py.
     """
@@ -63,7 +66,7 @@ def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
 def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: int = 0) -> int:
     """Return the bytes of the optimizer states of one tensor.
 
-    * 8-bit AdamW keeps block-wise states of one byte, whatever `state` is.
+    * 8-bit AdamW keeps states of one byte per value with a scale per block, regardless of `state`.
     * Adafactor (torch.optim) keeps states of the shapes `shape[:-1] + (1,)` and `shape[:-2] + (1, last)`.
     * Muon (torch.optim) trains matrices only. AdamW trains the embedding and the head, as Muon's authors
       advise.
@@ -94,19 +97,22 @@ def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: 
 
 
 def shared_bytes(name: str) -> int:
-    """Return the bytes that an optimizer keeps once per device: two quantization maps of 8-bit optimizers."""
+    """Return the bytes that an optimizer keeps once per device.
+
+    They are the two quantization maps of an 8-bit optimizer, and 0 for other optimizers.
+    """
     return BNB_MAPS_BYTES if "8bit" in name else 0
 
 
 def step_workspace(name: str, kernel: str, trainable: int, largest: int, state: int, projected: int = 0) -> int:
     """Return the temporary bytes of one optimizer step on a rank.
 
-    * AdamW's denominator is a list of copies of the second state (torch/optim/adamw.py, 2.13,
-      `_multi_tensor_adamw`: `_foreach_sqrt`). Fused kernels keep none.
-    * Adafactor, Lion and Muon update tensor by tensor with two temporaries. SGD and bitsandbytes update in
-      place.
-    * GaLore (galore-torch 1.0) has two temporaries per tensor. A new projection takes more: the matrix, and U
-      and V of its singular value decomposition, in fp32.
+    * AdamW's foreach kernel computes the update's denominators for all tensors at once, in copies of the second
+      state (torch/optim/adamw.py, 2.13, `_multi_tensor_adamw`: `_foreach_sqrt`). Fused kernels make no copies.
+    * Adafactor, Lion and Muon update tensor by tensor, with two temporary tensors. SGD and the optimizers of
+      bitsandbytes update in place.
+    * GaLore (galore-torch 1.0) has two temporary tensors per tensor. A step that computes a new projection
+      takes more: the matrix, and U and V of its singular value decomposition, in fp32.
 
     Args:
         name: the optimizer.

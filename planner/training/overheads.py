@@ -16,9 +16,9 @@ from tonnage.planner.units import GiB, MiB
 CUBLAS_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024
 CUBLAS_WORKSPACE_HOPPER = 8 * 4096 * 1024
 
-# CONTEXT is the CUDA context and NCCL its buffers. Start-up logs of vLLM on H100 and B200
-# (tests/data/training/measured_receipts.tsv): non-torch memory 0.07 to 0.14 GiB on one GPU, 0.55 with two
-# (NCCL); vramcalc measures 0.75 GB on an A6000 under CUDA 13.
+# CONTEXT is the memory of the CUDA context, NCCL that of NCCL's buffers. Start-up logs of vLLM on H100 and B200
+# print 0.07 to 0.14 GiB of memory outside PyTorch on one GPU, and 0.55 GiB with two GPUs, which need NCCL
+# (tests/data/training/measured_receipts.tsv). vramcalc measured 0.75 GB on an A6000 under CUDA 13.
 CONTEXT, CONTEXT_LOW, CONTEXT_HIGH = GiB // 2, int(0.07 * GiB), 750 * 10**6
 NCCL, NCCL_LOW, NCCL_HIGH = int(0.41 * GiB), int(0.2 * GiB), GiB
 

@@ -1,10 +1,10 @@
 """The memory peak of a training step: the bytes that one micro-batch adds to the model states.
 
-The moments and their live tensors are read from PyTorch's autograd, checkpoint and cross-entropy code. A
-benchmark compares the peaks with published A6000 runs, without any fitted term
+The peak is the largest of the moments below. Their live tensors are derived from PyTorch's autograd, checkpoint
+and cross-entropy code. No term is fitted. A benchmark compares the peaks with published runs on an A6000
 (benchmarks/training_accuracy.py).
 
-- `loss forward`: everything kept by the layers, all weight casts of the autocast region, 16-bit logits, their
+- `loss forward`: all tensors kept by the layers, all weight casts of the autocast region, 16-bit logits, their
   fp32 copy and log_softmax's result.
 - `loss backward`: tensors kept by the layers, weight casts that the graph still reads, 16-bit logits,
   log_softmax's result and its two fp32 gradients (14 bytes per logit, 16 in fp32).
@@ -17,7 +17,7 @@ benchmark compares the peaks with published A6000 runs, without any fitted term
 - `first layer backward`: one layer's tensors and all gradients, for stacks that free the gradients in each
   step.
 
-Some training stacks drop the model's output or set gradients to None, which lowers the peak (stacks.py).
+Some training loops free the model's output early or set gradients to None, which lowers the peak (stacks.py).
 loss.py lists the tensors of the loss.
 """
 
@@ -55,7 +55,7 @@ class Peak(NamedTuple):
         rounding: bytes that the CUDA allocator adds by rounding.
         cpu: bytes of activations kept on the host.
         gradients: the part of the model's gradients that exists at that moment, in bytes.
-        more: bytes by which the peak may be higher.
+        more: bytes by which the real peak may be higher than planned.
         rough: the part of `temporary` that is an estimate, in bytes.
         copies: description of the gradient copies of an optimizer step.
     """
@@ -138,7 +138,7 @@ class _Cut(NamedTuple):
     sequence_parallel: bool
 
     def kept(self, kept: Kept) -> int:
-        """Return the bytes of the kept tensors on this rank, after tensor and sequence parallelism."""
+        """Return the bytes of the kept tensors on one rank, which tensor and sequence parallelism divide."""
         whole, split = kept.total.at(self.batch, self.length), kept.split.at(self.batch, self.length)
         if self.sequence_parallel:
             return ceil_div(whole, self.tp)
@@ -204,7 +204,10 @@ class _Waiting(NamedTuple):
 
 
 def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageShape) -> _Waiting:
-    """Return the bytes that a stage's layers keep until the backward pass, under checkpointing and offload."""
+    """Return the bytes that a pipeline stage's layers keep until their backward pass.
+
+    Activation checkpointing and activation offload are taken into account.
+    """
     kept, largest, scores, casts, frozen, rounding = _layer_sums(acts, cut, stage)
     if setup.checkpointing == "full":
         stream = cut.batch * cut.length * acts.stream
@@ -259,7 +262,7 @@ def peak_of(
         head_trained: whether the head is trained.
         tied: whether head and embedding are one tensor.
         gradients: bytes of the rank's gradients, and how long they live.
-        packed: elements of the largest quantized matrix, which is unpacked for each product.
+        packed: elements of the largest quantized matrix, which is dequantized for each product.
     """
     stack = stack_of(setup)
     local = ceil_div(length, setup.context_parallel)
@@ -278,7 +281,8 @@ def peak_of(
     head_gradient = matrix if head_trained else 0
     tied_here = tied and head_trained and stage.embedding and stage.head
     persistent = gradients.full if gradients.held else 0
-    # A tied weight's gradient from the head waits until the embedding's gradient is added.
+    # With tied weights, the gradient from the head stays allocated until the embedding's gradient is added to
+    # it.
     unsummed = head_gradient if tied_here and not gradients.held else 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width

@@ -1,9 +1,9 @@
 """Bytes per parameter of weights, master weights and gradients, under each named convention.
 
-The conventions differ in where the fp32 copy is counted and in the gradients' dtype. Each names the framework
-that uses it. With AdamW a parameter takes 16 bytes (zero, master-with-weights, fp32), 18 (huggingface), 16 to
-18 (autocast) or 8 (bf16, fp16). fp8 is a precision of matrix products: weights, gradients and states follow one
-of the mixed conventions.
+A convention states where a framework counts the fp32 copy of the weights, and the dtype of its gradients. With
+AdamW, a parameter takes 16 bytes (conventions zero, master-with-weights, fp32), 18 (huggingface), 16 to 18
+(autocast) or 8 (bf16, fp16). fp8 is only a precision of matrix products. With it, weights, gradients and states
+follow one of the mixed conventions.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def convention_of(setup: TrainingSetup) -> Convention:
         deepspeed = setup.strategy.startswith("zero")
         chosen = _MIXED[setup.convention or ("zero" if deepspeed else "autocast")]
     if setup.is_fsdp and chosen.autocast:
-        # FSDP's MixedPrecision(Policy) casts each unit when it is gathered: the shards are fp32, the residual
-        # stream 16-bit.
+        # FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy cast a unit's weights when they are gathered.
+        # The shards are therefore fp32, and the residual stream has 16 bits.
         chosen = replace(
             chosen, stream=2, autocast=False, used_by="FSDP MixedPrecision: fp32 shards, 16-bit gathered units"
         )
@@ -94,7 +94,7 @@ def convention_of(setup: TrainingSetup) -> Convention:
 
 
 def frozen_bytes(setup: TrainingSetup) -> int:
-    """Return the bytes of one frozen weight: by --base-dtype, else 4 in fp32 training and 2 otherwise."""
+    """Return the bytes of one frozen weight: those of --base-dtype, else 4 in fp32 training and 2 otherwise."""
     if setup.base_dtype is not None:
         return DTYPE_BYTES[setup.base_dtype]
     return 4 if setup.precision == "fp32" else 2

@@ -19,7 +19,10 @@ _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, p
 
 
 def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
-    """Return the training plan as a JSON object; later versions only add keys, and bytes are ints."""
+    """Return the training plan as a JSON object, with sizes as integers in bytes.
+
+    Later versions of Tonnage may add keys, and never remove or rename one.
+    """
     setup, convention, traffic = plan.setup, plan.convention, plan.communication
     lines = []
     for line in plan.lines:
@@ -111,7 +114,7 @@ def bounds(line: Line) -> str:
 
 
 def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
-    """Return (title, plan lines) for GPU, CPU and NVMe; a place without plan lines is left out."""
+    """Return (title, plan lines) of GPU, CPU and NVMe memory, without a place that has no plan lines."""
     out = []
     for place, title in _PLACES:
         lines = [line for line in plan.lines if line.place == place]

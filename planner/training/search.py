@@ -20,8 +20,8 @@ class Largest:
     Attributes:
         field: the searched field, `micro_batch` or `sequence_length`.
         value: the largest value that fits.
-        aligned: `value` rounded down to a multiple of `multiple`, None if the result is 0. Tensor cores work on
-            tiles of 8, on A100 of 64 (NVIDIA's matrix multiplication guide).
+        aligned: `value` rounded down to a multiple of `multiple`, None if the result is 0. Tensor cores are
+            fastest with multiples of 8, on an A100 of 64 (NVIDIA's matrix multiplication guide).
         multiple: the divisor that `aligned` is a multiple of.
         plan: the training plan with `value`.
     """

@@ -55,13 +55,13 @@ class TrainingSetup:
             "galore-adamw", "galore-adamw-8bit",
         ),
     )  # fmt: skip
-    galore_rank: int = flag(  # galore-torch's README, transformers' galore_adamw
+    galore_rank: int = flag(  # the default of galore-torch's README and of transformers' galore_adamw
         128, "rank of GaLore's projections", group=_METHOD, most=_MOST
     )
     optimizer_in_backward: bool = flag(
         False, "update each parameter in the backward pass and free its gradient at once", group=_METHOD
     )
-    optimizer_kernel: str | None = flag(  # step.py computes the temporary copies of each kernel.
+    optimizer_kernel: str | None = flag(  # step.py has the temporary copies of each kernel
         None, "kernel of the step (default: foreach; fused with DeepSpeed or an fp32 master)", group=_METHOD,
         choices=("foreach", "fused"),
     )  # fmt: skip
@@ -78,7 +78,7 @@ class TrainingSetup:
         None, "modules with adapters, or all-linear (default: PEFT's modules for the family)", group=_METHOD,
         metavar="A,B", hint="leave it out for PEFT's default, or all-linear",
     )  # fmt: skip
-    trainable_layers: int = flag(  # LLaMA-Factory's default
+    trainable_layers: int = flag(  # the default of LLaMA-Factory
         2, "number of last layers that --method freeze trains", group=_METHOD, most=_MOST
     )
     base_quantization: str = flag(
@@ -131,7 +131,7 @@ class TrainingSetup:
     shard_size: int | None = flag(
         None, "ranks of one fsdp-hybrid group (default: one node)", group=_RANKS, most=_MOST
     )
-    fsdp_version: int = flag(  # torch.distributed.fsdp: FullyShardedDataParallel, fully_shard
+    fsdp_version: int = flag(  # 1 is torch.distributed.fsdp's FullyShardedDataParallel, 2 fully_shard
         2, "version of FSDP, 1 or 2", group=_RANKS, most=2
     )
     gradient_as_bucket_view: bool = flag(
@@ -198,7 +198,7 @@ class TrainingSetup:
 
     @property
     def shard_ranks(self) -> int:
-        """Return how many ranks have equal weights and may shard them (data x context parallel)."""
+        """Return how many ranks hold equal weights, which ZeRO or FSDP may shard: data x context parallel."""
         return self.world // self.model_ranks
 
     @property
@@ -298,7 +298,7 @@ def _check_ranks(setup: TrainingSetup) -> None:
         )
     if setup.sequence_parallel and setup.tensor_parallel == 1:
         raise DeploymentError(
-            "shards tensors that tensor parallelism replicates, but --tensor-parallel is 1",
+            "sequence parallelism shards tensors that tensor parallelism replicates; --tensor-parallel is 1",
             field="--sequence-parallel",
             hint="use --context-parallel to split long sequences",
         )
@@ -316,7 +316,7 @@ def _check_ranks(setup: TrainingSetup) -> None:
                 hint="a divisor, usually the GPUs of one node",
             )
     elif setup.shard_size is not None:
-        raise DeploymentError("only for --strategy fsdp-hybrid", field="--shard-size")
+        raise DeploymentError("this flag is only for --strategy fsdp-hybrid", field="--shard-size")
     if setup.pipeline_parallel > 1 and setup.strategy in ("zero2", "zero3"):
         raise DeploymentError(
             f"{setup.strategy} reduces gradients after every micro-batch, which a pipeline does not allow",
@@ -330,19 +330,19 @@ def _check_offload(setup: TrainingSetup) -> None:
     for field in ("offload_param", "offload_optimizer"):
         if getattr(setup, field) == "nvme" and setup.strategy != "zero3":
             raise DeploymentError(
-                f"nvme needs ZeRO stage 3 (ZeRO-Infinity), the strategy is {setup.strategy}",
+                f"offload to nvme needs ZeRO stage 3 (ZeRO-Infinity), and the strategy is {setup.strategy}",
                 field=flags_of(TrainingSetup)[field].option,
                 hint="--strategy zero3, or cpu",
             )
     if setup.offload_param != "none" and setup.zero_stage != 3:
         raise DeploymentError(
-            f"weights are offloaded by stage 3 or fsdp only, the strategy is {setup.strategy}",
+            f"only ZeRO stage 3 and FSDP offload weights, and the strategy is {setup.strategy}",
             field="--offload-param",
             hint="--strategy zero3, or --offload-optimizer",
         )
     if setup.offload_optimizer != "none" and setup.zero_stage == 0:
         raise DeploymentError(
-            f"needs ZeRO or fsdp, the strategy is {setup.strategy}",
+            f"only ZeRO and FSDP offload optimizer states, and the strategy is {setup.strategy}",
             field="--offload-optimizer",
             hint="--strategy zero2 works on one GPU too; --optimizer paged-adamw-8bit pages without ZeRO",
         )
@@ -365,7 +365,9 @@ def _check_offload(setup: TrainingSetup) -> None:
     zeropp = setup.quantized_weights or setup.quantized_gradients or setup.hpz_partition_size > 1
     if zeropp and setup.strategy != "zero3":
         raise DeploymentError(
-            f"ZeRO++ extends stage 3, the strategy is {setup.strategy}", field="--zero-plus-plus", hint="zero3"
+            f"ZeRO++ needs ZeRO stage 3, and the strategy is {setup.strategy}",
+            field="--zero-plus-plus",
+            hint="zero3",
         )
     if setup.shard_ranks % setup.hpz_partition_size:
         raise DeploymentError(

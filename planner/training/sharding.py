@@ -22,7 +22,10 @@ _FIRST_STAGE = ("vision", "audio", "projector", "encoder")
 
 
 class Shards(NamedTuple):
-    """The numbers of ranks that share weights, gradients and optimizer states; 1 means replicated."""
+    """The numbers of ranks among which weights, gradients and optimizer states are sharded.
+
+    1 means that every rank holds them in full.
+    """
 
     weights: int
     gradients: int
@@ -40,10 +43,10 @@ def shards(setup: TrainingSetup) -> Shards:
 
 
 def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
-    """Reject tensor, pipeline and expert parallel sizes that do not divide the model.
+    """Check that tensor, pipeline and expert parallel sizes divide the model.
 
     Raises:
-        DeploymentError: for such a size; the error names the flag and the model's dimension.
+        DeploymentError: a size does not divide it; the error names the flag and the model's dimension.
     """
     tp, pp = setup.tensor_parallel, setup.pipeline_parallel
     if architecture.heads % tp:
@@ -122,7 +125,7 @@ def split(held: TensorGroup, setup: TrainingSetup) -> tuple[int, ...]:
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:
-    """Return the elements of the largest shard of a tensor that `ranks` ranks share.
+    """Return the elements of the largest shard of a tensor that is sharded among `ranks` ranks.
 
     FSDP2 shards whole rows (torch.chunk along dim 0). The flat buffers of DeepSpeed and FSDP1 are cut into
     equal padded parts.

@@ -1,6 +1,7 @@
-"""Work of one training step in FLOPs and transfers, from which tricks are ranked by cost.
+"""Work of one training step in FLOPs and transfers, to rank memory-saving tricks by the time they cost.
 
-The estimated times only compare a setup with and without a trick. They do not predict seconds.
+The estimated times serve only to compare a setup with and without a trick. They do not predict the seconds of a
+real step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction
 # NVMe bytes per second of one fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per
 # DGX-2 node of 16 GPUs.
 NVME = 6 * 10**9
-QLORA_SLOWDOWN = 1.3  # QLoRA / LoRA: about 30 % slower, since each use dequantizes the matrix
+QLORA_SLOWDOWN = 1.3  # QLoRA is about 30 % slower than LoRA: each use dequantizes a matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Work:
         flops: floating-point operations.
         pcie: bytes over one GPU's PCIe link.
         nvme: bytes from and to NVMe.
-        network: seconds of communication, None without a given network.
+        network: seconds of communication, None if no network speed was given.
         extra: factor on the compute time, 1.3 for QLoRA and 1 otherwise.
     """
 
@@ -41,7 +42,10 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the step at the reference speed; transfers do not overlap with compute."""
+        """Return the seconds of the step at a reference speed, without overlap of transfers and compute.
+
+        The reference is an A100 that reaches 40 % of its 312 TFLOP/s in bf16.
+        """
         compute = self.flops * self.extra / REFERENCE_FLOPS
         return compute + self.pcie / PCIE + self.nvme / NVME + (self.network or 0.0)
 
@@ -96,5 +100,5 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
     """Return the bytes from and to NVMe in a step."""
-    size = 2 * plan.line("optimizer states", "nvme")  # These are read and written once per step.
+    size = 2 * plan.line("optimizer states", "nvme")  # Each step reads and writes them once.
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

@@ -1,7 +1,8 @@
 """Training stacks (torchtune, unsloth, ...): how each differs in memory from a plain loop over transformers.
 
-A `Stack` holds decisions, each with the file it was read from; no figure is fitted. A benchmark compares the
-plans with the totals the stacks publish (benchmarks/training_accuracy.py --stacks).
+A `Stack` lists how a training library behaves where memory depends on it, each behaviour with the source file
+that shows it. No figure is fitted. A benchmark compares the plans with the totals that the libraries publish
+(benchmarks/training_accuracy.py --stacks).
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class StackDefault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A training stack's decisions about memory.
+    """The properties of a training library (torchtune, unsloth, ...) that decide how much memory it takes.
 
     Attributes:
         name: name of the stack, empty for a plain loop.
         version: version of the stack whose sources were read.
-        sources: (subject, decision with its source file) pairs.
+        sources: (subject, behaviour with its source file) pairs.
         kernels: differences of the stack's modules from transformers' modules.
         adapter: bytes of one value of an adapter's weight, gradient and states; 0 means the model's dtype.
-        keeps_logits: whether the loop holds the model's output until the backward pass ends.
-        frees_gradients: whether zero_grad sets gradients to None, so that a forward pass without gradient
-            accumulation finds none.
+        keeps_logits: whether the training loop holds the model's output until the backward pass ends.
+        frees_gradients: whether zero_grad sets gradients to None. Without gradient accumulation, no gradients
+            then exist during the forward pass.
         head_in_fp32: whether the logits are cast to fp32 before the loss, without keeping the 16-bit ones.
         shards_ends: whether embedding and head are FSDP units of their own in full training. With adapters this
             is optional.
@@ -196,17 +197,20 @@ def adapter_bytes(setup: TrainingSetup) -> int:
 
 
 def gradients_held(setup: TrainingSetup) -> bool:
-    """Return whether gradients exist during a forward pass.
+    """Return whether gradients take memory during a forward pass.
 
-    Gradients exist after an earlier micro-batch, in DeepSpeed's flat buffers and FSDP's shards, and if the
-    training loop does not free them.
+    They do with gradient accumulation, in DeepSpeed's flat buffers and FSDP's shards, and if the training loop
+    does not set them to None after a step.
     """
     kept = setup.gradient_accumulation > 1 or setup.zero_stage > 0
     return kept or not (stack_of(setup).frees_gradients or setup.optimizer_in_backward)
 
 
 def kernels_of(setup: TrainingSetup) -> Kernels:
-    """Return how the stack's modules differ from transformers', given packing, method and --compile."""
+    """Return in which kept tensors the training stack's modules differ from transformers' modules.
+
+    The result depends on packing, training method and --compile.
+    """
     stack = stack_of(setup)
     kernels = stack.kernels._replace(
         tables="taken" if stack.kernels.tables == "buffer" and setup.packing else stack.kernels.tables,
@@ -223,7 +227,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     method = given.get("method", "full")
     taken = {d.flag: d.value for d in stack.defaults if not d.methods or method in d.methods}
     alone = given.get("gpus", 1) * given.get("nodes", 1) == 1 and given.get("strategy", "ddp") == "ddp"
-    if not alone:  # torchtune's recipes/configs/llama3_1/8B_full.yaml runs plain AdamW after the backward pass.
+    if not alone:  # torchtune's multi-GPU recipe (recipes/configs/llama3_1/8B_full.yaml) runs plain AdamW
         taken.pop("optimizer", None)
     if not alone or given.get("gradient_accumulation", 1) > 1:
         taken.pop("optimizer_in_backward", None)
@@ -274,7 +278,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
     if setup.stack == "torchtune":
         if setup.mixed:
             raise DeploymentError(
-                f"torchtune has no autocast: dtype is bf16 or fp32, and --precision is {setup.precision}",
+                f"torchtune trains in bf16 or fp32 without autocast, and --precision is {setup.precision}",
                 field="--precision", hint="bf16",
             )  # fmt: skip
         if setup.attention == "eager":
@@ -291,7 +295,7 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
             )
         if setup.method in ("ia3", "freeze"):
             raise DeploymentError(
-                f"torchtune has no {setup.method}", field="--method", hint="full, lora, qlora"
+                f"torchtune has no training method {setup.method}", field="--method", hint="full, lora, qlora"
             )
     elif setup.loss == "chunked":
         raise DeploymentError(
@@ -305,7 +309,7 @@ def _check_in_backward(setup: TrainingSetup) -> None:
     """Reject --optimizer-in-backward with adapters, gradient accumulation or several ranks."""
     field = "--optimizer-in-backward"
     if setup.method != "full":
-        raise DeploymentError(f"needs --method full, and the method is {setup.method}", field=field)
+        raise DeploymentError(f"this flag needs --method full, and the method is {setup.method}", field=field)
     if setup.gradient_accumulation > 1:
         raise DeploymentError(
             "each gradient is freed right after its use, so gradients cannot be accumulated", field=field,
@@ -313,7 +317,8 @@ def _check_in_backward(setup: TrainingSetup) -> None:
         )  # fmt: skip
     if setup.zero_stage or setup.shard_ranks > 1:
         raise DeploymentError(
-            "works on one GPU only: with more, each gradient would have to be reduced first", field=field,
+            "this flag works on one GPU only: with more, each gradient would have to be reduced first",
+            field=field,
             hint="--no-optimizer-in-backward",
         )  # fmt: skip
 

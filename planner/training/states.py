@@ -1,6 +1,6 @@
 """Model states of one rank: weights, master weights, gradients, optimizer states.
 
-The sizes from which buckets, gathered weights and temporary copies follow are counted as well.
+The module also counts sizes that other modules need for buckets, gathered weights and temporary copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of the model states of one rank, wherever they are placed, and the sizes that other terms need.
+    """Bytes of the model states of one rank, on GPU, CPU or NVMe, and sizes that other plan lines need.
 
     Attributes:
         weights: bytes of trained weights.
@@ -163,7 +163,7 @@ def states_on_rank(
             per_layer_trained += each if held.trainable else 0
             layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
-        if not held.trainable and held.frozen_bytes < n:  # the weight is quantized
+        if not held.trainable and held.frozen_bytes < n:  # a quantized weight
             packed = max(packed, n)
         if not held.trainable:
             # The packed bytes of a quantized tensor are sharded in proportion to its elements.
@@ -218,7 +218,10 @@ def states_on_rank(
 
 
 def _units(pieces: list[_Piece], ranks: int) -> int:
-    """Return the elements of one rank's shards of FSDP1's flat parameters (one per layer, one for the root)."""
+    """Return the elements that one rank holds of FSDP1's flat parameters.
+
+    FSDP1 has one flat parameter per layer, and one for all tensors outside the layers.
+    """
     sums: dict[int | None, int] = {}
     for piece in pieces:
         layers = sorted(set(piece.held.layers), key=lambda layer: -1 if layer is None else layer)
@@ -239,7 +242,10 @@ def _trained_bytes(
 
 
 def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
-    """Return the bytes of 16-bit copies of a group's fp32 matrices; autocast casts no norm or embedding."""
+    """Return the bytes of the 16-bit copies that autocast makes of a group's fp32 matrices.
+
+    The result is 0 for norms and embeddings, which autocast does not cast.
+    """
     if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
         return 0
     if not held.trainable and held.frozen_bytes != 4 * held.elements:
@@ -253,8 +259,9 @@ def _flat(
 ) -> tuple[int, int, int]:  # fmt: skip
     """Return (optimizer state, fp32 copy, gradient) bytes of one rank under ZeRO-1 and ZeRO-2.
 
-    Each is one rank's part of a flat buffer, rounded up once. For experts under expert parallelism, the
-    function returns its arguments, which are computed per tensor.
+    Each of the three is one rank's part of a flat buffer, which is rounded up once. With expert parallelism,
+    the arguments `optimizer`, `master` and `gradients`, which were computed per tensor, are returned for the
+    experts.
     """
     if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
         return optimizer, master, gradients

@@ -1,7 +1,8 @@
 """Memory of one optimizer step besides the model states, on one rank.
 
-torch.optim updates the parameters themselves. Frameworks with an fp32 master copy update that copy: they first
-make an fp32 copy of the 16-bit gradients, and their AdamW is one fused kernel without temporaries.
+torch.optim updates the parameters themselves. Frameworks with fp32 master weights update the master weights.
+They first make an fp32 copy of the 16-bit gradients, and their AdamW is one fused kernel without temporary
+tensors:
 
 - DeepSpeed (runtime/engine.py `_configure_basic_optimizer`: FusedAdam). Stages 1 and 2 flatten the rank's
   gradients and cast the flat copy to fp32 (runtime/zero/stage_1_and_2.py `step`). Stage 3 does so for one
@@ -27,7 +28,7 @@ _FP32 = 4
 
 
 class StepMemory(NamedTuple):
-    """Peak bytes of temporary tensors in an optimizer step; `copies` is text about the gradient copies."""
+    """The peak bytes of temporary tensors in an optimizer step; `copies` describes the gradient copies."""
 
     bytes: int
     copies: str = ""

@@ -56,10 +56,10 @@ def sweep(
     planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]],
     made: Callable[[dict[str, Any]], TrainingSetup] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield one row for every combination of values; the row of a rejected combination has the reason.
+    """Yield one row for every combination of the swept values; a rejected combination's row has the reason.
 
-    By default the swept values replace fields of `setup`. For flags that change other flags' defaults
-    (--stack), the function `made` returns the setup of the values.
+    By default, the swept values replace fields of `setup`. If a swept flag changes the defaults of other flags
+    (--stack), the function `made` makes the setup from the swept values.
     """
     count = 1
     for _, values in axes:

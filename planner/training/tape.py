@@ -1,9 +1,9 @@
 """A symbolic forward pass that records which tensors autograd keeps for the backward pass.
 
-A layer is described by the operations that its module runs. Each operation records the tensors that torch's
-derivatives.yaml (2.13) and the modules' formulas save. Sizes are symbolic in batch b and sequence s, so one
-tape serves every micro-batch and length. Tensors that share a storage are counted once, as
-`torch.autograd.graph.saved_tensors_hooks` sees them. Parameters are not counted.
+A layer is described by the operations that its module runs. Each operation records the tensors that autograd
+saves for it, by torch's derivatives.yaml (2.13) and the modules' formulas. Sizes are polynomials in the batch b
+and the sequence length s, so one tape serves every micro-batch and length. Tensors that share a storage are
+counted once, as `torch.autograd.graph.saved_tensors_hooks` sees them. Parameters are not counted.
 
 Tests compare the tapes with real models, to within a few bytes (tests/planner/test_training_activations.py).
 """
@@ -44,8 +44,8 @@ class Tape:
     """A recording of the tensors that one layer saves for its backward pass.
 
     Attributes:
-        compute: bytes of an element in matrix products under autocast. Without autocast the input's width
-            applies.
+        compute: bytes of an element in matrix products under autocast. Without autocast, matrix products have
+            the width of their input.
         autocast: whether torch.autocast is on.
         weight: bytes of one trained base weight (a weight of the model, not of an adapter).
         frozen: bytes of one frozen base weight.
@@ -84,7 +84,7 @@ class Tape:
     weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def save(self, value: Value) -> None:
-        """Record a tensor as kept for the backward pass; a storage counts once."""
+        """Record a tensor as kept for the backward pass; tensors that share a storage count once."""
         storage = value.storage
         self.saved.setdefault(id(storage), storage)
 
@@ -94,7 +94,7 @@ class Tape:
             self.save(value)
 
     def _fused(self, value: Value) -> Value:
-        """Mark `value` as the result of a pointwise operation and return it."""
+        """Mark `value` as a pointwise operation's result, which torch.compile can recompute, and return it."""
         value.pointwise = bool(self.kernels.compiled)
         return value
 
@@ -131,7 +131,7 @@ class Tape:
         return self.trainable and self.method in ("full", "freeze")
 
     def add(self, a: Value, residual: Value) -> Value:
-        """Return the sum of two tensors in the wider dtype; it keeps no tensor for the backward pass."""
+        """Record a sum on the tape, which keeps no tensor, and return its result in the wider dtype."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
             # the compiler recomputes the sum from `a` and from the residual, which is kept anyway
@@ -139,13 +139,13 @@ class Tape:
         return out
 
     def scale(self, x: Value) -> Value:
-        """Return `x` times a learned vector; a trained vector keeps `x` for the backward pass."""
+        """Record and return `x` times a learned vector; if the vector is trained, the product keeps `x`."""
         if self.trains:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trains)
 
     def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
-        """Return x W^T, the output of the linear layer `name`.
+        """Record the linear layer `name` on the tape and return its output x W^T.
 
         The backward pass keeps x if W or its adapter is trained, and a cast of W if x needs a gradient. With
         `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
@@ -182,7 +182,10 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """Return x W^T with W in x's dtype, which autocast does not cast and no adapter changes."""
+        """Record a matrix product on the tape and return x W^T, for a W without adapter in the dtype of x.
+
+        Autocast does not cast such a matrix.
+        """
         if self.trains:
             self.save(x)
         return self.new(out, x.width, x.grad or self.trains)
@@ -195,7 +198,7 @@ class Tape:
             self.save(x)
 
     def _lora(self, x: Value, result: Value, width: int) -> Value:
-        """Return `result` + B(A(x)), the output of a linear layer with a LoRA adapter.
+        """Record a LoRA adapter on the tape and return `result` + B(A(x)), its linear layer's output.
 
         PEFT casts x to the adapter's fp32 and, under autocast, back to 16 bits: one copy per module
         (peft/tuners/lora/layer.py, 0.21).
@@ -217,10 +220,13 @@ class Tape:
         return self.like(result, width, True)
 
     def rms_norm(self, x: Value, size: int, groups: int = 1, kind: str = "rms") -> Value:
-        """Return `x` after RMSNorm over `size` values, `groups` times per token, computed in fp32.
+        """Record an RMSNorm on the tape and return `x` after it.
 
-        x^2 and x * rsqrt keep x in fp32. The product with a trained weight keeps the normalized tensor: in the
-        model's dtype for kind `rms`, in fp32 for the other kinds (planner/model/recipe.py).
+        The norm runs over `size` values, `groups` times per token, and is computed in fp32.
+
+        The operations x^2 and x * rsqrt(variance) keep x in fp32. The product with a trained weight keeps the
+        normalized tensor: in the model's dtype for kind `rms`, in fp32 for the other kinds
+        (planner/model/recipe.py).
         """
         if self.kernels.compiled:
             return self._compiled_norm(x, self.new(groups, 4, True, split=x.split))
@@ -229,18 +235,18 @@ class Tape:
         wide = self.cast(x, 4)
         if x.grad:
             self.save(wide)
-            self.save(self.new(groups, 4, True, split=x.split))  # kept: rsqrt(variance)
+            self.save(self.new(groups, 4, True, split=x.split))  # autograd keeps rsqrt(variance)
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
-        """Return the output of a norm that a compiler has fused, which keeps the input and the moments."""
+        """Record a compiled norm on the tape, which keeps its input and `moments`, and return its output."""
         if x.grad or self.trains:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
         return self._fused(self.like(x, x.width, x.grad or self.trains))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
-        """Return the normalized tensor `normal` times the weight of the norm whose input is `x`."""
+        """Record and return the normalized tensor `normal` times the weight of a norm with input `x`."""
         trained = self.trains
         weight = self.weight if trained else self.frozen
         if kind == "rms":
@@ -251,11 +257,13 @@ class Tape:
         if trained:
             self.save(normal)
         if x.grad and (kind == "rms-one" or (kind != "rms-wide" and weight != 4)):
-            self.save(Value(Extent(fixed=size), 4, False))  # kept: 1 + weight, or the weight's fp32 copy
+            self.save(Value(Extent(fixed=size), 4, False))  # autograd keeps 1 + weight, or the weight in fp32
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
-        """Return `x` after LayerNorm; torch's fused kernel keeps the input, the mean and 1/std.
+        """Record a LayerNorm on the tape and return `x` after it.
+
+        torch's fused kernel keeps the input, the mean and 1 / standard deviation for the backward pass.
 
         Autocast computes LayerNorm in fp32 on a GPU, but not on a CPU.
         """
@@ -281,17 +289,17 @@ class Tape:
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
             if kind == "layer-one":  # Under autocast on a GPU, 1 + weight and the bias are cast to 16 bits.
                 cast = self.autocast and self.cuda
-                # kept: 1 + weight
+                # autograd keeps 1 + weight
                 self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))
                 if cast and weight != self.compute:
-                    self.save(Value(Extent(fixed=size), self.compute, False))  # kept: the bias
+                    self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the bias
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
-        """Return the activation function `kind` (a name of transformers' ACT2FN) of `x`.
+        """Record the activation function `kind` (a name of transformers' ACT2FN) and return its output.
 
-        silu and gelu keep their input for the backward pass. Other functions keep the tensors of their
-        formulas.
+        silu and gelu keep their input for the backward pass. Functions composed of several operations keep the
+        tensors of each operation.
         """
         out = self.like(x)
         if not x.grad:
@@ -311,25 +319,25 @@ class Tape:
             return self.like(squared)
         if kind == "gelu_new":
             self.save(self.cast(x, wide))
-            self.save(out)  # kept: x / 2
-            for _ in range(2):  # kept: tanh and 1 + tanh
+            self.save(out)  # autograd keeps x / 2
+            for _ in range(2):  # autograd keeps tanh and 1 + tanh
                 self.save(self.like(x, wide))
             return self.like(x, wide)
         self.save(x)
         if kind == "xielu":
             learned = max(x.width, self.weight if self.trains else self.frozen)
-            self.save(self.like(x, learned))  # kept: alpha_p x
-            self.save(self.like(x, wide))  # kept: expm1
+            self.save(self.like(x, learned))  # autograd keeps alpha_p x
+            self.save(self.like(x, wide))  # autograd keeps expm1
             if self.trains:
-                self.save(self.like(x, wide))  # kept: expm1 - x
-            self.save(self.like(x, 1))  # kept: x > 0
+                self.save(self.like(x, wide))  # autograd keeps expm1 - x
+            self.save(self.like(x, 1))  # autograd keeps the mask x > 0
             return self.like(x, max(learned, wide))
         for _ in range(WRITTEN_OUT.get(kind, 0)):
             self.save(self.like(x))
         return out
 
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
-        """Return the elementwise product of `a` and `b`; `shape` is the larger factor if one is broadcast."""
+        """Record and return the product `a` * `b`; `shape` is the larger factor if the other is broadcast."""
         if a.grad:
             self._keep(b)
         if b.grad:
@@ -339,19 +347,19 @@ class Tape:
     def grouped(
         self, x: Value, weights: Value, count: int, chosen: int, hidden: int, inner: int, act: str, biased: bool
     ) -> Value:
-        """Return the output of gated experts by torch's grouped_mm, which runs in the weights' dtype.
+        """Record gated experts, computed by torch's grouped_mm, on the tape and return their output.
 
-        Autocast does not cast the operands of grouped_mm.
+        grouped_mm runs in the dtype of the weights, because autocast does not cast its operands.
         """
         if biased and self.trains:
-            self.save(self.new(chosen, 8, False))  # kept: indices of the biases
+            self.save(self.new(chosen, 8, False))  # autograd keeps the indices of the biases
         width = self.weight if self.trains else self.frozen
         grad = x.grad or self.trains
-        for _ in range(3):  # kept: the sorting permutation, its inverse and the token indices
+        for _ in range(3):  # three index tensors: the sort's permutation, its inverse, the tokens
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
-            self.save(Value(Extent(fixed=count), 4, False))  # kept: the experts' end offsets
+            self.save(Value(Extent(fixed=count), 4, False))  # autograd keeps the experts' end offsets
         if self.trains:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
@@ -365,33 +373,34 @@ class Tape:
         return self.new(hidden, x.width, grad or weights.grad)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
-        """Return the output of gpt-oss's gated unit with gate and up projection.
+        """Record the clamped activation of gpt-oss's experts and return its output.
 
-        It is (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c) and constants a and c.
+        For the projections gate and up, it is (min(max(up, -c), c) + 1) g sigmoid(a g), with g = min(gate, c)
+        and constants a and c.
         """
         if gate.grad:
             self.save(gate)
-            for _ in range(4):  # kept: g, the sigmoid, up + 1 and the gated linear unit
+            for _ in range(4):  # autograd keeps g, the sigmoid, up + 1 and the product
                 self.save(self.like(gate))
         return self.like(up)
 
     def dropout(self, x: Value, probability: float) -> Value:
-        """Return `x` after dropout, which keeps a mask for the backward pass."""
+        """Record dropout, which keeps a mask for the backward pass, and return `x` after it."""
         if probability and x.grad:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
 
     def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
-        """Return copies of the rotary embedding's cos and sin tables in interleaved order."""
+        """Return symbolic copies of the rotary embedding's cos and sin tables, in interleaved order."""
         return self.like(tables[0]), self.like(tables[1])
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
-        """Return `x` after rotary embedding, which keeps the cos and sin tables only."""
+        """Record the rotary embedding, which keeps only its cos and sin tables, and return `x` after it."""
         if self.kernels.tables != "shared":
             if x.grad and self.kernels.tables == "taken":
                 self.save(
                     Value(Extent(token=tables[0].size.position), 4, False)
-                )  # These are cos and sin of dim / 2 pairs.
+                )  # cos and sin of dim / 2 pairs of dimensions
             return self.like(x)
         if x.grad:
             for table in tables:
@@ -404,7 +413,7 @@ class Tape:
         softmax: int = 4, upcast: bool = False, sinks: bool = False, heads_first: bool = False,
         value: int | None = None,
     ) -> Value:  # fmt: skip
-        """Run attention over `heads` query heads and return its output [b, s, heads x value].
+        """Record attention over `heads` query heads and return its output [b, s, heads x value].
 
         Args:
             q: queries.
@@ -453,7 +462,7 @@ class Tape:
         if grad:
             for tensor in (q, k, v, out):
                 self.save(tensor)
-            self.save(self.new(heads, 4, True, split=True))  # kept: log-sum-exp
+            self.save(self.new(heads, 4, True, split=True))  # the attention kernel keeps log-sum-exp
             if self.attention == "sdpa" and (masked or self.explicit_mask):
                 # SDPA turns the boolean mask into an additive mask of the queries' dtype, and every layer keeps
                 # it.
@@ -461,11 +470,11 @@ class Tape:
         return self.like(out) if heads_first else out
 
     def _operand(self, x: Value) -> Value:
-        """Return the operand that bmm reads: `x`, or a copy if batch and heads cannot merge."""
+        """Return the operand that torch.bmm reads: `x`, or a copy if it cannot merge batch and heads."""
         return x if self.single else self.like(x)
 
     def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
-        """Return K and V repeated for every query head."""
+        """Return symbolic copies of K and V, with the KV heads repeated for every query head."""
         return (
             self.new(sizes[0], k.width, k.grad, split=True),
             self.new(sizes[1], v.width, v.grad, split=True),
@@ -476,7 +485,7 @@ class Tape:
         dropout: float, softmax: int, width: int, out: int | None = None, upcast: bool = False,
         sinks: bool = False,
     ) -> Value:  # fmt: skip
-        """Return the output of eager attention, whose single operations keep the score matrices."""
+        """Record eager attention, whose operations each keep a score matrix, and return its output."""
         if repeat:
             k, v = self._repeated(k, v, sizes)
         given = v.width if upcast or sinks else q.width
@@ -498,11 +507,11 @@ class Tape:
                 self.save(scores(width, True))  # The soft cap's tanh keeps its result.
             weights = scores(softmax, True)
             kept = weights
-            if sinks:  # A sink adds one score per query; autograd keeps the index of the largest.
+            if sinks:  # A sink adds one score per query; autograd keeps the index of the largest score.
                 kept = Value(Extent(score=heads, token=heads), softmax, True, True)
                 self.save(self.new(heads, 8, False, split=True))
                 weights.base = kept
-            self.save(kept)  # Softmax keeps its result.
+            self.save(kept)  # Softmax keeps its result for the backward pass.
         else:
             weights = scores(width, False)
         weights = self.cast(weights, given)
@@ -517,7 +526,10 @@ class Tape:
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Extent:
-        """Return the kept bytes: all, or only tensors that tensor parallelism splits (True) or not (False)."""
+        """Return the bytes of all kept tensors, as a polynomial in batch and sequence length.
+
+        With `split` True, only tensors that tensor parallelism splits count; with False, only all others.
+        """
         out = Extent()
         for saved in self.saved.values():
             if split is None or saved.split == split:

@@ -26,9 +26,9 @@ class Trick:
         gpu_bytes: GPU bytes with the trick.
         saved: GPU bytes that the trick saves, negative if the trick needs more.
         cpu_bytes: CPU bytes with the trick.
-        relative_time: step time with the trick divided by step time without it, at the reference speed.
+        relative_time: step time with the trick divided by step time without it, as speed.py estimates both.
         fits: whether the setup fits with the trick, None if no device memory was given.
-        note: an effect that the figures do not show.
+        note: an effect of the trick that the other fields do not show.
         changes: (field, new value) of each changed flag.
     """
 
@@ -112,10 +112,11 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
 
 
 def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
-    """Return every applicable trick: tricks that fit first, then by relative time and by memory.
+    """Return every memory-saving trick that applies to the setup.
 
-    If no single trick makes the setup fit, the first row combines the cheapest tricks. A trick that contradicts
-    the setup is left out.
+    Tricks with which the setup fits come first. Tricks are then sorted by relative step time and by memory. If
+    no single trick makes the setup fit, the first row is a combination of the fastest tricks that does. A trick
+    that contradicts the setup is left out.
     """
     base = planner.plan(setup)
     reference = work_of(planner, base).seconds
@@ -187,8 +188,8 @@ def _together(
 ) -> Trick | None:
     """Return a combination of tricks that fits, None if no such combination is found.
 
-    Tricks are added in order of cost. A trick that sets an already changed flag, or saves nothing more, is
-    skipped.
+    Tricks are added in order of relative step time. A trick is skipped if it sets a flag that an added trick
+    sets, or if it saves no further GPU memory.
     """
     changes: dict[str, Any] = {}
     names: list[str] = []

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kernels(NamedTuple):
-    """Differences between a training stack's modules and transformers' in the tensors they keep.
+    """Differences between a training stack's modules and transformers' modules in the tensors that they keep.
 
     Attributes:
         as_input: whether adapters read the module's input without PEFT's fp32 copy.
@@ -15,9 +15,9 @@ class Kernels(NamedTuple):
         repeats_kv: whether K and V are copied for every query head.
         tables: the rotary tables: `shared` by all layers, a `buffer` of the model, or `taken` from that buffer
             by position for each use (packed sequences).
-        compiled: empty, `inductor` or `least`. With `inductor`, torch.compile's partitioner
+        compiled: empty (not compiled), `inductor` or `least`. With `inductor`, torch.compile's partitioner
             (functorch/partitioners.py, 2.13) recomputes pointwise operations in the backward pass, but keeps
-            inputs of matrix products. With `least` these inputs are recomputed as well.
+            the inputs of matrix products. With `least`, these inputs are recomputed as well.
         layers_only: whether only the layers are compiled, not the head.
         quantized: whether the layers' matrices are unpacked for each use instead of cast.
     """
@@ -33,9 +33,10 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A number of elements or bytes as a polynomial in batch b and sequence s.
+    """A number of elements or bytes as a polynomial in batch b and sequence length s (tokens).
 
-    The value is `token` x b s + `score` x b s^2 + `position` x s + `mask` x b s^2 + `fixed`.
+    The value is `token` x b s + `score` x b s^2 + `position` x s + `mask` x b s^2 + `fixed`. `score` counts
+    attention scores, which selective checkpointing recomputes. `mask` counts attention masks.
     """
 
     token: int = 0

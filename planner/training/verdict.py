@@ -14,7 +14,9 @@ from tonnage.planner.units import gib
 
 
 def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
-    """Return whether the plan lines fit (None without any given memory), and the reasons if they do not.
+    """Return whether the plan fits into the given memory, and the reasons if it does not.
+
+    The first value is None if no memory size was given.
 
     `init` is the bytes of a node's CPU memory while its ranks build the model.
     """

@@ -1,4 +1,4 @@
-"""Memory besides weights and KV pool: framework, activations of one step, and CUDA graphs.
+"""Memory besides weights and KV pool: framework (such as CUDA's context), activations of a step, CUDA graphs.
 
 Each term is an ``Estimate``: a value, its expected interval, its formula and its source.
 ``Engine.runtime_terms`` returns the terms of an engine.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A memory term of ``value`` bytes, expected between ``low`` and ``high``."""
+    """One part of the planned memory: ``value`` bytes, expected between ``low`` and ``high`` bytes."""
 
     value: int
     low: int
@@ -21,13 +21,13 @@ class Runtime:
     """The memory of one rank besides weights and KV pool.
 
     Attributes:
-        framework: Memory outside PyTorch's allocator.
+        framework: Memory outside PyTorch's allocator, such as CUDA's context and NCCL's buffers.
         activation: Activations of one step.
         graphs: CUDA graphs.
         sum_interval: (low, high) bytes of the sum of the three terms; None means to add the bounds of the
             terms. On GPUs only the sum was compared with logs, so its bounds are tighter than the added ones.
-        beside: Memory that the engine takes after it sized the pool, outside the share that the plan may use;
-            or None.
+        beside: Memory that the engine allocates after it sized the KV pool, outside the plan's memory limit; or
+            None.
     """
 
     framework: Estimate

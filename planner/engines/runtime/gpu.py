@@ -31,13 +31,14 @@ def coefficients() -> Coefficients:
 
 
 def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int) -> int:
-    """Return the bytes that are alive at once at the widest point of a layer's forward pass.
+    """Return the bytes of the tensors that are alive at the peak of a layer's forward pass.
 
     These are the residual, the norm's output, the block's input and output (4 x hidden size), and the MLP's
     gate, up and product.
     """
     inner = architecture.intermediate_size // ranks
-    # Fused experts run in chunks of tokens, which hold the values of all experts that a token passes.
+    # Fused MoE kernels run in chunks of tokens. A chunk holds the values of all experts selected for its
+    # tokens.
     if architecture.experts:
         inner = max(inner, architecture.hidden_size)
     width = inner * (3 if architecture.gated_mlp else 2) + 4 * architecture.hidden_size
@@ -53,21 +54,25 @@ def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficient
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, activation: Estimate) -> Runtime:
-    """Return framework memory, activations and CUDA graphs of one rank, with bounds of their sum."""
+    """Return the estimates of framework memory and activations of one rank, with bounds of their sum.
+
+    CUDA graphs count as 0 bytes.
+    """
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
     framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
     total = framework.value + activation.value
-    # The interval is wider because these engines print no terms that the estimate could be compared with.
+    # The interval is wider because the logs of these engines print no memory terms to compare the estimate
+    # with.
     more = 3 if has_towers(architecture) else 2
     below, above = reach((fitted.spread, more * fitted.spread), chosen.device_memory)
     return Runtime(framework, activation, NOTHING, (max(0, total - below), total + above))
 
 
 def reach(shares: tuple[float, float], memory: int) -> tuple[int, int]:
-    """Return the interval's (lower, upper) half-width in bytes, from shares of a device of ``memory`` bytes.
+    """Return how far an estimate's interval extends below and above it, in bytes.
 
-    Each is at least 1/3 GiB, because libraries and kernels take as much memory on a small device as on a large
-    one.
+    Both are ``shares`` of the device's ``memory`` bytes. They are at least 1/3 GiB, because libraries and
+    kernels take as much memory on a small device as on a large one.
     """
     return max(_LEAST, int(shares[0] * memory)), max(_LEAST, int(shares[1] * memory))
 
@@ -78,6 +83,9 @@ def has_towers(architecture: Architecture) -> bool:
 
 
 def _bounded(value: int, chosen: Resolved, share: float, formula: str, source: str) -> Estimate:
-    """Return an estimate within ``share`` of the device; the lower bound is at least half of ``value``."""
+    """Return an estimate of ``value`` bytes, plus or minus ``share`` of the device's memory.
+
+    The lower bound is at least half of ``value``.
+    """
     spread = int(share * chosen.device_memory)
     return Estimate(value, value - min(spread, value // 2), value + spread, formula, source)

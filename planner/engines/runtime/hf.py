@@ -89,9 +89,9 @@ def host_memory(hosted: HostInputs) -> HostMemory:
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     """Estimate the peak memory besides weights and pool during one step of ``max_num_batched_tokens`` tokens.
 
-    The peak is the widest point of a layer (attention or MLP), the residual stream, and the logits of
-    ``max_num_seqs`` sequences. Layer and logits are added, because allocators seldom return the layer's memory
-    in time.
+    The peak is the sum of the larger of attention and MLP in one layer, the residual stream, and the logits of
+    ``max_num_seqs`` sequences. A layer's tensors and the logits are not alive together, but they are added
+    because allocators seldom free the layer's memory before the logits are computed.
     """
     tokens = chosen.max_num_batched_tokens
     seqs = chosen.max_num_seqs
@@ -99,8 +99,8 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     hidden, inner = architecture.hidden_size, architecture.intermediate_size
     q = architecture.heads * architecture.head_size
     kv = architecture.kv_heads * architecture.head_size
-    # Attention holds q, k, v, rotated copies of q and k, and the output. The MLP holds gate, up and product, or
-    # without a gate its inner values twice.
+    # Attention holds q, k, v, rotated copies of q and k, and the output. The MLP holds gate, up and their
+    # product; an MLP without a gate holds its intermediate values twice.
     attention = tokens * (3 * q + 3 * kv) * size
     mlp = tokens * inner * (3 if architecture.gated_mlp else 2) * size
     residual = 2 * tokens * hidden * size
@@ -142,9 +142,11 @@ def _int8_bytes(architecture: Architecture, chosen: Resolved) -> int:
 def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes that the attention kernel needs besides its inputs and output.
 
-    The CPU's bfloat16 kernel needs none. On a GPU the result is the maximum over the possible kernels, because
-    the installed kernel is not known. In all other cases it is the bytes of K and V that the reference
-    attention gathers.
+    - On a CPU in bfloat16, the kernel needs none.
+    - On a GPU, the result is the maximum over FlashInfer and FlexAttention, because the planner does not know
+      which one is installed.
+    - In all other cases, such as a quantized KV cache, it is the bytes of K and V that the reference attention
+      gathers.
     """
     flags = chosen.flags
     if flags.kv_cache_dtype != flags.dtype:
@@ -155,7 +157,10 @@ def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of FlexAttention's padded queries and outputs, and of its int32 block lists per tile."""
+    """Return the bytes of FlexAttention's padded queries and outputs, and of its lists of KV blocks.
+
+    Each tile of queries has a list with one int32 per KV block.
+    """
     rows = chosen.max_num_batched_tokens + chosen.max_num_seqs * FLEX_TILE
     blocks = -(-chosen.max_model_len // chosen.block_size)
     padded = 2 * rows * architecture.heads * architecture.head_size * DTYPE_BYTES[chosen.flags.dtype]
@@ -165,15 +170,15 @@ def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
 def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of K and V that the reference attention copies out of the pool, and of its mask.
 
-    It copies one sequence of max_model_len tokens, or GATHERED_TOKENS tokens of several sequences. For each
-    visible token, the mask takes one byte and one value of the model's dtype. It does so for each query and
-    each query head that shares a KV head.
+    The copy holds one sequence of max_model_len tokens, or GATHERED_TOKENS tokens of several sequences. The
+    mask has shape [queries, query heads per KV head, max_model_len]. Each of its elements takes one byte plus
+    one value of the model's dtype.
     """
     flags = chosen.flags
     size = DTYPE_BYTES[flags.dtype]
     tokens = max(chosen.max_model_len, min(GATHERED_TOKENS, chosen.max_num_seqs * chosen.max_model_len))
     narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1
-    copies = 2 * size + (8 if narrow else 0)  # 8 bytes for temporary float32 copies of K and V
+    copies = 2 * size + (8 if narrow else 0)  # temporary float32 copies of K and V
     groups = architecture.heads // architecture.kv_heads
     queries = min(chosen.max_num_batched_tokens, chosen.max_model_len)
     mask = queries * groups * chosen.max_model_len * (1 + size)

@@ -42,7 +42,7 @@ class HostInputs:
         num_blocks: Number of blocks in the pool.
         tokens: Number of tokens that the pool holds.
         token_bounds: Lower and upper bound of `tokens`.
-        apart: Bytes of the pool outside its blocks on one rank, for recurrent states.
+        apart: Bytes of recurrent states on one rank, which the pool holds outside its blocks.
         tiers: KV tiers beside the pool.
     """
 
@@ -65,7 +65,7 @@ class HostInputs:
 def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
     """Return the bytes of the largest tensor in a checkpoint, with ``size`` bytes per element.
 
-    Experts are counted one by one, as the files store them.
+    Each expert's weight counts as a tensor of its own, as in the checkpoint's files.
     """
     return max(
         (
@@ -79,9 +79,10 @@ def largest_tensor(tensors: tuple[TensorSpec, ...], size: int) -> int:
 def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
     """Return the host memory that all ranks take while they read the weights; each rank reads all files.
 
-    ``together`` is the number of tensors that a rank reads at a time. benchmarks/host_memory.py measured vLLM
-    0.32's own iterators over two files of 384 MiB with tensors of 64 MiB. The load strategies took lazy 0,
-    eager 1,152 MiB, prefetch 32 MiB (the threads of two files), and .pt files 448 MiB.
+    ``together`` is the number of tensors that a rank reads at a time. benchmarks/host_memory.py measured the
+    weight iterators of vLLM 0.32 on two files of 384 MiB with tensors of 64 MiB. The host memory by
+    --safetensors-load-strategy was 0 (lazy), 1,152 MiB (eager) and 32 MiB (prefetch, by the threads of two
+    files). Files in .pt format took 448 MiB.
     """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     tensor = hosted.largest * together
@@ -121,7 +122,7 @@ def cuda(ranks: int) -> HostPart:
 def pinned(size: int) -> int:
     """Return the bytes that PyTorch allocates for ``size`` bytes of pinned memory: the next power of two.
 
-    The rule is CachingHostAllocator's, measured in vllm-project/vllm#53042, 48436 and 50094.
+    PyTorch's CachingHostAllocator rounds this way, as measured in vllm-project/vllm#53042, 48436 and 50094.
     """
     return 1 << (size - 1).bit_length() if size > 0 else 0
 

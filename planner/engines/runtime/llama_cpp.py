@@ -50,8 +50,8 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     Within a layer, the fp16 mask is alive together with the widest of these groups of tensors:
 
     - MLP: gate, up and product, and four residuals.
-    - Experts: the outputs of a token's experts, queries and three residuals; also gate, up and product if they
-      do not fit into memory that is free by then.
+    - Experts: the outputs of a token's experts, queries and three residuals. Gate, up and product count too, if
+      they do not fit into memory that earlier tensors have freed.
     - Attention: queries, keys and values; for MLA, two tensors of the latent's width per head.
     - Recurrent states: the convolutions' inputs three times, their outputs twice, the states twice.
     - Scores, without flash attention: the scores of all heads, their fp32 mask, four times the queries, keys,
@@ -93,15 +93,15 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     if flags.flash_attn == "off":
         moments["scores"] = row * architecture.heads * longest + mask + around
     widest = max(moments.values()) + mask + inputs
-    # Older releases hold one residual less: logs of Qwen2.5-3B, Qwen3-235B and Kimi-K2 print 4, 8 and 14 MiB
-    # less than planned (tests/data/field_reports.jsonl; n_ubatch x n_embd x 4 bytes). Without flash attention
-    # they hold no copy of the queries either.
+    # Older releases of llama.cpp hold one residual less. Logs of Qwen2.5-3B, Qwen3-235B and Kimi-K2 print 4, 8
+    # and 14 MiB less than this formula (tests/data/field_reports.jsonl; n_ubatch x n_embd x 4 bytes). Without
+    # flash attention, older releases also hold no copy of the queries.
     least = widest - residual - (queries if flags.flash_attn == "off" else 0)
     ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # margins are assumed for unmeasured models
+    if architecture.model_type not in _HELD:  # for models that were not measured, the margins are assumed
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"
@@ -112,10 +112,10 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
 
 
 def _states(architecture: Architecture) -> tuple[int, int, int] | None:
-    """Return the sizes of the layer with the largest recurrent state, or None without such a layer.
+    """Return three sizes of the layer with the largest recurrent state, or None without such a layer.
 
-    The sizes are the values per token that its convolutions read, the values per token that it produces, and
-    the bytes of its recurrent state in fp32.
+    The sizes are the values per token that the layer's convolutions read, the values per token that the layer
+    outputs, and the bytes of its recurrent state in fp32.
     """
     found = []
     for layer in architecture.cache_layers:
@@ -152,7 +152,7 @@ def process(architecture: Architecture, chosen: Resolved, partial: int) -> Estim
 
 
 def context_memory(chosen: Resolved) -> Estimate:
-    """Estimate the GPU memory that llama.cpp's own breakdown calls unaccounted.
+    """Estimate the GPU memory that llama.cpp's memory breakdown prints as "unaccounted".
 
     It consists of the driver's context, cuBLAS, the kernels' memory pools, and the memory of other programs on
     the GPU.

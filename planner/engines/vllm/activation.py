@@ -1,14 +1,16 @@
 """Peak of PyTorch's allocations during vLLM's profile run (``profile_run``) on a GPU, besides the weights.
 
-The peak is the largest of three moments:
+The peak is the largest of three phases:
 
 - the vision tower on the largest images (encoder.py);
-- the sampler on the logits of max_num_seqs rows, with the hidden states of the whole step;
+- the sampler on the logits of max_num_seqs sequences, while the hidden states of the whole step are alive;
 - the widest layer of a step of max_num_batched_tokens tokens.
 
-Two persistent allocations are added. The first is the workspace of the matrix multiplications, up to 0.32. From
-0.33 on it exists before vLLM's first memory snapshot (init_device in gpu_worker.py). The second is the buffer
-that fused experts share, from 0.13 on.
+Two persistent allocations are added to the peak:
+
+- the workspace of the matrix multiplications, up to 0.32. From 0.33 on, vLLM allocates it before its first
+  memory snapshot (init_device in gpu_worker.py), so it no longer counts;
+- the buffer that the fused experts of all layers share, from 0.13 on.
 
 The rules are from vLLM 0.10 to 0.33 (_dummy_run and _dummy_sampler_run in v1/worker/gpu_model_runner.py,
 v1/sample, v1/worker/workspace.py, model_executor/layers/fused_moe). They were compared with
@@ -48,7 +50,7 @@ _MULTIPROCESSORS = 132
 # (MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size).
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
-# With a draft model, vLLM's first model runner also profiles its rejection sampler, with one drafted token per
+# With a draft model, vLLM's V1 model runner also profiles its rejection sampler, with one drafted token per
 # sequence. The two numbers count its tensors of [sequences, vocabulary]. 3 are in the model's dtype: the logits
 # of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next token's
 # returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise
@@ -58,7 +60,7 @@ _VERIFIER = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class ProfilePeak:
-    """The bytes of each moment of vLLM's profile run; 0 for a moment that the pipeline stage does not have.
+    """The memory peaks of vLLM's profile run, in bytes; 0 for a phase that the pipeline stage does not run.
 
     Attributes:
         forward: Peak of the widest layer of a step.
@@ -134,10 +136,11 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
 
 
 def compiles(chosen: Resolved) -> bool:
-    """Return whether a first start compiles the model with kernels that Inductor times on the GPU.
+    """Return whether torch.compile times kernels on the GPU when vLLM compiles the model at its first start.
 
-    vLLM sets ``benchmark_combo_kernel`` with PyTorch 2.9 and later (config/compilation.py). AMD GPUs have
-    nightly builds of PyTorch, so every version that runs them on V1 counts.
+    vLLM sets Inductor's option ``benchmark_combo_kernel`` with PyTorch 2.9 and later (config/compilation.py).
+    On AMD GPUs, vLLM runs on nightly builds of PyTorch, so the result is True for every version that runs them
+    on V1.
     """
     known = rules(chosen.version)
     timed = known.times_kernels or (is_amd(chosen.flags.gpu) and known.chunked_on_rocm)
@@ -145,17 +148,22 @@ def compiles(chosen: Resolved) -> bool:
 
 
 def compiling(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes that compilation allocates at once in the profile run, 0 without a compilation.
+    """Return the bytes that torch.compile allocates at once in the profile run, 0 if the model is not compiled.
 
-    Inductor times a kernel with random copies of all its arguments (get_args in
-    torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The largest argument is the
-    embedding's table; the kernel's output and the buffer that flushes the L2 cache are added. Only a start that
-    does not find its compiled model pays it (vllm-project/vllm issues 54122 and 54383).
+    To time a kernel, Inductor makes random copies of all its arguments (get_args in
+    torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The result is the bytes of the
+    largest argument (the embedding table), of that kernel's output, and of the buffer that flushes the L2
+    cache. A start that finds the compiled model in its cache does not allocate them (vllm-project/vllm issues
+    54122 and 54383).
 
-    Logs confirm the copy. On an R9700, the first starts of Qwen3-14B-FP8 and gpt-oss-20b print pools 1.06 and
-    0.47 GiB smaller than later ones (planned 1.12 and 0.64). On two 4090s it is 0.47 GiB for Qwen3-32B-AWQ,
-    whose table has 0.72 GiB per GPU (0.28, pull request 54479). On a Quadro RTX 8000, the peak of Qwen3.8-27B,
-    whose table has 2.37 GiB, is 2.59 GiB (pull request 518 of 1CatAI/1Cat-vLLM).
+    Start-up logs confirm the copy:
+
+    - R9700: with Qwen3-14B-FP8 and gpt-oss-20b, the first start's pool is 1.06 and 0.47 GiB smaller than later
+      ones. This function returns 1.12 and 0.64 GiB.
+    - Two 4090s with Qwen3-32B-AWQ (vLLM 0.28, pull request 54479): the first pool is 0.47 GiB smaller. The
+      table has 0.72 GiB per GPU.
+    - Quadro RTX 8000 with Qwen3.8-27B (pull request 518 of 1CatAI/1Cat-vLLM): the peak is 2.59 GiB. The table
+      has 2.37 GiB.
     """
     table = max(
         (
@@ -172,7 +180,7 @@ def compiling(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _ends(architecture: Architecture) -> tuple[bool, bool]:
-    """Return (whether the pipeline stage embeds the tokens, whether it samples)."""
+    """Return whether the pipeline stage has the token embedding, and whether it has the output head."""
     outside = [tensor.role for tensor in architecture.tensors if tensor.layer is None]
     return "embedding" in outside, "head" in outside or "norm" in outside
 
@@ -180,16 +188,17 @@ def _ends(architecture: Architecture) -> tuple[bool, bool]:
 def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, fitted: Coefficients) -> int:
     """Return the bytes of the sampler in the profile run.
 
-    The sampler holds logits in the model's dtype, the sampled rows of hidden states and a random copy of them.
-    It also holds three float32 tensors of the logits' shape: a copy of the logits, the probabilities and the
-    exponential noise. Logs of a float32 model (2.21 GiB) confirm these copies. FlashInfer's masked logits take
-    as much. A draft model adds the tensors of ``_VERIFIER``.
+    The sampler holds the logits in the model's dtype, the hidden states that it samples from, and a random copy
+    of these hidden states. It also holds three float32 tensors of the logits' shape: a copy of the logits, the
+    probabilities and the exponential noise. Logs of a float32 model (2.21 GiB) confirm these copies.
+    FlashInfer's kernel on logits needs as many bytes, because of its masked logits. A draft model adds the
+    tensors of ``_VERIFIER``.
     """
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
     sampled = 2 * rows * architecture.hidden_size * size
     if on_second_runner(architecture, known):
-        # The second model runner's dummy requests have no sampling parameters, so its sampler copies nothing
+        # The V2 model runner's dummy requests have no sampling parameters, so its sampler copies nothing
         # (v1/worker/gpu/sample/sampler.py).
         return rows * vocabulary * size + sampled
     drafts = chosen.draft is not None
@@ -211,9 +220,10 @@ def sorting(architecture: Architecture, chosen: Resolved, fitted: Coefficients) 
 
 
 def unsorted(peak: ProfilePeak, architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> int:
-    """Return the bytes by which the peak is lower if FlashInfer samples instead of a sort.
+    """Return the bytes that the profile run's peak saves if FlashInfer's sampler replaces vLLM's sort.
 
-    Its kernel masks float32 logits and makes probabilities of them (top_k_top_p_sampling_from_logits).
+    FlashInfer's kernel masks float32 logits and computes probabilities from them
+    (top_k_top_p_sampling_from_logits).
     """
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size = DTYPE_BYTES[chosen.flags.dtype]
@@ -223,14 +233,14 @@ def unsorted(peak: ProfilePeak, architecture: Architecture, chosen: Resolved, fi
 
 
 def _forward(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes that are alive at the widest point of a layer's forward pass.
+    """Return the bytes of the tensors that are alive at the peak of a layer's forward pass.
 
-    Per token, these are the MLP's gate, up and product; queries, keys and values (projected and rotated); the
-    attention's output, the residual and the projected output.
+    Per token, the tensors of the MLP are gate, up and their product. Those of the attention are the projected
+    and rotated queries, keys and values, the attention's output, the residual and the projected output.
     """
     flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
     size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
-    if predicts_tokens(architecture):  # every token's logits, and the pooler's float32 copies of them
+    if predicts_tokens(architecture):  # logits of every token, and the pooler's float32 copies
         return tokens * architecture.vocab_size * (size + 4)
     q = architecture.heads * architecture.head_size // ranks
     kv = max(1, architecture.kv_heads // ranks) * architecture.head_size
@@ -279,7 +289,7 @@ def _allocates_inside(chosen: Resolved) -> bool:
 
 
 def _widest(architecture: Architecture, role: str) -> int:
-    """Return the largest number of elements that the matrices with ``role`` have together in one layer."""
+    """Return the elements of all matrices with ``role`` in one layer, for the layer that has the most."""
     layers: dict[int, int] = {}
     for tensor in architecture.tensors:
         if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):

@@ -23,11 +23,11 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import MiB
 
-_ROUND = 512  # kMinBlockSize: requests are rounded up to this
+_ROUND = 512  # kMinBlockSize: requests are rounded up to a multiple of these bytes
 _SMALL = MiB  # kSmallSize: requests up to this size use a pool whose blocks are always split
 _LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: segment for requests below kMinLargeAlloc
 _MIN_LARGE = 10 * MiB  # kMinLargeAlloc: smallest request with a segment of its own
-_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: segments of their own are rounded up to this
+_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one request is rounded up to a multiple of it
 
 _MERGED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -39,7 +39,7 @@ _MERGED = {
 
 
 def unsplit_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes by which the allocated blocks exceed requests of ``sizes`` bytes, made in this order."""
+    """Return the bytes that PyTorch allocates beyond the ``sizes`` that are requested in this order."""
     free: list[int] = []  # sizes of free blocks, sorted; the smallest sufficient block serves a request
     extra = 0
     for size in sizes:

@@ -13,24 +13,31 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
-_UNLOGGED = (0, 20, 0)  # from this version on, no available start-up log prints every memory term
-# The interval of a vision tower's peak extends by these shares of it below and above, because the attention
-# kernel and fused activations are assumed.
+_UNLOGGED = (0, 20, 0)  # first version without a start-up log that prints every memory term
+# The interval of a vision tower's peak extends below and above it by these shares of the peak, because the
+# planner assumes an attention kernel and fused activations.
 _ENCODER = 0.15, 0.3
-# On a compute capability without a measured start, the interval below the sum is wider by this assumed factor.
-# Published starts that no coefficient is fitted to cover two more (published.jsonl): on 8.0, eleven starts on
-# A100s of two sizes are within 1.3 % of the GPU's memory, and on 12.0, twelve starts on RTX 5090 and RTX PRO
-# 6000 (vLLM 0.12 to 0.27) are within 0.7 %. The fitted spread exceeds both.
-# When the fit leaves out a source's GPU type, the worst of eight sources is 1.5 % off. The other predictions
-# are within 1.8 % (pool_from_flags).
+# For a compute capability without a measured start, the interval extends below the sum by this assumed factor
+# times the fitted spread.
+#
+# Published starts that were not used in the fit (published.jsonl) cover two more capabilities. On 8.0, the
+# errors of eleven starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 12.0, those of twelve
+# starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12 to 0.27) are within 0.7 %. The fitted spread exceeds both.
+#
+# If the fit leaves out the GPU type of one source, the largest error over eight sources is 1.5 % of the GPU's
+# memory. The other predictions are within 1.8 % (pool_from_flags).
 _UNKNOWN = 1.5
 _PUBLISHED = ((8, 0), (12, 0))
-# Start-up logs with every memory term have at most this many tokens per step. Beyond them the upper bound grows
-# by a share of the activation peak. Starts of dense decoders with 32,768 and 131,072 tokens are within 0.15 of
-# it (Qwen2.5-0.5B; Llama-3.1-8B on an MI300X). Kernels of experts, recurrent states and images hold more than
-# the tensors that are counted: starts of 0.20 to 0.23 with 65,536 tokens print up to 0.61 of the peak more, of
-# which the interval around small steps covers a part (tests/planner/test_large_steps.py). Tensors of attention
-# and MLP that are counted together are not all alive at once, so the lower bound has half the share.
+# Start-up logs with every memory term have at most this many tokens per step. For more tokens, the upper bound
+# grows by a share of the planned activation peak.
+#
+# For dense decoders, starts with 32,768 and 131,072 tokens are within 0.15 of the peak (Qwen2.5-0.5B;
+# Llama-3.1-8B on an MI300X). Kernels of experts, recurrent states and images hold more tensors than the plan
+# counts. Starts of vLLM 0.20 to 0.23 with 65,536 tokens print up to 0.61 of the peak more. The interval around
+# small steps covers a part of this excess (tests/planner/test_large_steps.py).
+#
+# The lower bound falls by half the share, because the plan adds tensors of attention and MLP that are not all
+# alive at once.
 _LOGGED_STEP = 8192
 _BEYOND_DENSE, _BEYOND = 0.15, 0.5
 # Memory outside PyTorch of ranks that PCIe connects, in start-up logs: 0.18 to 0.21 GiB on eight L40S
@@ -57,14 +64,14 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
-    # From 0.33 on, the memory of cuBLAS's handles no longer counts. No available log separates its bytes from
-    # the fitted rest, so half of the rest is uncertain.
+    # Half of the fitted remainder is uncertain, and all of it from 0.33 on. From that version on, vLLM no
+    # longer counts the memory of cuBLAS's handles, which no available log separates from the remainder.
     unsure = held.rest if rules(chosen.version).cublas_first else held.rest // 2
     links = _communication(chosen)
     most = held.total + held.rest + above // 4 + links
     outside = Estimate(held.total, held.total - unsure, most, held.formula, sources)
     peak = activation.peak(architecture, chosen, fitted)
-    # A vision tower's memory is derived from sources alone, because no log prints it.
+    # A vision tower's memory is derived from vLLM's source code alone, because no log prints it.
     if peak.encoder is not None:
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
@@ -76,7 +83,8 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if rules(chosen.version).unsorted_if_installed and not is_amd(chosen.flags.gpu):
         saved = activation.unsorted(peak, architecture, chosen, fitted)
         below = max(below, saved)
-    # The plan is a start that finds its compiled model; the lower bound of its pool is a start that compiles.
+    # The plan assumes a start that finds the compiled model in its cache. The lower bound of its pool is for a
+    # start that compiles the model.
     compiling = activation.compiling(architecture, chosen)
     above += max(0, compiling - peak.total)
     if is_amd(chosen.flags.gpu) and activation.compiles(chosen):
@@ -109,7 +117,11 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
 
 
 def _communication(chosen: Resolved) -> int:
-    """Return the bytes of all-reduce buffers by which the interval of several ranks exceeds the fitted ones."""
+    """Return the bytes that all-reduce buffers add to the upper bound of the memory outside PyTorch.
+
+    They are 0 for one rank. They cover ranks on GPUs other than Hopper's, which PCIe may connect, and vLLM
+    versions that set up NCCL after their first memory snapshot.
+    """
     flags = chosen.flags
     if flags.tensor_parallel_size == 1:
         return 0
@@ -119,7 +131,10 @@ def _communication(chosen: Resolved) -> int:
 
 
 def _unseen_step(architecture: Architecture, chosen: Resolved) -> float:
-    """Return the share of the activation peak that is uncertain because no log has as many tokens per step."""
+    """Return the uncertain share of the activation peak, for more tokens per step than any start-up log has.
+
+    It is 0 up to the largest logged step, and grows with max_num_batched_tokens beyond it.
+    """
     dense = (
         not architecture.experts
         and not has_towers(architecture)
@@ -132,10 +147,11 @@ def _unseen_step(architecture: Architecture, chosen: Resolved) -> float:
 def _with_graphs(
     below: int, above: int, size: int, bounds: tuple[int, int], *, small: bool
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the interval (below, above) around the sum of all terms, widened for an estimate of CUDA graphs.
+    """Return the interval (below, above) around the sum of all terms, widened by the bounds of CUDA graphs.
 
-    The driver decides the bytes of a graph: one start in ten takes several times as many. The bounds of few
-    graphs are wide and independent of the other terms, so their squares are added.
+    The GPU driver decides the bytes of a graph. In one start of ten, graphs take several times the estimate. If
+    few graphs are captured (``small``), their bounds are wide and independent of the other terms. The
+    half-widths are then combined as the root of the sum of squares.
     """
     low, high = bounds
     if small:
@@ -144,7 +160,9 @@ def _with_graphs(
 
 
 def _later(captured: Estimate, workspace: int) -> Estimate | None:
-    """Return the memory that vLLM takes after it sized the pool, outside the configured share, or None.
+    """Return the memory that vLLM allocates after it sized the KV pool, or None if there is none.
+
+    This memory is outside the share that --gpu-memory-utilization sets.
 
     ``captured`` is the estimate of CUDA graphs, ``workspace`` the bytes of FlashInfer's attention workspace.
     """
@@ -160,18 +178,20 @@ def _later(captured: Estimate, workspace: int) -> Estimate | None:
 
 
 def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[float, float]:
-    """Return the interval below and above the sum of the memory terms, as shares of the device's memory.
+    """Return how far the interval extends below and above the sum of the memory terms.
 
-    The interval is narrow if start-up logs cover every part of the plan. The upper side is wider where unknown
-    consumers can add memory. Multiples of the fitted spread are assumptions.
+    Both values are shares of the device's memory. The interval is narrow if start-up logs cover every part of
+    the plan. It extends further above the sum if unknown allocations may add memory. The factors that multiply
+    the fitted spread are assumptions.
     """
     if shares_memory(chosen.flags.gpu):
         return fitted.spread_unified, fitted.spread_unified
     if has_towers(architecture) and architecture.vision is None:
         return fitted.spread, 2 * fitted.spread
     if _is_other_vendor(chosen):
-        # Seven starts on an R9700 differ by at most 0.7 % of its memory from the plan, with the copies of a
-        # compiling start. What no source explains is added to the upper bound (_UNEXPLAINED_ON_AMD).
+        # Seven starts on an R9700 differ from the plan by at most 0.7 % of the GPU's memory, if the copies that
+        # compilation makes are counted. Memory that no source explains is added to the upper bound
+        # (_UNEXPLAINED_ON_AMD).
         return fitted.spread, fitted.spread
     if not _is_known(chosen, fitted):
         return _UNKNOWN * fitted.spread, 2 * fitted.spread
@@ -185,7 +205,7 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 
 
 def _is_other_vendor(chosen: Resolved) -> bool:
-    """Return whether the GPU is not NVIDIA's; measured starts of such GPUs come from a single source."""
+    """Return whether the GPU is not from NVIDIA; start-up logs of such GPUs come from a single source."""
     gpu = chosen.flags.gpu
     return gpu is not None and capability_of(gpu) is None
 
@@ -198,9 +218,9 @@ def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
 
 
 def is_seen(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether startup logs that list every memory term cover each part of this plan.
+    """Return whether start-up logs that print every memory term cover the plan's model, GPU and version.
 
-    The logs are in tests/data/startups.
+    These logs are in tests/data/startups.
     """
     return _is_counted(architecture, chosen) and not architecture.experts
 

@@ -67,7 +67,7 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
     i, size = window.layer, window.head_size
     if size != _HEAD or (latent is not None and latent.index_size not in (0, _INDEX)):
         raise UnsupportedArchitecture(
-            f"vLLM's kernels have heads of {_HEAD} and indexer keys of {_INDEX}",
+            f"vLLM's kernels support only head size {_HEAD} and indexer key size {_INDEX}",
             field="head_dim" if size != _HEAD else "index_head_dim",
         )
     own = [
@@ -79,7 +79,7 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
         return own
     ratio = latent.compression
     entries, span = BLOCK // ratio, _STATE_BLOCKS[ratio]
-    # Entries of 4 tokens overlap, because each is computed from 8 tokens.
+    # With ratio 4, neighbouring entries overlap, because each entry is computed from 8 tokens.
     overlap = 2 if ratio == 4 else 1
     first = []
     if latent.index_size:
@@ -96,7 +96,7 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
 def _state(layer: int, ratio: int, span: int, overlap: int, size: int) -> LayerPages:
     """Return the cache page of a compressor's state: fp32 keys and scores of tokens not yet compressed.
 
-    The state has a sliding window of its own.
+    vLLM caches the state like a layer with a short sliding window.
 
     Args:
         layer: Index of the layer.

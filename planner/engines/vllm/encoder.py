@@ -26,7 +26,7 @@ from tonnage.planner.units import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The values per patch that are alive at once in one layer of a vision tower, as multiples of its widths.
+    """The elements per patch that are alive at once in one layer of a vision tower, as multiples of its widths.
 
     h is the hidden size, a the attention's width and i the MLP's width on one rank.
 
@@ -92,9 +92,10 @@ class Encoding:
 
     Attributes:
         peak: Bytes while the vision tower runs.
-        kept: Bytes that remain while the language model runs: the image embeddings, and in the first model
-            runner also the tower's input.
-        deep: Bytes of buffers for per-layer inputs of each token.
+        kept: Bytes that stay allocated while the language model runs: the image embeddings, and in vLLM's V1
+            model runner also the tower's input.
+        deep: Bytes of buffers for per-token inputs of the language model's inner layers, such as Qwen3-VL's
+            image features or Gemma's per-layer embeddings.
         formula: The peak's formula with its numbers.
     """
 
@@ -107,7 +108,7 @@ class Encoding:
 def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -> Encoding | None:
     """Return the GPU memory that images take in vLLM's profile run, or None if the tower is not known.
 
-    ``first`` is whether this is the first pipeline stage; the second model runner encodes only there.
+    ``first`` is whether this is the first pipeline stage; the V2 model runner encodes only there.
     """
     vision, found, known = architecture.vision, profiled(architecture, chosen), rules(chosen.version)
     if vision is None:
@@ -153,7 +154,9 @@ def _per_layer(architecture: Architecture) -> int:
 
 
 def widest(vision: Vision, ranks: int, eager: bool) -> int:
-    """Return the elements per patch that are alive at once in the vision tower, without its input.
+    """Return the largest number of elements per patch that are alive at once in the vision tower.
+
+    The tower's input is not counted.
 
     ``ranks`` is the number of ranks that divide the tower, ``eager`` whether --enforce-eager is set.
     """
@@ -193,10 +196,10 @@ def _one(vision: Vision, found: Profiled) -> int:
 def _running(
     vision: Vision, known: VersionRules, chosen: Resolved, patches: int, one: int, held: int
 ) -> int:  # fmt: skip
-    """Return the bytes that the vision tower's layers take while it runs.
+    """Return the bytes that the tensors of the vision tower's layers take while the tower runs.
 
-    Most towers encode all patches at once. Gemma 4 encodes them in chunks and keeps each chunk's output. In
-    older versions its chunk is one image of ``one`` patches.
+    Most towers encode all patches at once. Gemma 4's tower encodes them in chunks and keeps each chunk's
+    output. In vLLM versions before such chunks were sized by memory, a chunk is one image of ``one`` patches.
 
     Args:
         vision: The vision tower.
@@ -209,7 +212,7 @@ def _running(
     size = DTYPE_BYTES[chosen.flags.dtype]
     if not vision.places:
         return patches * held * size
-    counted = 4 * vision.places * 8  # a patch's 64-bit one-hot positions on two axes, counted twice
+    counted = 4 * vision.places * 8  # 64-bit one-hot positions of a patch on two axes, twice
     most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
     piece = min(patches, most) if known.gemma4_batches else one
     positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0

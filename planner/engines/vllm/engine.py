@@ -53,7 +53,8 @@ from tonnage.planner.units import GiB, gib
 # From this device memory on, the API server's default is 1,024 sequences and 8,192 tokens per step
 # (get_batch_defaults in engine/arg_utils.py). A100s keep the small defaults.
 _LARGE_DEVICE, _LARGE = 70 * GiB, (1024, 8192)
-# NVML gives no total memory of these GPUs (GB10, Thor: "Not Supported"). get_batch_defaults then takes 0 bytes.
+# For these GPUs (GB10, Thor), NVML reports the total memory as "Not Supported". get_batch_defaults then assumes
+# 0 bytes, which selects the small batch defaults.
 _WITHOUT_TOTAL = ((11, 0), (12, 1))
 _HUGE_DEVICE, _HUGE = 160 * GiB, (1024, 16384)
 # Minimum compute capability for bfloat16. On older GPUs vLLM refuses bfloat16 and defaults to float16
@@ -143,7 +144,7 @@ class VLLM(Engine):
     def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Return the flags and tokens per step, adjusted for pooling, encoders and MLA on a CPU without AMX.
+        """Return the flags and maximum tokens per step, adjusted for pooling models, encoders and MLA on CPUs.
 
         For MLA on a CPU without AMX, chunked prefill and prefix caching are off. A step then takes
         max(max_model_len, 2048) tokens regardless of the flags (platforms/cpu.py).
@@ -255,7 +256,7 @@ class VLLM(Engine):
         asked = flags.kv_cache_dtype
         if rules(version).same_kv_dtype and asked in ("float16", "bfloat16") and asked != dtype:
             raise EngineRefusal(
-                f"vLLM keeps no cache in {asked} for a model in {dtype}", field="--kv-cache-dtype",
+                f"vLLM has no KV cache in {asked} for a model in {dtype}", field="--kv-cache-dtype",
                 hint=f"auto{'' if dtype == 'float32' else f', or {dtype}'}", cause="kv_dtype",
                 facts={"asked": asked, "dtype": dtype},
             )  # fmt: skip
@@ -266,9 +267,9 @@ class VLLM(Engine):
         return tensors_of(architecture, flags)
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
-        """Return whether each rank holds the whole vision tower because ranks divide the images instead.
+        """Return whether each tensor-parallel rank holds the whole vision tower.
 
-        The option is --mm-encoder-tp-mode data.
+        With --mm-encoder-tp-mode data, the ranks divide the images of a step and not the tower's weights.
         """
         return multimodal.shares_pictures(architecture, flags)
 
@@ -279,9 +280,9 @@ class VLLM(Engine):
     def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
         """Return the bytes of the buffers that the model class allocates for the tokens of a step.
 
-        - Qwen3-VL has one for each level of a picture's features (deepstack_input_embeds in qwen3_vl.py, 0.11
-          to 0.33), on the ranks that have the vision tower.
-        - Sparse latent attention has one for the 32-bit indices of the tokens that are read
+        - Qwen3-VL has a buffer for each level of image features (deepstack_input_embeds in qwen3_vl.py, 0.11 to
+          0.33), on the ranks that have the vision tower.
+        - Sparse MLA has a buffer for the 32-bit indices of the tokens that each query attends to
           (topk_indices_buffer in deepseek_v2.py, 0.11 to 0.32).
         """
         seen = architecture.vision
@@ -301,7 +302,7 @@ class VLLM(Engine):
         return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None if none is known."""
+        """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None."""
         return repacking_class(gpu)
 
     def allocator_rounding(
@@ -383,15 +384,15 @@ class VLLM(Engine):
         return found
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:
-        """Return the bytes that vLLM logs as the pool of ``rank``.
+        """Return the bytes that vLLM logs as the memory available for the KV pool of ``rank``.
 
-        They are the rank's budget left for the pool, before rounding down to the whole blocks of the smallest
+        The pool itself is smaller: it has whole blocks, and on every rank as many blocks as on the smallest
         rank.
         """
         return chosen.limit - (rank.used_bytes - rank.kv_pool_bytes)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Raise UnsupportedArchitecture for an encoder that no release of vLLM embeds or classifies with."""
+        """Raise UnsupportedArchitecture for an encoder model that no release of vLLM supports."""
         traits = family_of(architecture.model_type).vllm
         known = architecture.class_name in (traits.embeddings, traits.masked)
         if not known and not architecture.is_classifier:
@@ -502,7 +503,7 @@ class VLLM(Engine):
         return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return the flags with the block size that vLLM really uses, which MLA and hybrid models change."""
+        """Return the flags with the block size that vLLM uses after it adjusted it for MLA or hybrid models."""
         return replace(flags, block_size=pool.layout.block_size)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:

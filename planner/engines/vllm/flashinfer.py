@@ -1,9 +1,9 @@
 """The workspace of FlashInfer's attention in vLLM on a GPU.
 
 vLLM's attention metadata builder allocates the workspace on first use (_get_workspace_buffer in
-v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's first model runner, the
+v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's V1 model runner, the
 workspace therefore appears with the first full graph of the trial capture and counts as CUDA graphs
-(vllm#50780). The second model runner allocates it together with the pool (init_attn_backend in
+(vllm#50780). The V2 model runner allocates it together with the pool (init_attn_backend in
 v1/worker/gpu/attn_utils.py), where it is not counted.
 """
 
@@ -36,17 +36,18 @@ def charged(architecture: Architecture, chosen: Resolved) -> int:
 def uncounted(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of FlashInfer's workspace on one rank that are outside vLLM's memory budget.
 
-    The second model runner allocates them together with the pool.
+    The V2 model runner allocates them together with the pool.
     """
     known = runs(architecture, chosen) and _second(architecture, chosen)
     return _workspace(architecture, chosen) if known else 0
 
 
 def drops_full_graphs(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether vLLM captures no CUDA graphs of whole decode steps, because FlashInfer verifies drafts.
+    """Return whether vLLM captures no full CUDA graphs of decode steps, due to FlashInfer and a draft model.
 
-    Its backend supports them for single tokens only, except with TensorRT-LLM's kernels
-    (config/compilation.py, 0.20 to 0.30). A start of 0.20.0 on a GB10 says so.
+    FlashInfer's backend supports full CUDA graphs only if a step decodes one token per sequence, except with
+    TensorRT-LLM's kernels (config/compilation.py, 0.20 to 0.30). A step that verifies draft tokens computes
+    several. The log of a start of 0.20.0 on a GB10 confirms it.
     """
     return bool(chosen.flags.num_speculative_tokens) and runs(architecture, chosen) and not _on_tensorrt(chosen)
 
@@ -60,11 +61,11 @@ def _on_tensorrt(chosen: Resolved) -> bool:
 
 
 def runs(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether vLLM selects FlashInfer's attention.
+    """Return whether vLLM selects FlashInfer as its attention backend.
 
-    FlashAttention has priority except on SM10x (_get_backend_priorities in platforms/cuda.py,
-    supports_kv_cache_dtype of FlashAttentionBackend, 0.25.1 to 0.29). For models with sliding windows the
-    selection is not known, and the result is False.
+    vLLM prefers FlashAttention, except on SM10x (_get_backend_priorities in platforms/cuda.py,
+    supports_kv_cache_dtype of FlashAttentionBackend, 0.25.1 to 0.29). For models with sliding windows, the
+    planner does not know the selection and returns False.
     """
     capability = capability_of(chosen.flags.gpu)
     attention = [layer for layer in architecture.cache_layers if layer.kind != "state"]

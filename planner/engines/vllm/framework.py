@@ -1,15 +1,15 @@
 """vLLM's GPU memory outside PyTorch that appears between its first memory snapshot and its pool.
 
-Memory allocated before the snapshot also belongs to the engine, but does not reduce the pool. It holds CUDA's
-context and NCCL's communicators: 0.51 GiB on an H100, and 1.5 GiB with several ranks. vLLM counts from the
-snapshot to the end of the profile run (init_device in worker/gpu_worker.py, memory_profiling in
-utils/mem_utils.py; 0.9.1 to 0.33). V1 before 0.9.1 subtracted all memory in use (``_CONTEXT``). There are two
-parts:
+vLLM counts memory allocated between the snapshot and the end of the profile run (init_device in
+worker/gpu_worker.py, memory_profiling in utils/mem_utils.py; 0.9.1 to 0.33). Memory allocated before the
+snapshot does not reduce the pool. It holds CUDA's context and NCCL's communicators: 0.51 GiB on an H100, and
+1.5 GiB with several ranks. V1 before 0.9.1 subtracted all memory in use, so there this memory counts too
+(``_CONTEXT``). The counted memory has two parts:
 
 - The workspace of the fused all-reduce is derived: three allocations, each rounded up to the granularity of
   multicast memory.
-- The rest is fitted: kernels loaded on first use, local memory, NCCL buffers allocated on first use, and from
-  0.18 to 0.27 the memory that the trial capture of CUDA graphs leaves.
+- The remainder is fitted to logs: kernels loaded on first use, local memory, NCCL buffers allocated on first
+  use, and from 0.18 to 0.27 the memory that the trial capture of CUDA graphs leaves allocated.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _FUSED_MIB = {
 # Memory before vLLM's first snapshot is logged as 0.51 GiB on an H100, and 1.0 GiB more with several ranks. For
 # other GPUs it is the difference seen in starts of 0.8.5 on a T4 and a 4090 (tests/data/field_reports.jsonl).
 _CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
-# GPUs with less memory than this need less non-torch memory: logs print 0.02 to 0.08 GiB, on larger GPUs 0.07
-# to 0.11 GiB.
+# GPUs with less memory than this many bytes need less memory outside PyTorch: logs print 0.02 to 0.08 GiB, and
+# 0.07 to 0.11 GiB on larger GPUs.
 SMALL = 32 * GiB
-# On an MI300X, vLLM prints 0.66 GiB (0.9.2, tests/data/field_reports.jsonl). No other log of an AMD GPU prints
-# this term, so it is assumed for all of them, and for several ranks.
+# Memory outside PyTorch on AMD GPUs: vLLM 0.9.2 prints 0.66 GiB on an MI300X (tests/data/field_reports.jsonl).
+# No other log of an AMD GPU prints this term, so the value is assumed for all AMD GPUs, with one or several
+# ranks.
 _ROCM = int(0.66 * GiB)
 
 
@@ -56,11 +57,11 @@ class NonTorchMemory:
 
     Attributes:
         fused: Workspaces of the fused all-reduce.
-        counts: Token counts of each sequence, for sampling penalties.
-        context: Memory from before vLLM's first snapshot (CUDA's context, NCCL), where the version subtracts
-            it.
-        embeddings: Buffers for a step's image embeddings and for hidden states that a draft model reads.
-        rest: Remainder that is fitted to logs.
+        counts: Tensors that count each sequence's tokens, for sampling penalties.
+        context: Memory allocated before vLLM's first snapshot (CUDA's context, NCCL); 0 in versions that do not
+            subtract it from the pool.
+        embeddings: Buffers for the image embeddings of a step, and for hidden states that a draft model reads.
+        rest: All other memory, as fitted to start-up logs.
     """
 
     fused: int
@@ -106,11 +107,11 @@ def _context(chosen: Resolved) -> int:
 
 
 def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of the second model runner's token counts, for sampling penalties.
+    """Return the bytes of the token counts that vLLM's V2 model runner keeps for sampling penalties.
 
-    They take 4 bytes and a bit per sequence and vocabulary entry. PyTorch allocates them before the profile run
-    (v1/worker/gpu/sample/penalties.py). They reduce the pool only in versions that subtract all memory consumed
-    on the device.
+    The counts take one int32 and one bit per sequence and vocabulary entry. PyTorch allocates them before the
+    profile run (v1/worker/gpu/sample/penalties.py). They reduce the pool only in vLLM versions that subtract
+    all memory in use on the device.
     """
     known = rules(chosen.version)
     if not known.counts_consumed or not on_second_runner(architecture, known):
@@ -119,7 +120,7 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of the second model runner's embedding buffers, allocated before the profile run.
+    """Return the bytes of the V2 model runner's embedding buffers, allocated before the profile run.
 
     On the first stage, they hold a step's embeddings for images (EncoderRunner in
     v1/worker/gpu/mm/encoder_runner.py). On the last stage, they hold the hidden states passed to a draft model
@@ -163,11 +164,12 @@ def is_hopper(flags: Deployment) -> bool:
 
 
 def fused_all_reduce(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the workspace's bytes for all-reduce fused with the norm, on Hopper and Blackwell GPUs.
+    """Return the bytes of FlashInfer's workspace for an all-reduce fused with the norm after it.
 
-    vLLM enables it in enable_allreduce_rms_fusion (config/vllm.py). FlashInfer's TensorRT-LLM workspace has
-    three allocations: the ranks' inputs, flags, and the inputs three times
-    (trtllm_create_ipc_workspace_for_all_reduce_fusion). Its MNNVL workspace has one allocation.
+    vLLM fuses them on Hopper and Blackwell GPUs (enable_allreduce_rms_fusion in config/vllm.py). The workspace
+    of FlashInfer's TensorRT-LLM backend has three allocations: the ranks' inputs, flags, and three copies of
+    the inputs (trtllm_create_ipc_workspace_for_all_reduce_fusion). The workspace of the MNNVL backend has one
+    allocation.
     """
     flags, known = chosen.flags, rules(chosen.version)
     ranks, size = flags.tensor_parallel_size, DTYPE_BYTES[flags.dtype]

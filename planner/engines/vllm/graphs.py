@@ -45,12 +45,12 @@ def check(flags: Deployment, version: Version) -> None:
     most = flags.max_cudagraph_capture_size
     if found and most is not None and found[-1] != most:
         raise DeploymentError(
-            f"{most} is not the largest of {_FLAG}, {found[-1]}: vLLM stops",
+            f"{most} differs from {found[-1]}, the largest of {_FLAG}: vLLM does not start",
             field="--max-cudagraph-capture-size", hint="leave one of the two out",
         )  # fmt: skip
     if flags.cuda_graph_sizes and version[:2] > _OLD:
         raise DeploymentError(
-            f"vLLM {'.'.join(map(str, version))} has no --cuda-graph-sizes, 0.12 is the last that has",
+            f"vLLM {'.'.join(map(str, version))} has no --cuda-graph-sizes; 0.12 is the last version with it",
             field="--cuda-graph-sizes", hint=_FLAG,
         )  # fmt: skip
 
@@ -89,7 +89,10 @@ def _grid(most: int) -> tuple[int, ...]:
 
 
 def per_size(architecture: Architecture, fitted: Coefficients) -> int:
-    """Return the bytes of CUDA graphs of each batch size after the first: one full and the piecewise graphs."""
+    """Return the bytes of the CUDA graphs of one batch size that is not the largest.
+
+    Each batch size has one full graph and one piecewise graph per part of the model.
+    """
     layers = len({layer.layer for layer in architecture.cache_layers}) or architecture.layers
     return fitted.graph_each + layers * fitted.graph_layer
 
@@ -97,15 +100,16 @@ def per_size(architecture: Architecture, fitted: Coefficients) -> int:
 def first(chosen: Resolved, fitted: Coefficients) -> int:
     """Return the bytes of the CUDA graphs of the largest batch size.
 
-    The first capture of a kind loads kernels and workspaces, which do not shrink with the tokens. Starts whose
-    largest graph has 1 to 24 tokens print 0.26 to 0.61 GiB (tests/planner/test_graphs.py).
+    vLLM captures the largest size first. The first capture of a kind also loads kernels and allocates
+    workspaces, whose bytes do not shrink with the tokens. vLLM logs 0.26 to 0.61 GiB for starts whose largest
+    graph has 1 to 24 tokens (tests/planner/test_graphs.py).
     """
     largest = max(capture_sizes(chosen), default=0)
     return fitted.graph_first * max(_LARGEST, largest) // _LARGEST
 
 
 def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
-    """Return (bytes, batch sizes) of vLLM's own estimate of CUDA graphs on one rank.
+    """Return the bytes that vLLM estimates for CUDA graphs on one rank, and the number of batch sizes.
 
     ``architecture`` is the rank's share of the model. Returns (0, 0) if vLLM captures no graphs.
     """
@@ -116,17 +120,18 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
 
 def is_small(chosen: Resolved) -> bool:
-    """Return whether fewer batch sizes than by default are captured, which no fitted log has."""
+    """Return whether the largest CUDA graph is smaller than vLLM's default, which no fitted log covers."""
     return max(capture_sizes(chosen), default=0) < _LARGEST
 
 
 def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
     """Return the (low, high) bytes of an estimate of ``size`` bytes.
 
-    vLLM measures two captures of each kind by the device's free memory and multiplies the second by the number
-    of sizes, so one slow allocation counts many times. The bounds were widened for 35 starts in public logs and
-    hold 9 of 10 that were read afterwards (tests/planner/test_graphs.py). Where host and device share their
-    memory, other processes free some of it meanwhile, and logs print down to -0.90 GiB.
+    vLLM captures two graphs of each kind and measures each by the change of free device memory. It multiplies
+    the second measurement by the number of sizes, so an error of this measurement is multiplied too. The bounds
+    were widened until they contained at least 90 % of 35 starts in public logs. They also contain 9 of the 10
+    starts that were read afterwards (tests/planner/test_graphs.py). On devices that share the host's memory,
+    other processes may free memory during the measurement, and logs print down to -0.90 GiB.
     """
     low, high = (size // 8, 4 * size) if is_small(chosen) else (size // 2, 3 * size)
     return (low - _FREED if shares_memory(chosen.flags.gpu) else low), high
@@ -135,8 +140,8 @@ def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
 def subtracted(architecture: Architecture, chosen: Resolved) -> bool:
     """Return whether vLLM subtracts its estimate of CUDA graphs from the pool.
 
-    The second model runner's estimate was 0 in older versions, although it captures as many graphs
-    (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).
+    In older versions, vLLM's V2 model runner estimated 0 bytes, although it captures as many graphs as the V1
+    model runner (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).
     """
     known = rules(chosen.version)
     return known.graphs_subtracted and (known.runner_v2_graphs or not on_second_runner(architecture, known))

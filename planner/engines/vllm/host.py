@@ -1,4 +1,4 @@
-"""Host memory of vLLM's processes on GPUs, by cause. Named source files are from vLLM 0.32.
+"""Host memory of vLLM's processes on GPUs, divided by purpose. Named source files are from vLLM 0.32.
 
 The sources of 0.30, 0.31 and 0.33 were read too. The processes are an API server, the engine core, and one
 worker per rank (v1/executor/multiproc_executor.py). With one rank, the engine core is also the worker ("uni",
@@ -64,7 +64,7 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
     ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
     low, high = cpu.VLLM_INTERVAL
     api = cpu.api_bytes(vocabulary)
-    # With one rank, the engine core is also the worker, whose imports are counted there.
+    # With one rank, the engine core is also the worker, and the worker's term already counts the imports.
     imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0
     core = imports + vocabulary * cpu.VLLM_CORE_TOKEN_BYTES
     blocks, tokens = hosted.num_blocks, hosted.tokens * _TOKEN
@@ -97,8 +97,8 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
 def _pinned(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of token ids and positions in each worker, for all running sequences.
 
-    The second model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
-    M-RoPE it also pins every position (mm/rope.py). The first model runner does not pin token ids, so their
+    The V2 model runner pins every token id of each sequence (v1/worker/gpu/states.py). For models with
+    M-RoPE it also pins every position (mm/rope.py). The V1 model runner does not pin token ids, so their
     pages are allocated on use (v1/worker/gpu_input_batch.py). It pins block tables and the embeddings of a
     step.
     """
@@ -156,9 +156,9 @@ def _queues(hosted: HostInputs) -> list[HostPart]:
 def _pictures(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of vLLM's cache of processed images.
 
-    The engine core keeps the items. With several API servers or replicas, the API processes keep them instead.
-    The other side keeps only hashes (multimodal/cache/factories.py). vLLM's documentation counts both, so older
-    versions are assumed to keep both.
+    The engine core keeps the images and the API process only their hashes. With several API servers or
+    replicas, the API processes keep the images and the engine core only hashes (multimodal/cache/factories.py).
+    vLLM's documentation counts the images in both, so older versions are assumed to keep them in both.
     """
     size = hosted.chosen.flags.mm_processor_cache_bytes
     if not size or not has_towers(hosted.architecture):

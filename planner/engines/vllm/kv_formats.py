@@ -50,13 +50,13 @@ _NVFP4_GROUP = 16
 
 
 def _per_token_head(bits: int) -> Callable[[int, int], int]:
-    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # one fp32 scale each for K and V
+    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # an fp32 scale each for K and V
 
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
-        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # plus an fp16 norm per key
-        values = ceil_div(key * value_bits, 8) + 4  # plus fp16 scale and zero; V is assumed as wide as K
+        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # 2 bytes for an fp16 norm per key
+        values = ceil_div(key * value_bits, 8) + 4  # 4 bytes for fp16 scale and zero; V is as wide as K
         return keys + values + (keys + values) % 2
 
     return slot
@@ -97,7 +97,7 @@ def choose(
 ) -> str:  # fmt: skip
     """Return the format in which keys and values are cached, after resolving ``auto``.
 
-    ``stored`` is the cache that the checkpoint requests, or None.
+    ``stored`` is the KV cache format that the checkpoint's config requests, or None.
 
     Raises:
         DeploymentError: the format is unknown, or not supported for this deployment.
@@ -120,7 +120,10 @@ def choose(
 
 
 def sparse_latent(architecture: Architecture) -> bool:
-    """Return whether an indexer selects MLA latents, stored as one row per token (DeepSeek-V3.2, GLM-5)."""
+    """Return whether the model has sparse MLA, where an indexer selects the tokens to attend to.
+
+    Examples are DeepSeek-V3.2 and GLM-5.
+    """
     return any(
         layer.kind == "mla" and layer.index_size and layer.compression == 1
         for layer in architecture.cache_layers
@@ -128,7 +131,7 @@ def sparse_latent(architecture: Architecture) -> bool:
 
 
 def _of_sparse(found: str, flags: Deployment, architecture: Architecture, version: Version) -> str:
-    """Return the cache format of MLA latents that an indexer selects, by GPU and version.
+    """Return the cache format of sparse MLA (an indexer selects the latents to read), by GPU and version.
 
     FlashMLA converts any 8-bit format to fp8_ds_mla. FlashInfer on SM10x keeps plain fp8, and SM12x supports
     only fp8_ds_mla (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py, _get_backend_priorities in
@@ -183,10 +186,10 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
 
 
 def packs_whole_layers(kv_dtype: str) -> bool:
-    """Return whether K and V of a head share a slot in the cache format ``kv_dtype``.
+    """Return whether the cache format ``kv_dtype`` stores K and V of a head together in one slot.
 
-    The first and last layers of a model without recurrent states then keep the model's own dtype
-    (get_boundary_skip_layers in engine/arg_utils.py).
+    With such a format, the first and last layers of a model without recurrent states are cached in the model's
+    own dtype (get_boundary_skip_layers in engine/arg_utils.py).
     """
     return kv_dtype in _TURBOQUANT or kv_dtype == "ultraquant_4bit"
 

@@ -70,7 +70,7 @@ class Connector:
 
 
 def connector_of(flags: Deployment) -> Connector | None:
-    """Return the connector that keeps blocks beside the pool, or None if no flag selects one.
+    """Return the connector that offloads KV blocks to host memory or disk, or None if no flag selects one.
 
     Raises:
         DeploymentError: the flags contradict each other, or a connector or setting is not known.

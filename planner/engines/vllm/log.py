@@ -34,7 +34,7 @@ _LINES = (
     ("cuda_graph_bytes", GiB, rf"CUDA graph pool memory: {NUMBER}GiB \(actual\)"),
     ("graph_estimate_bytes", GiB, rf"Estimated CUDA graph memory: {NUMBER}GiB total"),
     ("graph_estimate_bytes", GiB, rf"\(actual\), {NUMBER}GiB \(estimated\)"),
-    # this figure includes weights and non-torch memory
+    # the logged "consumed memory" includes weights and non-torch memory
     ("consumed_bytes", GiB, rf"{NUMBER}GiB for consumed memory"),
     ("consumed_bytes", GiB, rf"total consumed \(from mem_get_info\): {NUMBER}GiB"),
     ("non_kv_bytes", GiB, rf"Total non KV cache memory: {NUMBER}GiB"),

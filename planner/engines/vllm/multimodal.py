@@ -109,7 +109,7 @@ def check(architecture: Architecture, flags: Deployment) -> None:
 
 
 def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if image flags are set for a text model, or for one whose image sizes are not known."""
+    """Return a note if image flags are set for a text model, or for a model with unknown image sizes."""
     flags = chosen.flags
     if not architecture.tower_parameters:
         # A text model has no multimodal_config, and vLLM drops the flags (config/model.py).
@@ -169,7 +169,10 @@ def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
 
 
 def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:
-    """Return whether ranks divide the images and each holds a whole tower (--mm-encoder-tp-mode data)."""
+    """Return whether tensor-parallel ranks divide the images, each with a whole vision tower.
+
+    The option is --mm-encoder-tp-mode data. Otherwise the ranks divide the tower.
+    """
     vision = architecture.vision
     return flags.mm_encoder_tp_mode == "data" and vision is not None and vision.tower in _DATA_PARALLEL
 
@@ -222,17 +225,19 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
     size = given.pop("size", {}) if vision.bound in ("pixels", "edge") else {}
     if not isinstance(size, Mapping) or not size.keys() <= {"longest_edge", "shortest_edge"} or given:
         name = next(iter(given), "size")
-        raise DeploymentError(f"{shown(name)} is not understood for this model", field=_KWARGS)
+        raise DeploymentError(
+            f"the planner does not know the argument {shown(name)} of this model", field=_KWARGS
+        )
     found = size.get("longest_edge") if found is None else found
     if found is None:
         return vision
     if type(found) is not int or not (vision.patch * vision.merge) <= found < 1 << 40:
-        raise DeploymentError(f"{shown(found)} is not a size of pictures", field=_KWARGS)
+        raise DeploymentError(f"{shown(found)} is not a valid image size", field=_KWARGS)
     return replace(vision, image=found, video=found if vision.video else 0)
 
 
 def _counted(architecture: Architecture, vision: Vision, chosen: Resolved) -> dict[str, tuple[int, int]]:
-    """Return modality -> (tokens that the vLLM version counts, patches) of the largest item."""
+    """Return modality -> (tokens, patches) of the largest item, with tokens as the vLLM version counts them."""
     found = _largest(vision, chosen.max_model_len)
     if rules(chosen.version).formatted_videos and architecture.model_type.startswith("qwen3_vl"):
         tokens, patches = found["video"]
@@ -267,7 +272,10 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
 
 
 def _most_square(most: int) -> int:
-    """Return the largest number of embeddings up to ``most`` that is a height x width of valid aspect ratio."""
+    """Return the largest product height x width, at most ``most``, whose aspect ratio vLLM accepts.
+
+    It is the number of embeddings of the largest image.
+    """
     for count in range(most, 0, -1):
         height = next(d for d in range(isqrt(count), 0, -1) if count % d == 0)
         if count // height <= _ASPECT * height:

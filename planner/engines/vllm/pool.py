@@ -81,7 +81,7 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
         raise UnsupportedArchitecture(
-            f"vLLM slides every second layer of {architecture.model_type}, whatever the file lists",
+            f"vLLM uses a sliding window in every second layer of {architecture.model_type}, unlike this list",
             field="layer_types",
         )
     if known.float32_states:
@@ -150,7 +150,7 @@ def _expanded(architecture: Architecture) -> Architecture:
 
 
 def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int, tuple[str, ...]]:
-    """Return the tokens per block and notes, before blocks of hybrid models are aligned with states."""
+    """Return the tokens per block, and notes, before vLLM enlarges the blocks of hybrid models."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
     if mla and flags.device == "cpu" and not flags.amx:
         notes: tuple[str, ...] = (_WHOLE_PROMPTS,)
@@ -166,9 +166,9 @@ def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int,
 
 
 def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) -> int:
-    """Return the bytes per token of the first attention layer, or 0 without one.
+    """Return the KV cache bytes per token of the first attention layer, or 0 without an attention layer.
 
-    For hybrid models, vLLM aligns the block size with these bytes and the recurrent states.
+    vLLM uses these bytes to choose the block size of hybrid models, whose blocks must hold a recurrent state.
     """
     for layer in architecture.cache_layers:
         if layer.kind in ("full", "sliding", "mla"):
@@ -197,14 +197,15 @@ def _aligned_block(
 
 
 def _kernel_block(flags: VLLMDeployment) -> int:
-    """Return the tokens of the attention kernel's smallest block; CPUs had 16 before 0.29 (cpu_attn.py)."""
+    """Return the tokens in the smallest block of the attention kernel; before 0.29 it is 16 (cpu_attn.py)."""
     return 16 if flags.version < (0, 29, 0) else KERNEL_BLOCK[flags.device]
 
 
 def _keeps_every_state(layers: tuple[CacheLayer, ...], flags: VLLMDeployment) -> bool:
-    """Return whether a sequence keeps a recurrent state per block.
+    """Return whether a sequence keeps one recurrent state per block of tokens.
 
-    That is so for Mamba with prefix caching (mamba_cache_mode "all").
+    Mamba layers do so with prefix caching and mamba_cache_mode "all". Otherwise a sequence keeps a few states
+    only.
     """
     mamba = any(state.name == "ssm" for layer in layers for state in layer.states)
     return mamba and flags.every_state and _caches_states(flags)
@@ -216,11 +217,12 @@ def _caches_states(flags: VLLMDeployment) -> bool:
 
 
 def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
-    """Return the smallest block size whose packed page holds a kernel block of the unpacked layers.
+    """Return the block size for a packed cache format, of which some layers are not packed.
 
-    Unpacked layers cache keys and values in the model's own dtype. The rule is
-    _align_heterogeneous_kv_block_size. The first layer's backend counts both page sizes. This layer is
-    unpacked, so its backend counts one byte per value of the packed cache.
+    These layers cache keys and values in the model's own dtype. The result is the smallest block size for which
+    a packed page has at least the bytes of an unpacked page of one kernel block. The rule is
+    _align_heterogeneous_kv_block_size. vLLM computes both page sizes with the backend of the first layer. That
+    layer is unpacked, so its backend counts one byte per value of the packed cache.
     """
     layer = next(layer for layer in architecture.cache_layers if layer.kind == "full")
     values = heads_per_rank(layer.kv_heads, flags.tensor_parallel) * 2 * layer.head_size
@@ -282,11 +284,11 @@ def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
 
 
 def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
-    """Return the blocks for recurrent states of one sequence; None means one per block of tokens.
+    """Return the blocks that one sequence needs for recurrent states, or None for one per block of tokens.
 
-    Without prefix caching there is one state. With it ("align" mode) there are two: the running state and the
-    state at the end of the last whole block. Mamba-2 adds a checkpoint of the prefill, and each speculative
-    token adds one state.
+    Without prefix caching, a sequence has one state. With prefix caching in "align" mode, it has two: the
+    running state and the state at the end of the last whole block. Mamba-2 adds a checkpoint of the prefill,
+    and each speculative token adds one state.
     """
     if not _caches_states(flags):
         return 1 + flags.speculative_tokens
@@ -303,9 +305,10 @@ def _padded(page: LayerPages, size: int) -> LayerPages:
 
 
 def _promoted(page: LayerPages) -> LayerPages:
-    """Return a sliding layer's page in the form of a full layer's page.
+    """Return the page of a sliding or chunked layer, changed to that of a full-attention layer.
 
-    vLLM's versions whose sliding layers keep every token need it. The rule is unify_hybrid_kv_cache_specs.
+    Some vLLM versions keep every token in sliding layers, so they treat them as full layers. The rule is
+    unify_hybrid_kv_cache_specs.
     """
     if page.kind not in ("sliding", "chunked"):
         return page
@@ -313,7 +316,7 @@ def _promoted(page: LayerPages) -> LayerPages:
 
 
 def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
-    """Return the KV layout: one slot per layer if all pages have one size, else one slot per group."""
+    """Return the KV layout: a slot per layer if all pages have equal bytes, else one slot for a whole group."""
     sizes = {page.page_bytes for group in groups for page in group}
     slots, size = max(len(group) for group in groups), max(sizes)
     if len(sizes) > 1:

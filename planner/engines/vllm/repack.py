@@ -49,7 +49,7 @@ def mxfp4_kernel(flags: Deployment) -> Kernel:
 
 
 def repacking_class(gpu: str) -> str | None:
-    """Return a catalogue GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's."""
+    """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's."""
     if is_amd(gpu):
         return "r9700-32g"
     capability = capability_of(gpu) or (9, 0)
@@ -78,8 +78,8 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
     """Return the upper bound of `kernel_padding` over the MXFP4 kernels that vLLM may select while loading.
 
-    On Hopper and later it falls back to Marlin where Triton's kernels are not installed. For example,
-    gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 (vllm-project/vllm issue 23278).
+    On Hopper and later GPUs, vLLM falls back to Marlin if Triton's kernels are not installed. For example,
+    gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 GiB (vllm-project/vllm issue 23278).
     """
     planned = kernel_padding(architecture, quantization, flags)
     if flags.device == "cpu" or quantization.scheme != "mxfp4" or mxfp4_kernel(flags) in ("marlin", "rocm"):

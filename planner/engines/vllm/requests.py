@@ -19,10 +19,10 @@ from tonnage.planner.plans import Resolved
 
 
 def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-    """Return the law that gives the number of KV blocks of a request.
+    """Return the rule that gives the KV blocks of a request from its prompt and output lengths.
 
     Raises:
-        UnsupportedArchitecture: the law is not known for the cache or the deployment.
+        UnsupportedArchitecture: the rule is not known for the cache or the deployment.
     """
     flags, version = chosen.flags, rules(chosen.version)
     if any(layer.compression > 1 for layer in architecture.cache_layers):
@@ -52,10 +52,10 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
 
 
 def _note(chosen: Resolved, aligned: bool) -> str:
-    """Return a note if the planned version's KV cache manager differs from 0.32's, or was not read.
+    """Return a note if the planned vLLM version's KV cache manager differs from 0.32's, or may differ.
 
-    The sources of 0.30, 0.31 and 0.33 were read. Before 0.32, prompts of hybrid models are chunked at other
-    positions (get_mamba_prefill_checkpoint_position).
+    It may differ in versions whose source code was not read; 0.30 to 0.33 were read. Before 0.32, prompts of
+    hybrid models are chunked at other positions (get_mamba_prefill_checkpoint_position).
     """
     version = chosen.version
     if version >= (0, 32, 0) or (version >= (0, 30, 0) and not aligned):

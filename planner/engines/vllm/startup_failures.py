@@ -195,7 +195,7 @@ def _failures(
 
 
 def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
-    """Return notes on risks of a start that fits, with the memory margin.
+    """Return notes on what may still fail although the plan fits into memory, with the memory margin.
 
     ``beside`` is the bytes of CUDA graphs outside the share of --gpu-memory-utilization.
     """
@@ -305,8 +305,9 @@ _SUFFIXES = (
 def class_of(architecture: Architecture, version: Version) -> str | None:
     """Return vLLM's class of the model, or None if this version has none.
 
-    The class is the first of the declared ones that the registry has, or that it has with another suffix. A config
-    that declares no class means the class of its model type.
+    It is the first class in the config's ``architectures`` that vLLM's registry has. If the registry has none
+    of them, it is the first that the registry has with another suffix, such as ForCausalLM. If the config
+    declares no class, the class follows from its model type.
     """
     names = architecture.declared or (architecture.class_name,)
     for name in names:
@@ -318,7 +319,7 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
             for other in _SUFFIXES:
                 if _has_class(name.removesuffix(suffix) + other, version):
                     return name.removesuffix(suffix) + other
-    if architecture.kind == "encoder" and not architecture.is_classifier:  # check_encoder has their classes
+    if architecture.kind == "encoder" and not architecture.is_classifier:  # their classes are in check_encoder
         later = names[0] in _architectures()["first"] or names[0] in _architectures()["oldest"]
         return None if later else architecture.class_name
     # transformers spells some names in another way: PhimoeForCausalLM is vLLM's PhiMoEForCausalLM.
@@ -328,7 +329,10 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
 
 
 def is_pooling_class(architecture: Architecture) -> bool:
-    """Return whether vLLM pools a decoder's hidden states without --runner: a bare body or a classifier."""
+    """Return whether vLLM runs a decoder as a pooling model by default, without --runner.
+
+    It does so for classifiers and for model classes without an output head, such as LlamaModel.
+    """
     name = architecture.class_name
     if architecture.kind != "decoder" or architecture.is_classifier:
         return architecture.is_classifier
@@ -341,7 +345,7 @@ def _plain_name(name: str) -> str:
 
 
 def _has_class(name: str, version: Version) -> bool:
-    """Return whether the registry of a version has a class."""
+    """Return whether the model registry of vLLM ``version`` has the class ``name``."""
     known = _architectures()
     first = known["first"].get(name)
     last = known["until"].get(name) or known["removed"].get(name)
@@ -356,14 +360,14 @@ _FALLBACK = (0, 24, 0)  # from this version on, vLLM requires transformers 5, wh
 
 
 def _runs_modules(architecture: Architecture, version: Version) -> bool:
-    """Return whether vLLM falls back to transformers' modules for a class that its registry lacks."""
+    """Return whether vLLM runs transformers' modules because its own registry lacks the model's class."""
     return version >= _FALLBACK and architecture.class_name in _architectures()["by_transformers"]
 
 
 def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:
-    """Yield a failure for MLA latents that an indexer selects, on a CPU.
+    """Yield a failure for sparse MLA (an indexer selects the latents to read) on a CPU.
 
-    DeepSeek-V4 is excepted, because it has a CPU class of its own. The check is get_attn_backend_cls in
+    DeepSeek-V4 does not fail, because vLLM has a CPU class for it. The check is get_attn_backend_cls in
     platforms/cpu.py.
     """
     if sparse_latent(architecture):
@@ -414,7 +418,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
-    # The index of the first local rank without a GPU equals the number of GPUs.
+    # The message names the first local rank without a GPU. Its index equals the number of GPUs.
     if version >= (0, 24, 0):
         return f"AssertionError: DP adjusted local rank {here} is out of bounds for {here} devices."
     if version >= (0, 11, 0):
@@ -425,7 +429,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
 def _in_use(chosen: Resolved) -> Iterator[Failure]:
     """Yield a failure if other programs use GPU memory that vLLM requires to be free at the start.
 
-    With --kv-cache-memory-bytes, vLLM does not check this before allocation.
+    With --kv-cache-memory-bytes, vLLM does not check the free memory before it allocates.
     """
     flags, version, used = chosen.flags, chosen.version, chosen.flags.device_memory_used
     if not used or flags.kv_cache_memory_bytes is not None or version < (0, 9, 0):
@@ -448,8 +452,8 @@ def _in_use(chosen: Resolved) -> Iterator[Failure]:
 def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
     """Return vLLM's message for a pool of --kv-cache-memory-bytes that does not fit into memory.
 
-    vLLM does not profile such a pool. It allocates the pool and then warms up the sampler. On a CPU, the memory
-    must be free before vLLM allocates it.
+    With this flag, vLLM runs no memory profile. On a GPU it allocates the pool and then warms up the sampler,
+    so one of these allocations fails. On a CPU, vLLM checks before the allocation that the memory is free.
     """
     if chosen.flags.device == "cpu":
         free = max(0, rank.free_bytes + rank.kv_pool_bytes)

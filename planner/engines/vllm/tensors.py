@@ -23,10 +23,10 @@ _QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.p
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
 _GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias")
-# Phi-3-vision reads the output of CLIP's last layer but one; vLLM builds no more (_init_img_processor in
-# models/phi3v.py).
+# Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after it
+# (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
-_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads it as the decoder's bias
+_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads this bias as that of the output head's decoder
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -104,9 +104,10 @@ def _unquantized_towers(architecture: Architecture, version: Version) -> frozens
 
 
 def _values_from_keys(architecture: Architecture) -> tuple[TensorSpec, ...]:
-    """Return the value projections of Gemma 4's layers whose values are their keys.
+    """Return the value projections that vLLM adds for Gemma 4's layers whose values equal their keys.
 
-    The checkpoint stores the keys alone, and vLLM loads them twice (k_eq_v in models/gemma4.py, 0.19 to 0.30).
+    The checkpoint stores only the key projection, and vLLM loads it twice (k_eq_v in models/gemma4.py, 0.19 to
+    0.30).
     """
     names = {tensor.name for tensor in architecture.tensors}
     decoder = (tensor for tensor in architecture.tensors if tensor.role == "attention")
@@ -116,10 +117,10 @@ def _values_from_keys(architecture: Architecture) -> tuple[TensorSpec, ...]:
 
 
 def _gemma4_table(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
-    """Return ``tensor``, the second rotary table with the whole head of full layers as its width.
+    """Return Gemma 4's second rotary table (``tensor``), as wide as a head of its full-attention layers.
 
-    vLLM pads the table of proportional positions to the head (layers/rotary_embedding/gemma4_rope.py, 0.19 to
-    0.30).
+    Its proportional RoPE rotates only part of the head, but vLLM pads the table to the head size
+    (layers/rotary_embedding/gemma4_rope.py, 0.19 to 0.30).
     """
     if tensor.name != "rotary_emb.1.cos_sin_cache":
         return tensor
@@ -142,8 +143,8 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
     - There is no pooler and no output head, except in classifiers, which have both in float32
       (ModelConfig.head_dtype in config/model.py, 0.33). Only ModernBERT's dense layer before the labels of
       tokens keeps the model's dtype.
-    - BertForMaskedLM keeps its head, with a matrix of its own even if the file ties it to the embedding. Its
-      one bias is the decoder's. RobertaForMaskedLM is loaded without its head.
+    - BertForMaskedLM keeps its output head. vLLM gives the head a separate matrix, even if the file ties it to
+      the embedding, and one bias. RobertaForMaskedLM is loaded without its head.
     - Position ids are stored. Token types are not, because vLLM decodes them from the token ids.
     - There is one cos/sin table per rotary embedding, and four scales in each attention layer.
     """
@@ -174,7 +175,7 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
 
 
 def predicts_tokens(architecture: Architecture) -> bool:
-    """Return whether vLLM's class returns a row of the vocabulary for every token (models/bert.py, 0.26 on)."""
+    """Return whether vLLM's class returns logits for every token, as a masked LM (models/bert.py, 0.26 on)."""
     return architecture.class_name == "BertForMaskedLM"
 
 

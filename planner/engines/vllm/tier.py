@@ -1,4 +1,4 @@
-"""KV tiers of vLLM: bytes, chunks and tokens of the blocks that a connector keeps beside the GPU's pool.
+"""vLLM's KV offloading tiers: bytes, chunks and tokens that a connector keeps in host memory or on disk.
 
 Named source files are from vLLM 0.32 and LMCache 0.5.6. A chunk holds the blocks of one KV cache group on all
 ranks.
@@ -36,11 +36,11 @@ _LMCACHE_CHUNK, _LMCACHE_HOST = 256, 5.0
 
 
 def tiers(hosted: HostInputs) -> tuple[KVTier, ...]:
-    """Return the tiers of one replica; empty without a connector that keeps blocks.
+    """Return the KV offloading tiers of one replica; empty without a connector that keeps blocks.
 
     Raises:
         DeploymentError: a flag or a setting of the connector is not understood.
-        UnsupportedArchitecture: the model's blocks in this connector are not known.
+        UnsupportedArchitecture: it is not known how this connector stores the model's blocks.
     """
     connector = connector_of(hosted.chosen.flags)
     if connector is None or not hosted.layout.groups:
@@ -71,7 +71,7 @@ def _native(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
-    """Return the blocks of a chunk, by blocks_per_chunk or block_size in tokens (offloading/config.py)."""
+    """Return the blocks per chunk, from the setting blocks_per_chunk or block_size (offloading/config.py)."""
     blocks, tokens = connector.size("blocks_per_chunk"), connector.size("block_size")
     if blocks is not None and tokens is not None:
         raise DeploymentError("has both block_size and blocks_per_chunk; give one", field=connector.field)
@@ -93,7 +93,7 @@ def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
 
 
 def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
-    """Return the tier in one region of /dev/shm that all ranks map (CPUOffloadingSpec in cpu/spec.py)."""
+    """Return the host tier that lies in one region of /dev/shm, mapped by all ranks (CPUOffloadingSpec)."""
     asked = connector.size("cpu_bytes_to_use")
     if asked is None:
         raise DeploymentError(
@@ -119,10 +119,10 @@ def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
 
 
 def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
-    """Return the tier in pinned tensors of each rank, which PyTorch rounds up to powers of two.
+    """Return the host tier that lies in pinned tensors of each rank, rounded up to powers of two by PyTorch.
 
-    A rank has one tensor for each layer slot of a block. A model with one group of full attention has a single
-    tensor since 0.12, where the connector selects the layout with all layers in one block.
+    A rank has one tensor per layer slot of a block. Since 0.12, a model with a single group of full-attention
+    layers has one tensor per rank, because the connector selects a layout with all layers in one block.
     """
     ranks, block = len(hosted.ranks), _rank_block(hosted) * per_chunk
     count, asked = connector.size("num_cpu_blocks"), connector.size("cpu_bytes_to_use")
@@ -165,7 +165,10 @@ def _check_chunks(chunks: int, asked: int, chunk: int, connector: Connector) -> 
 
 
 def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk: int) -> tuple[KVTier, ...]:
-    """Return the secondary tiers behind the host's (v1/kv_offload/tiering). vLLM's own have no upper bound."""
+    """Return the tiers behind the host tier, on disk or in an object store (v1/kv_offload/tiering).
+
+    vLLM's own tiers of this kind have no upper bound.
+    """
     asked = connector.extra.get("secondary_tiers", [])
     spec = connector.extra.get("spec_name", "CPUOffloadingSpec")
     if spec not in ("CPUOffloadingSpec", "TieringOffloadingSpec", "CpuTieringSpec"):
@@ -184,12 +187,12 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
             raise DeploymentError(f"secondary tier {kind!r:.60} is not one of {', '.join(_SECONDARY)}",
                                   field=connector.field)  # fmt: skip
         if kind == "fs" and not tier.get("root_dir"):
-            raise DeploymentError("the secondary tier fs needs root_dir", field=connector.field)
+            raise DeploymentError("the secondary tier of type fs needs root_dir", field=connector.field)
         if kind == "tonnage":
             found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
         if kind not in ("fs", "obj"):
             continue
-        chunk = host.chunk_bytes  # with its padding to whole pages (fs/manager.py writes the view's stride)
+        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes it
         found.append(
             KVTier(
                 kind, "disk", None, None, 0, None, None, 1, False, False, chunk, None, None,
@@ -204,7 +207,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
 def _bounded(
     hosted: HostInputs, connector: Connector, tier: Mapping[str, Any], chunk: int, per_chunk: int
 ) -> KVTier:
-    """Return Tonnage's disk tier (docs/disk_tier.md): files up to ``size`` bytes."""
+    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most the setting ``size``."""
     if not tier.get("path") or not tier.get("size"):
         raise DeploymentError("the secondary tier tonnage needs path and size", field=connector.field)
     size = parse_size(str(tier["size"]), connector.field)
@@ -222,9 +225,10 @@ def _bounded(
 
 
 def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the tier of SimpleCPUOffloadConnector: its own pinned tensors on each rank, without rounding.
+    """Return the tiers of SimpleCPUOffloadConnector: pinned tensors on each rank, or files with buffers.
 
-    The memory is registered after its allocation, so PyTorch does not round it (simple_kv_offload/worker.py).
+    The tensors are pinned after their allocation, so PyTorch does not round their size to a power of two
+    (simple_kv_offload/worker.py).
     """
     backend = connector.extra.get("kv_offload_backend", "cpu")
     if backend not in ("cpu", "disk"):
@@ -253,7 +257,7 @@ def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
     capacity = connector.size("disk_capacity_bytes", _SIMPLE_DISK) or 0
     chunks = max(1, capacity // block)
     slots = connector.size("disk_buffer_slots", _SIMPLE_SLOTS) or 1
-    staged = 2 * slots * block  # one buffer to store from, one to load into (disk_backend.py)
+    staged = 2 * slots * block  # one buffer for writes, one for reads (disk_backend.py)
     return (
         KVTier(
             connector.name, "disk", capacity * ranks, chunks * block * ranks, chunks * block * ranks,
@@ -273,9 +277,10 @@ def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return LMCache's tiers inside the engine: max_local_cpu_size is GiB of each rank.
+    """Return the tiers that LMCache keeps inside the engine; max_local_cpu_size is in GiB per rank.
 
-    With MLA, only the first rank stores (save_only_first_rank in cache_engine.py).
+    With MLA, only the first rank stores blocks, because all ranks have the same latents (save_only_first_rank
+    in cache_engine.py).
     """
     token = _token_bytes(hosted)
     ranks = 1 if _latent(hosted) else len(hosted.ranks)
@@ -284,7 +289,9 @@ def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
     tokens = connector.size("lmcache.chunk_size", _LMCACHE_CHUNK) or _LMCACHE_CHUNK
     chunk, found = token * tokens, []
     if not size:
-        raise DeploymentError("lmcache.max_local_cpu_size is 0; LMCache stages every block in it", field=CONFIG)
+        raise DeploymentError(
+            "lmcache.max_local_cpu_size is 0, but LMCache copies every block through this memory", field=CONFIG
+        )
     whole = (TierGroup(hosted.layout.groups[0].kind, tokens, ceil_div(hosted.chosen.max_model_len, tokens)),)
     media: tuple[tuple[Literal["host", "disk"], int], ...] = (("host", size), ("disk", disk))
     for medium, each in media:
@@ -315,7 +322,7 @@ def _gibibytes(connector: Connector, key: str, default: float) -> int:
 
 
 def _lmcache_server(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the first level of LMCache's server: --l1-size-gb is GiB of the server, for all its ranks."""
+    """Return the first-level tier of an LMCache server; --l1-size-gb is in GiB for all ranks together."""
     size = connector.extra.get("l1_size")
     if size is None:
         raise DeploymentError(
@@ -340,7 +347,7 @@ def _lmcache_server(hosted: HostInputs, connector: Connector) -> tuple[KVTier, .
 
 
 def _token_bytes(hosted: HostInputs) -> int:
-    """Return the bytes of one token on one rank, of a model whose layers all keep every token."""
+    """Return the KV cache bytes of one token on one rank, for a model whose layers all keep every token."""
     if len(hosted.layout.groups) > 1 or hosted.layout.groups[0].kind not in ("full", "mla"):
         raise UnsupportedArchitecture(
             "what LMCache stores of windows and states is not known here", field="layer_types",
@@ -361,7 +368,7 @@ def _latent(hosted: HostInputs) -> bool:
 
 
 def _copies(hosted: HostInputs) -> int:
-    """Return the ranks' copies in a chunk: one where every rank has the same MLA latents, else one per rank.
+    """Return how many ranks store their part in a chunk: 1 if all ranks have the same MLA latents, else all.
 
     The rule is replicated_layout in kv_connector/v1/offloading/config.py.
     """
@@ -378,7 +385,7 @@ def _group_tokens(hosted: HostInputs, place: int) -> int:
 
 
 def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
-    """Return the chunks of one request of max_model_len tokens, by group.
+    """Return the chunks that one request of max_model_len tokens needs in each KV cache group.
 
     Sliding layers keep their window, and recurrent states one chunk.
     """
@@ -392,7 +399,9 @@ def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
 
 
 def tokens_held(hosted: HostInputs, chunks: int, per_chunk: int = 1) -> int:
-    """Return the tokens that ``chunks`` chunks hold, in requests of max_model_len tokens, as vLLM 0.33 counts.
+    """Return the tokens that ``chunks`` chunks hold if every request has max_model_len tokens.
+
+    vLLM 0.33 counts the same way.
 
     Each chunk belongs to one KV cache group (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py).
     """

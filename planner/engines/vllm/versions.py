@@ -23,29 +23,29 @@ class VersionRules:
     # Devices that have larger batch defaults: "hopper" is H100 and H200, "memory" all devices of 70 GiB and
     # more.
     large_batches: Literal["", "hopper", "memory"] = ""
-    many_sequences: bool = False  # 1,024 sequences are the default on every GPU
+    many_sequences: bool = False  # max_num_seqs is 1,024 by default on every GPU
     chunks_prompts: bool = False  # chunked prefill is on by default (V1)
     hybrid_groups: bool = False  # sliding layers keep only their window
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
-    huge_batches: bool = False  # devices of 160 GiB and more have still larger batch defaults
+    huge_batches: bool = False  # devices of at least 160 GiB have even larger batch defaults
     # How the profile run computes top-k and top-p: "sort" sorts the logits; "probabilities" uses FlashInfer's
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # A sampler that sorts does not if FlashInfer is installed (as in vLLM's image): its kernel takes logits.
+    # If FlashInfer is installed (as in vLLM's image), its kernel on logits replaces the sampler that sorts.
     unsorted_if_installed: bool = False
-    # Model classes that run on the second model runner, ("*",) for all classes. The next field is whether all
-    # dense models without recurrent states run on it.
+    # Model classes that run on the V2 model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
+    # is whether all dense models without recurrent states run on it.
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
-    runner_v2_encodes: bool = False  # the second runner's profile run encodes images too
+    runner_v2_encodes: bool = False  # the V2 runner's profile run encodes images too
     drops_towers: bool = False  # towers are not loaded if the limits of all their modalities are zero
     # Processors pass pixels as bytes, and the GPU converts them to the model's dtype.
     pixels_as_bytes: bool = False
-    # A video of Qwen3-VL counts 12.5 times its embeddings, for the texts of its time stamps.
+    # vLLM counts a video of Qwen3-VL as 12.5 times its embeddings, to allow for the text of its time stamps.
     formatted_videos: bool = False
-    # The profile run copies the embeddings of each item into a tensor for the encoder's whole budget, or for
-    # the counted tokens of the item.
+    # The profile run copies the embeddings of each image or video into a larger tensor: of the encoder's whole
+    # budget ("budget"), or of the tokens counted for the item ("item").
     padded_embeddings: Literal["", "budget", "item"] = ""
     pixtral_mask: bool = True  # Pixtral's attention has a mask over all patches of a batch
     expert_buffer: bool = False  # fused experts of all layers share a persistent buffer
@@ -66,16 +66,16 @@ class VersionRules:
     counts_context: bool = False  # CUDA's context and NCCL's communicators are subtracted from the pool
     counts_consumed: bool = False  # memory allocated before the profile run is subtracted from the pool
     graphs_subtracted: bool = False  # the estimate of CUDA graphs is subtracted from the pool
-    runner_v2_graphs: bool = False  # the second runner's graphs are subtracted from the pool too
+    runner_v2_graphs: bool = False  # the V2 runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
-    in_flight_batches: int = 1  # batches in flight whose tokens a sliding layer holds on a GPU
+    in_flight_batches: int = 1  # batches scheduled ahead whose tokens sliding layers hold
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
     # Strongest valid value of --mamba-cache-mode; "inert" means that the flag has no effect.
     cache_mode: Literal["all", "align", "inert"] = "all"
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
-    cpu_states: bool = False  # attention pages are aligned with state pages on a CPU too
+    cpu_states: bool = False  # hybrid models with recurrent states run on a CPU too
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
     padded_pages: bool = False  # attention pages that do not divide the largest are padded to it
@@ -117,9 +117,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     # vLLM no longer uses FlashInfer 0.2.3 and later for sampling.
     ((0, 8, 3), {"sampler": "sort"}),
-    # Source: pull request 16158.
+    # The source is vLLM's pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
-    # Source: pull request 17885.
+    # The source is vLLM's pull request 17885.
     ((0, 9, 0), {"large_batches": "memory"}),
     # Since pull request 18974, memory_profiling counts from the first snapshot.
     ((0, 9, 1), {"counts_context": False}),
@@ -167,7 +167,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # profile_cudagraph_memory first appears in 0.18.0, and VLLM_FUSED_MOE_CHUNK_SIZE is removed: no expert
     # chunks.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
-    # Source: pull request 37252 (March 2026).
+    # The source is vLLM's pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
     # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
     # model_executor/models/config.py of 0.20.1 (not known for older versions). fused_index_key: wk_weights_proj
@@ -287,7 +287,7 @@ def rules(version: Version) -> VersionRules:
 
 
 def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
-    """Return whether vLLM runs the model on its second model runner (v1/worker/gpu) instead of the first.
+    """Return whether vLLM runs the model on its V2 model runner (v1/worker/gpu) instead of the V1 runner.
 
     The rule is _is_default_v2_model_runner_model in config/vllm.py.
     """
@@ -297,8 +297,8 @@ def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
     return known.runner_v2_dense and plain
 
 
-# For each of vLLM's rules, what its change means for an upgrade. A rule that one release introduced and a later
-# one removed has both descriptions.
+# Name of a rule in VersionRules -> what its change means for a user who upgrades vLLM. The text of a rule that
+# one release introduced and a later one removed describes both changes.
 _WORDS: dict[str, str] = {
     "large_batches": "H100 and H200 (from 0.9 on all devices of 70 GiB and more) have larger batch defaults: "
     "1,024 sequences, 8,192 tokens",

@@ -19,7 +19,7 @@ _BLOCK = 64  # number of values that share one absmax (scale)
 _CODE_BYTES = 16 * 4  # bytes of the code book: 16 levels in fp32
 _NESTED_BLOCK = 256  # number of absmax values that share one nested absmax
 _NESTED_CODE_BYTES = 256 * 4  # bytes of the nested code book: 256 levels in fp32
-_NESTED_OFFSET_BYTES = 4  # bytes of the mean of the absmax values, in fp32
+_NESTED_OFFSET_BYTES = 4  # bytes of the mean of the absmax values (fp32)
 _INT8_ROW_BYTES = 4  # bytes of SCB, one fp32 absmax per output row
 # Files store each module's NF4 state as JSON text. It has fixed text, the digits of the shape, and an offset of
 # 17 to 22 characters (QuantState.as_dict).
@@ -57,7 +57,10 @@ def _after_avx512(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _state_text(f: LinearFormat, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the least and the most bytes of the JSON text that the file stores for each 4-bit matrix."""
+    """Return the fewest and the most bytes of the JSON text that the file stores for each 4-bit matrix.
+
+    The length depends on the shape, and on the number of digits of the offset of nested absmax values.
+    """
     rows, columns = shape
     text = f'{{"quant_type": "{f.code}", "blocksize": 64, "dtype": "{dtype}", "shape": [{rows}, {columns}]'
     if not f.double:
@@ -69,12 +72,12 @@ def _state_text(f: LinearFormat, dtype: str, shape: tuple[int, ...]) -> tuple[in
 _CLASSES = ("Linear", "Conv1D")
 INT8 = Kind(
     "int8", _int8, stored_as="int8", classes=_CLASSES, while_loading=True,
-    extra_in_file=lambda f: 1,  # one byte in the file names the format
+    extra_in_file=lambda f: 1,  # one byte in the file states the weight layout
 )  # fmt: skip
 FOUR_BITS = Kind(
     "nf4", _four_bits, stored_as="uint8", classes=_CLASSES, while_loading=True,
     warmed={"bitsandbytes-cpu-avx512": _after_avx512}, text_in_file=_state_text,
-    # In the file, the offset of nested absmax values is part of the JSON text.
+    # In the file, the offset of nested absmax values is in the JSON text, not in a tensor.
     extra_in_file=lambda f: -_NESTED_OFFSET_BYTES if f.double else 0,
 )  # fmt: skip
 FLAGS = {

@@ -20,8 +20,8 @@ from tonnage.planner.units import ceil_div
 def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the stored tensors of `pack-quantized` weights (0.12, quantized_compressors/pack_quantized.py).
 
-    They are int32 words packed along the inputs, one scale per group in the model's dtype, and the shape as two
-    int64.
+    They are the values packed along the inputs into int32 words, one scale per group in the model's dtype, and
+    the matrix's shape as two int64.
     """
     groups = 1 if f.group_size == -1 else ceil_div(into, f.group_size)
     per_word = 32 // f.bits
@@ -68,13 +68,13 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | None) -> Quantization:
     """Return the quantization of a config with two groups, one of which covers routed experts.
 
-    Published files combine groups in no other way.
+    No published checkpoint combines groups in another way, so any other combination is rejected.
     """
     experts = [e for e in made if all("experts" in target for target in e[2])]
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
         raise UnsupportedArchitecture(
-            "several groups that are not attention and experts are not planned", field=f"{AT}.config_groups"
+            "two groups are planned only if exactly one covers experts", field=f"{AT}.config_groups"
         )
     return Quantization(
         f"{others[0][0]}+{experts[0][0]}", skip, AT, others[0][1], experts=experts[0][1],
@@ -91,7 +91,7 @@ def _targets(group: dict[str, Any], where: str) -> list[str]:
 
 
 def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tuple[str, LinearFormat]:
-    """Return the scheme's name and the format of one group; `width` is the bytes of a scale."""
+    """Return the scheme's name and the format of a group of modules; `width` is the bytes of a scale."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ConfigError(f"{shown(weights)} is not an object", field=f"{where}.weights")
@@ -105,7 +105,7 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
     if kind == "float" and bits == 4 and stored == "mxfp4-pack-quantized":
         return "mxfp4", LinearFormat(MXFP4)
     if kind == "float" and bits == 4 and weights.get("group_size") == 16:
-        # The file also has a global input scale if activations are quantized dynamically ("local").
+        # If activations are quantized dynamically ("local"), the file also has a global input scale.
         return "nvfp4", LinearFormat(NVFP4, input_scale=inputs is not None)
     if kind == "int" and stored == "pack-quantized" and bits in (4, 8):
         act_order = weights.get("actorder") in ("group", "dynamic", True)

@@ -1,4 +1,4 @@
-"""FP8 of DeepSeek, transformers and FBGEMM: one byte per value and a scale per matrix, row or block."""
+"""FP8 weights of DeepSeek, transformers and FBGEMM: one byte per value and a scale per matrix, row or block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tonnage.planner.units import ceil_div
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the stored tensors of a matrix [out, into] with one byte per value.
 
-    A 0 in the format's `block` means that all values along that side share a scale.
+    The format's `block` has the rows and columns that share a scale. A 0 means all rows, or all columns.
     """
     if f.block is None:
         scales = 1
@@ -57,7 +57,7 @@ def read_fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _activations(found: dict[str, Any]) -> bool:
-    """Return whether the activations have a static scale."""
+    """Return whether the config has static activation scales, which are stored with the weights."""
     scheme = found.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static", None):
         raise UnsupportedArchitecture(

@@ -20,12 +20,13 @@ def _groups(f: LinearFormat, into: int) -> int:
 
 
 def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
-    """Return the stored tensors that GPTQ and AWQ share: packed values, packed zero points, 16-bit scales.
+    """Return the stored tensors that GPTQ and AWQ have in common.
 
-    `packed` maps the name of each packed side (inputs, outputs) to its length.
+    These are packed values, packed zero points and 16-bit scales. `packed` maps the name of each packed
+    dimension (inputs, outputs) to its length.
 
     Raises:
-        UnsupportedArchitecture: a packed side does not fill whole 32-bit words.
+        UnsupportedArchitecture: a packed dimension does not fill whole 32-bit words.
     """
     for side, size in packed.items():
         if size * f.bits % 32:
@@ -44,7 +45,7 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
 def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return GPTQ's stored tensors: packed along the inputs, with a group index per input.
 
-    The index is stored even without act-order.
+    The group index is stored even if the checkpoint was made without act-order (desc_act false).
     """
     parts = _words(f, out, into, where, {"in_features": into, "out_features": out})
     return {**parts, "g_idx": into * 4}
@@ -71,9 +72,9 @@ def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel.
 
-    Scales become fp32 and zero points are unpacked to bytes. The order of the inputs is kept in addition to
-    their group indices. Source: gptqmodel 7.7, nn_modules/qlinear/torch_cpu_avx512.py; measured by
-    tests/gptq/test_gptq_real.py.
+    The kernel converts scales to fp32 and unpacks zero points to one byte each. It keeps an index of the order
+    of the inputs, in addition to their group indices. Source: gptqmodel 7.7,
+    nn_modules/qlinear/torch_cpu_avx512.py; measured by tests/gptq/test_gptq_real.py.
     """
     parts = {**_gptq(f, out, into, where), **_unpacked(f, out, into)}
     return {**parts, "ret_idx": 4 * into, "wf_unsqueeze": _shifts(f)}
@@ -82,14 +83,14 @@ def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storage
 def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel for AWQ.
 
-    Scales and zero points are unpacked. Source: torch_cpu_avx512_awq.py; measured by
-    tests/gptq/test_gptq_served.py.
+    The kernel converts scales to fp32 and unpacks zero points to one byte each. Source: gptqmodel 7.7,
+    torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py.
     """
     return {**_awq(f, out, into, where), **_unpacked(f, out, into)}
 
 
 def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
-    """Return the bytes of fp32 scales and of zero points with one byte each."""
+    """Return the bytes of unpacked scales (fp32) and unpacked zero points (one byte each)."""
     groups = _groups(f, into)
     return {"scales": 4 * groups * out, "qzeros": groups * out}
 
@@ -131,7 +132,7 @@ def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization
         if value and value not in ("gptq", "gptq_v2"):
             raise UnsupportedArchitecture(f"{shown(value)} is not planned yet", field=f"{AT}.{unknown}")
     if found.get("lm_head"):
-        raise UnsupportedArchitecture("a quantized head is not planned yet", field=f"{AT}.lm_head")
+        raise UnsupportedArchitecture("a quantized output head is not planned yet", field=f"{AT}.lm_head")
     act_order, skip = flag(found, "desc_act", False), _unquantized(found)
     made = LinearFormat(GPTQ, bits, group, act_order=act_order, symmetric=flag(found, "sym", True))
     return Quantization("gptq", skip, AT, made, method="gptq")
@@ -140,7 +141,8 @@ def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization
 def _unquantized(found: dict[str, Any]) -> Patterns | None:
     """Return the modules that stay unquantized, from modules_to_not_convert and GPTQModel's `dynamic`.
 
-    A key of `dynamic` that begins with `-:` excludes modules. Other keys change bits or groups and are refused.
+    A key of `dynamic` that begins with `-:` excludes modules. Other keys change bits or group sizes of modules,
+    which is not supported and raises an error.
     """
     names = list(names_in(found, "modules_to_not_convert") or ())
     dynamic = found.get("dynamic")
@@ -150,7 +152,8 @@ def _unquantized(found: dict[str, Any]) -> Patterns | None:
         for key in dynamic:
             if not isinstance(key, str) or not key.startswith("-:"):
                 raise UnsupportedArchitecture(
-                    f"{shown(key)}: other bits for some modules are not planned yet", field=f"{AT}.dynamic"
+                    f"{shown(key)}: modules with a different bit width are not planned yet",
+                    field=f"{AT}.dynamic",
                 )
             names.append("re:" + key[2:])
     return compile_patterns(names, f"{AT}.modules_to_not_convert") if names else None

@@ -29,7 +29,7 @@ FLAGS = {"mxfp4": LinearFormat(MXFP4), "mxfp8": LinearFormat(MXFP8)}
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read gpt-oss's config; by default only its routed experts are in MXFP4."""
+    """Read the MXFP4 config of gpt-oss, which by default quantizes only the routed experts."""
     skip = skipped(found, "modules_to_not_convert")
     if skip is None:
         skip = compile_patterns(["*.self_attn.*", "*.router", "lm_head"], AT)

@@ -41,7 +41,8 @@ _ALGORITHMS = {
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     """Read ModelOpt's config: one algorithm with excluded modules, or MIXED_PRECISION with one per layer.
 
-    Without an exclusion list only the output head stays in 16 bits, as ModelOpt 0.33 excludes it by default.
+    If the config has no list of excluded modules, only the output head stays in 16 bits, as by ModelOpt 0.33's
+    default.
     """
     algorithm = found.get("quant_algo")
     skip = skipped(found, "exclude_modules", "ignore")
@@ -54,7 +55,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _layers(layers: object) -> dict[str, LinearFormat]:
-    """Return module name -> format of the field `quantized_layers`."""
+    """Return the field `quantized_layers` as a dict from a module's name to its format."""
     if not isinstance(layers, dict) or not layers:
         raise ConfigError(f"{shown(layers)} is not an object of layers", field=f"{AT}.quantized_layers")
     out = {}
@@ -69,12 +70,14 @@ def _layers(layers: object) -> dict[str, LinearFormat]:
 
 
 def _read_mixed(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read ModelOpt's config of DeepSeek-V4: experts in NVFP4, all else in the original's FP8 blocks."""
+    """Read ModelOpt's config of DeepSeek-V4: experts in NVFP4, all other modules in block-scaled FP8."""
     base = read_fp8({k: v for k, v in found.items() if k != "quantized_layers"}, config)
     named = _layers(found["quantized_layers"])
     kinds = set(named.values())
     if len(kinds) != 1 or not all(name.endswith("experts") for name in named):
-        raise UnsupportedArchitecture("only experts may have another format", field=f"{AT}.quantized_layers")
+        raise UnsupportedArchitecture(
+            "only routed experts may have another format than other modules", field=f"{AT}.quantized_layers"
+        )
     return Quantization("fp8-block+nvfp4", None, AT, base.linear, experts=kinds.pop(), method="modelopt")
 
 
