@@ -54,7 +54,11 @@ def deployment_of(given: Mapping[str, Any], model: str = "") -> Deployment:
 
 
 def _is_gguf(model: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether the model or a flag means a GGUF file that the hf engine cannot load."""
+    """Return whether the model's name or a flag asks for a GGUF file that the hf engine cannot load.
+
+    Such flags are a GGUF type as quantization, and n_gpu_layers. Such names are GGUF files on the hub, and
+    local GGUF files if the device is a GPU.
+    """
     if file_type(fields.get("quantization") or "") is not None or fields.get("n_gpu_layers") is not None:
         return True
     if os.path.exists(model):
@@ -191,7 +195,10 @@ def _with_gpu(deployment: Deployment) -> Deployment:
 
 
 def _memory_bounds(deployment: Deployment) -> tuple[int, int] | None:
-    """Return the smallest and largest total of the GPU that --gpu names, None if the total is known."""
+    """Return the smallest and largest total memory, in bytes, of the GPU that --gpu names.
+
+    Drivers may report different totals for one kind of GPU. Returns None if the total is known.
+    """
     if deployment.gpu is None or deployment.device_memory is not None:
         return None
     low, high = find_gpu(deployment.gpu).memory_bounds or (0, 0)
@@ -199,7 +206,7 @@ def _memory_bounds(deployment: Deployment) -> tuple[int, int] | None:
 
 
 def memory_notes(asked: Deployment) -> tuple[str, ...]:
-    """Return notes on the memory that the driver of the GPU reports, none with --device-memory."""
+    """Return notes on the total memory that drivers report for the GPU of --gpu; empty with --device-memory."""
     if asked.gpu is None or asked.device_memory is not None:
         return ()
     return find_gpu(asked.gpu).notes
@@ -254,7 +261,8 @@ def _batch(
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.chunks_prompts(deployment, version, architecture, max_model_len):
-        # Without chunked prefill, vLLM's minimum is DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py).
+        # Without chunked prefill, vLLM sets max_num_batched_tokens to at least DEFAULT_MAX_NUM_BATCHED_TOKENS
+        # (config/scheduler.py).
         tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)

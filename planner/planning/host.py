@@ -55,7 +55,10 @@ def host_memory(
 
 
 def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> None:
-    """Raise DeploymentError if tiers in memory exceed what a GPU without memory of its own leaves of it."""
+    """Raise DeploymentError if the KV tiers in memory are too large for a GPU that shares the host's memory.
+
+    The tiers must fit into the memory that the engine does not use, on each machine with its one GPU.
+    """
     taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks  # one GPU to a machine
     left = chosen.device_memory - chosen.limit
     if taken > left:
@@ -67,7 +70,10 @@ def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> N
 
 
 def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple[int, int]:
-    """Return (bytes of all tensors in the checkpoint, bytes of the largest), from headers, index or config."""
+    """Return (bytes of all tensors in the checkpoint, bytes of the largest tensor).
+
+    The numbers come from the tensor headers if they are known, else from the index or the config.
+    """
     if source.tensors is not None:
         sizes = [tensor.nbytes for tensor in source.tensors]
         return sum(sizes), max(sizes, default=0)

@@ -1,11 +1,11 @@
 """Sizing of a model under flags: weights, runtime memory and pool of each pipeline stage, and the verdict.
 
-The phases follow each other; each takes the frozen records of the earlier phases:
+Sizing has four phases. Each phase takes the frozen dataclasses that the earlier phases return:
 
 1. `Sizer.resolve`: flags -> `ResolvedModel`: the model with complete flags, each rank's weights and the draft.
 2. `stage_model`: -> `StagedModel`: an empty pool and the pipeline stages with the engine's memory.
 3. `fill_pool`: -> `FilledPool`: the number of blocks and their bounds; every stage gets the same number.
-4. `judge_size`: -> `Size`: whether the model fits, with the results of all phases.
+4. `judge_size`: -> `Size`: whether the model fits, and the results of all phases.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Size:
         return self.pool.longest(self.held.usable_blocks, self.architecture.max_model_len)
 
 
-# Flags that change neither a tensor nor its storage. Advice varies these flags without summing the weights
-# again.
+# Flags that change neither the tensors nor their dtypes. Plans that differ only in these flags reuse the sum of
+# the weights.
 _WEIGHTLESS = (
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
     "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
@@ -155,7 +155,10 @@ class Sizer:
         self._hash: Any = None
 
     def hash(self) -> Any:
-        """Return a copy of the SHA-256 object over the model's id, config and header; callers add the flags."""
+        """Return a copy of a SHA-256 object that has hashed the model's id, config and tensor headers.
+
+        Callers add the flags.
+        """
         if self._hash is None:
             source = self.source
             tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
@@ -254,7 +257,7 @@ def stage_model(model: ResolvedModel) -> StagedModel:
 
 
 def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
-    """Fill the pool with as many blocks as the fullest stage has memory for."""
+    """Fill the KV pool with as many blocks as the stage with the least free memory can hold."""
     chosen, pool, stages = model.chosen, staged.pool, staged.stages
     engine = engine_of(chosen.flags.engine)
     num_blocks = min(
@@ -268,7 +271,10 @@ def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
 
 
 def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
-    """Return the least and the most blocks of a stage, over the totals that the device's driver may report."""
+    """Return the fewest and the most KV blocks of a stage.
+
+    The range covers the different totals of device memory that drivers may report.
+    """
     engine = engine_of(chosen.flags.engine)
     least, most = (
         engine.block_bounds(
@@ -280,7 +286,7 @@ def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, 
 
 
 def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:
-    """Return the size with its verdict; `asked` says whether max_model_len was a flag."""
+    """Return the size with its verdict; `asked` is whether the user set --max-model-len."""
     architecture, chosen, pool, held = model.architecture, model.chosen, staged.pool, filled.held
     engine = engine_of(chosen.flags.engine)
     place, worst = max(enumerate(filled.stages), key=lambda pair: pair[1].rank.used_bytes)

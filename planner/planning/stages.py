@@ -1,4 +1,4 @@
-"""Pipeline stages of a plan: the memory of a rank of each stage besides the pool, and the bytes of a block."""
+"""Pipeline stages of a plan: the memory of one rank per stage without the KV pool, and the bytes per block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Added:
         lora: bytes of LoRA slots, on every rank.
         draft: bytes of the draft's weights, on ranks of the last pipeline stage.
         draft_high: upper bound of the draft's weights in bytes.
-        tier: bytes of a KV tier in the device's own memory, which a CPU's host memory is.
+        tier: bytes of a KV tier in the device's own memory. Only a CPU has one: its device memory is the host
+            memory.
     """
 
     lora: int
@@ -109,7 +110,8 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
     """Return the share of the model that a rank of pipeline `stage` holds.
 
     Raises:
-        DeploymentError: if a dimension is not divisible by the parallel sizes.
+        DeploymentError: a dimension of the model is not divisible by the parallel sizes, or it is not known how
+            the engine divides the model or stores its KV cache.
     """
     engine = engine_of(flags.engine)
     if (
@@ -171,7 +173,11 @@ def build_stages(
 
 
 def _with_index(runtime: Runtime, index: int) -> Runtime:
-    """Return ``runtime`` with the index of a disk tier, which grows from 0 to ``index`` bytes or twice that."""
+    """Return ``runtime`` with the memory of a disk tier's index added to the framework bytes.
+
+    The index takes 0 bytes while the tier is empty and about ``index`` bytes when it is full. The upper bound
+    is ``INDEX_GROWTH`` times ``index``, because the index's dicts grow by doubling.
+    """
     if not index:
         return runtime
     held = runtime.framework
@@ -206,7 +212,7 @@ def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime
-    # imported here, because few plans are calibrated and it imports statistics (4 ms)
+    # imported here: few plans are calibrated, and this module takes 4 ms to import (statistics)
     from tonnage.planner.planning.calibration import calibrated
 
     return calibrated(runtime, part, chosen)
@@ -229,10 +235,10 @@ def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added
 
 
 def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) -> list[int]:
-    """Return the bytes of one block on each pipeline stage.
+    """Return the bytes of one KV block on each pipeline stage.
 
-    A stage stores the KV cache of its own layers. A draft's layers, numbered after the model's, are on the last
-    stage.
+    A stage stores the KV cache of its own layers. The draft's layers are on the last stage; their indices
+    follow the model's.
     """
     stages = flags.pipeline_parallel_size
     if stages == 1:

@@ -63,7 +63,7 @@ class HeldWeights:
         rounding: bytes that the allocator adds by rounding.
         offloaded: bytes moved to the host's memory.
         padding_high: upper bound of `padding`, where the engine selects a kernel only while loading.
-        buffers: bytes of tensors that the engine allocates with the weights, for the tokens of a step.
+        buffers: bytes of tensors for the tokens of a step that the engine allocates together with the weights.
     """
 
     loaded: Weights
@@ -175,8 +175,8 @@ def as_stored(
 
     `known_from` is the source of the tensors' types in the plan's terms.
 
-    The rank's share of the file is `held.loaded` / `whole`. Both numbers are bytes of dequantized weights: of
-    the rank, and of the undivided model.
+    The fraction of the file's bytes that the rank holds is `held.loaded.total` / `whole`. Both numbers are
+    bytes of dequantized weights: those of the rank and those of the undivided model.
     """
     share = held.loaded.total
     sums: dict[str, tuple[int, int]] = {}
@@ -198,7 +198,10 @@ def as_stored(
 
 @dataclass(slots=True)
 class _TensorKind:
-    """Tensors of one name pattern and shape over all layers; `value` is the sum of their bytes."""
+    """All tensors, over all layers, with the same shape and the same name except for indices.
+
+    `first` is one of these tensors, `converted` whether they are quantized, `value` the sum of their bytes.
+    """
 
     first: TensorSpec
     converted: bool
@@ -213,10 +216,10 @@ def _unnumbered(name: str) -> str:
 
 
 def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
-    """Return the most bytes that one bias and two norms can add to a matrix.
+    """Return an upper bound of the bytes that a bias and two norms of a matrix would take.
 
-    They are counted as three float32 vectors for each side of the matrix, each held in full by all `ranks`
-    ranks.
+    The bound is three float32 vectors for each side of the matrix. It is multiplied by `ranks`, because every
+    tensor parallel rank holds such vectors in full.
     """
     if len(tensor.shape) < 2 or not tensor.is_parameter or tensor.tied_to is not None:
         return 0
@@ -225,7 +228,7 @@ def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:
-    """Return the bytes of a matrix whose sides are padded to whole tiles."""
+    """Return the bytes of a matrix of `held` bytes after its sides are padded to multiples of the tile size."""
     padded = prod(-(-side // _TILE) * _TILE for side in shape)
     return held * padded // prod(shape)
 
