@@ -25,9 +25,10 @@ _Fields = ParamSpec("_Fields")
 def _takes(
     made: Callable[_Fields, Deployment],
 ) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
-    """Return a decorator that shows type checkers and editors a function's real parameters.
+    """Return a decorator that gives a function a typed signature for type checkers and editors.
 
-    These are `model`, followed by the parameters of `made`.
+    The signature is the parameter `model` followed by the parameters of `made`. At run time the function is
+    unchanged.
     """
     return lambda function: function
 
@@ -63,7 +64,7 @@ def plan(model: str, **fields: Any) -> Plan:
 
 @lru_cache(1)  # The browser page plans the same model again with other flags, so its sizes are cached.
 def _sizer_of(source: ModelSource) -> Sizer:
-    """Return the object that computes a model's plan sizes, cached for the most recent model."""
+    """Return the `Sizer` that sums a model's weights and sizes its plans, cached for the most recent model."""
     return Sizer(source)
 
 

@@ -1,4 +1,4 @@
-"""The command `tonnage plan`: its options, the checks between them, and its output."""
+"""The command `tonnage plan`: its options, the checks that options fit together, and its output."""
 
 from __future__ import annotations
 
@@ -198,9 +198,9 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     about = f"--{many.replace('_', '-')} gives" if many else "several models or values give" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
         if name == "request" and many != "compare":
-            continue  # --compare allows several lengths, because its table has a column for each
+            continue  # --compare accepts several --request, because its table has a column for each
         if name == "serve_line" and target:
-            continue  # --target-concurrency allows --serve-line, which prints the command of the first layout
+            continue  # --target-concurrency accepts --serve-line, which prints the command of the first layout
         if about and getattr(args, name):
             refuse(name, f"needs a single plan; {about} a table of plans", "leave one out")
     settings = "emit" if args.emit else "serve_line" if args.serve_line else None
@@ -301,7 +301,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     if args.emit:
         from tonnage.planner.output.emit import emit  # imported here, because only this output needs it
 
-        settings = emit(plan, args.emit)  # This may raise an error, so it runs before anything is printed.
+        settings = emit(plan, args.emit)  # This call may raise an error, so it precedes all output.
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
         # another program reads stdout, so the note goes to stderr
         apart = args.emit or args.serve_line or args.markdown or args.csv

@@ -43,7 +43,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # A shared "--" would make all options similar.
+    return name.lower().replace("_", "-").lstrip("-")  # With the leading "--" all options would be similar.
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:

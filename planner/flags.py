@@ -27,12 +27,12 @@ MAX_BYTES = 1 << 60  # one EiB, the largest accepted size
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
-# Names of types in error messages; the metavar names any other type.
+# Type annotation -> how error messages describe its values. For other types, messages use the flag's metavar.
 _WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "tuple[str, ...]": "a list of texts",
     "str": "text", "Path": "the path of a file",
 }  # fmt: skip
-_UNITS = {"GiB": GiB, "MiB": MiB}  # The option is in this unit; the dataclass field is in bytes.
+_UNITS = {"GiB": GiB, "MiB": MiB}  # The option's value is in this unit, the dataclass field in bytes.
 _METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
 
@@ -89,7 +89,7 @@ def flag(
     return field(default=default, metadata=rest)
 
 
-# Memories of which a plain number below `_LEAST_MEMORY` bytes means another unit
+# Fields for which a number without a unit below `_LEAST_MEMORY` is an error: the user meant GiB, not bytes.
 _MEMORIES = ("device_memory", "device_memory_used", "kv_cache_memory_bytes")
 _LEAST_MEMORY = 1_000
 
@@ -152,7 +152,7 @@ class Flag:
                 value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-            if self.secret and not value:  # An empty environment variable must not turn off authentication.
+            if self.secret and not value:  # Empty API keys must not turn off authentication.
                 raise DeploymentError("is empty", field=field, hint="leave it out to have none")
         elif self.kind == "bool":
             if text not in ("true", "false"):
@@ -173,7 +173,7 @@ class Flag:
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # Commas separate several values.
+            words = [word.strip().lower() for word in text.split(",")]  # commas separate several values
             return ",".join(usual.get(word, word) for word in words)
         return text
 
@@ -198,7 +198,7 @@ class Flag:
             )
 
     def _wrong(self, value: Any) -> str | None:
-        """Return a description of the valid values if `value` is not one of them, else None."""
+        """Return a description of the valid values if `value` is invalid, else None."""
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
         if not self._is_of_kind(value):

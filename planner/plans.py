@@ -61,10 +61,11 @@ class Resolved:
         max_num_batched_tokens: maximum number of tokens per step.
         block_size: tokens per KV block.
         given_block_size: the block size that was requested, or None.
-        draft: the draft of --speculative-model, None without one or before it is read.
+        draft: the draft of --speculative-model; None without a draft model or before its files are read.
         given_max_num_seqs: the --max-num-seqs that was requested, or None.
-        memory_bounds: (low, high) of `device_memory`, each with its limit in bytes, if drivers report different
-            totals or the total is assumed; None if the total is known.
+        memory_bounds: ((bytes, limit), (bytes, limit)): the smallest and the largest `device_memory` with the
+            `limit` that follows from each. It is set if drivers report different totals or the total is
+            assumed; None if the total is known.
     """
 
     flags: Deployment
@@ -82,7 +83,7 @@ class Resolved:
 
     @property
     def memory_ends(self) -> tuple[Resolved, Resolved]:
-        """Return the deployment on a device with the smallest and with the largest possible total memory."""
+        """Return two copies: one for the smallest possible total memory of the device, one for the largest."""
         if self.memory_bounds is None:
             return self, self
         (low, low_limit), (high, high_limit) = self.memory_bounds
@@ -98,7 +99,7 @@ class ModelInfo:
 
     Attributes:
         path: local folder or file from which the engine loads; not part of the JSON.
-        active_parameters: parameters that one token passes, without those of experts that it does not choose;
+        active_parameters: parameters used per token, which excludes experts that the router does not select;
             not part of the JSON.
         attention: MHA, GQA, MQA, MLA or none.
         via: the source of the tensor shapes: a model adapter, safetensors headers, a checkpoint index, a GGUF
@@ -175,7 +176,7 @@ class KVCachePlan:
         longest: longest sequence in tokens that the usable blocks hold, at most max_model_len.
         law: rules that give the blocks of a request from its prompt and output tokens, or None if they are not
             known.
-        no_law: the reason why `law` is None.
+        no_law: the reason why `law` is None; empty if it is known.
     """
 
     layout: KVLayout
@@ -240,7 +241,8 @@ class Plan:
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
         defaults: fields of `deployment` that were not given; a serve command need not repeat them.
-        unknown: why it is not known whether the engine runs the model on this device.
+        unknown: reasons why it is not known whether the engine runs the model on this device; empty if it is
+            known.
     """
 
     plan_id: str
@@ -337,7 +339,7 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # The bounds differ by less than their last digit.
+            if gib(low) == gib(high):  # Both bounds would be printed alike.
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 
@@ -414,13 +416,13 @@ class Plan:
         return [*found, line]
 
     def verdict(self) -> str:
-        """Return the verdict of a plan whose memory suffices."""
+        """Return the verdict, as text, on a plan whose memory suffices."""
         if not self.unknown:
             return "Fits."
         return f"The memory suffices; it is not known whether it runs: {'; '.join(self.unknown)}"
 
     def verdict_lines(self) -> list[str]:
-        """Return lines that say whether the plan fits, otherwise why not and what would fit, and the notes."""
+        """Return lines of text: the verdict or the reasons why the plan does not fit, advice, and notes."""
         lines = [self.verdict()] if self.fits else [
             f"Does not {'run' if reason in self.unsupported else 'fit'}: {reason}" for reason in self.reasons
         ]  # fmt: skip
@@ -470,7 +472,7 @@ class Plan:
         return ("model", self.model.id), ("engine", self.engine_name), ("device", self.device_name())
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook, with a style that affects nothing outside it."""
+        """Return HTML for a notebook, with CSS rules that apply only to this HTML."""
         from tonnage.planner.markup import fragment  # imported here, because only HTML output needs it
 
         return fragment(self.html())

@@ -65,7 +65,7 @@ def _line(words: str, size: Size) -> str:
 
 
 def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
-    """Return a line of advice with the largest fitting --n-gpu-layers of llama.cpp, or None if no value fits."""
+    """Return a line of advice with the largest --n-gpu-layers of llama.cpp that fits, or None if none fits."""
     chosen = now.chosen.flags
     partial = engine_of(chosen.engine).sized_by_context and chosen.device == "cuda"
     if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:

@@ -8,9 +8,8 @@ engine, minor version and GPU:
 * Activations and CUDA graphs: the planned value times the median of logged / planned. Starts of models of the
 same shape are preferred; without one, all starts count.
 
-A calibrated interval covers all measured values. It extends beyond them by a margin: half the width of the
-plan's own interval, divided by the number of starts plus one. With one start the margin is halved, with nine it
-is a tenth.
+A calibrated interval covers all measured values and a margin on both sides of them. The margin is half the
+width of the uncalibrated interval, divided by the number of starts plus one.
 """
 
 from __future__ import annotations
