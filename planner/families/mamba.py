@@ -1,6 +1,6 @@
 """State-space models: the Mamba-1 and Mamba-2 mixers, and Mamba 1, Mamba 2 and Falcon-Mamba.
 
-Shapes after transformers 5.19 / 5.23, models/<family>/. Models that mix Mamba and attention are in
+Shapes follow transformers 5.19 / 5.23, models/<family>/. Models that mix Mamba and attention are in
 mamba_hybrid.py and zamba.py.
 
 A Mamba layer keeps per sequence the last kernel - 1 inputs of its convolution and its recurrent state (vLLM

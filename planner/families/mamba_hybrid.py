@@ -1,6 +1,6 @@
 """Models that mix Mamba and attention: Bamba, Granite hybrid, Falcon-H1, Jamba and Nemotron-H.
 
-Shapes after transformers 5.19 / 5.23, models/<family>/; the mixers are in mamba.py.
+Shapes follow transformers 5.19 / 5.23, models/<family>/; the mixers are in mamba.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Vision-language models whose tower merges patches: GLM-4.1V to 4.6V, GLM-OCR and EXAONE 4.5.
 
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. The KV cache is the text model's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mistral Large 4: latent attention with sparse indexers, experts and a Pixtral tower.
 
 Some layers have no rotary positions and so cache the latent alone, without a rotary key. A layer may read the
-latent of an earlier layer. Shapes after transformers 5.23, models/mistral_large4/ and pixtral/.
+latent of an earlier layer. Shapes follow transformers 5.23, models/mistral_large4/ and pixtral/.
 """
 
 from __future__ import annotations

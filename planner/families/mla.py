@@ -79,7 +79,7 @@ class LatentVariant:
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        dense_layers: first_k_dense_replace when the file does not say.
+        dense_layers: default of first_k_dense_replace.
         indexer: whether layers have sparse indexers.
         correction: whether the router has e_score_correction_bias.
         softmax: whether the router is a softmax, grouped only if topk_method says so. False: a grouped sigmoid.

@@ -1,6 +1,6 @@
 """ModernBERT: an encoder with rotary positions whose layers alternate between full and sliding attention.
 
-Shapes after transformers 5.19, models/modernbert/.
+Shapes follow transformers 5.19, models/modernbert/.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mixture-of-experts decoders whose layers differ in kind, one builder per family.
 
-gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE; shapes after transformers 5.19 / 5.23,
+gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE; shapes follow transformers 5.19 / 5.23,
 models/<family>/.
 """
 

@@ -1,6 +1,6 @@
 """Mixtures of experts with sliding windows in most layers: AFMoE, Kolibri 1, Flint and Beam.
 
-Each head of Q and K has a norm. Shapes after transformers 5.23, models/<family>/.
+Each head of Q and K has a norm. Shapes follow transformers 5.23, models/<family>/.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class SlidingMoeVariant:
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        window: sliding window in tokens when the file does not say.
+        window: default sliding window in tokens.
         kinds: function from the number of layers to their kinds, for a file without layer_types.
         sparse: function that returns for each layer whether it routes to experts; None: all route.
         norms: norms of a layer.
-        shared: module and default inner size of the shared expert; None: there is none.
+        shared: module and default inner size of the shared expert; None means there is none.
         biased: whether the attention reads attention_bias.
         sinks: whether every head has a learned sink score.
         gated: whether a matrix and a bias per head weigh the attention output.

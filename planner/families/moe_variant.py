@@ -1,6 +1,6 @@
 """The builder of mixture-of-experts decoders with ordinary attention, and how a family may differ from Mixtral.
 
-Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
+Shapes follow transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
 [experts, 2 x inner, hidden] and [experts, hidden, inner]; checkpoints store one matrix per expert.
 """
 
@@ -52,12 +52,12 @@ class MoeVariant:
         normed: whether the weights of the chosen experts are divided by their sum.
         router_linear: whether the router is an nn.Linear.
         router_bias: whether the router has a bias.
-        router_dtype: dtype of the loaded router; None: the model's.
-        router_stored: dtype of the router in published files; None: the model's.
-        correction: name of e_score_correction_bias below the MLP; None: there is none.
-        correction_dtype: dtype of the loaded correction bias; None: the model's.
+        router_dtype: dtype of the loaded router; None means the dtype of the model.
+        router_stored: dtype of the router in published files; None means the dtype of the model.
+        correction: name of e_score_correction_bias below the MLP; None means there is none.
+        correction_dtype: dtype of the loaded correction bias; None means the dtype of the model.
         correction_parameter: whether the correction bias is a parameter [1, experts] instead of a buffer.
-        shared: module of the shared expert in a layer; None: there is none.
+        shared: module of the shared expert in a layer; None means there is none.
         shared_names: matrices of the shared expert: gate, up and down, or gate-and-up and down.
         shared_gate: whether a gate weighs the shared expert.
         shared_size: config field with the shared expert's inner size, and its default (None: required).
@@ -74,7 +74,7 @@ class MoeVariant:
         qk_norm_field: config field that adds a norm per head.
         normed_last: whether q and k are normed after their rotation.
         rope: name of the rotary embedding's form in dense.ROPES.
-        rotary_share: partial_rotary_factor when the file does not say.
+        rotary_share: default of partial_rotary_factor.
         rotary_field: config field with the number of rotated values of a head, which precedes
             partial_rotary_factor.
         rounded_heads: whether, without head_dim, hidden_size / num_attention_heads is rounded down instead of
@@ -84,7 +84,7 @@ class MoeVariant:
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
         head_bias: whether the head has a bias.
-        tied: tie_word_embeddings when the file does not say.
+        tied: default of tie_word_embeddings.
         window: rule of ``common.kinds_of`` that says which layers have a sliding window, or ``pattern``:
             layer_types, else sliding_window_pattern.
         ignored: config fields of this family that change no shape.

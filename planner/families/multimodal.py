@@ -1,6 +1,6 @@
 """Multimodal wrappers: a text model from its own adapter, renamed to its place in the wrapper, and a tower.
 
-Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector parameters are counted apart
+Shapes follow transformers 5.19 / 5.23, models/<family>/. Vision and projector parameters are counted apart
 (``Architecture.tower_parameters``); the KV cache is the text model's.
 """
 
@@ -51,7 +51,7 @@ def text_of(
         config: the language model's config; None is refused.
         tie: whether the wrapper decides if the head is tied.
         tied: default of the wrapper's config class.
-        either: whether the head is also tied when the language model's own config says so.
+        either: whether the head is also tied if only the config of the language model says so.
     """
     if config is None:
         raise ConfigError("missing", field="text_config")
@@ -166,8 +166,8 @@ class LlavaVariant:
         class_name: the model's class in transformers.
         texts: model types that the language model may have; the first is the default.
         towers: types that the tower may have; the first is the default.
-        strategy: vision_feature_select_strategy when the file does not say.
-        either: whether the head is also tied when the language model's own config says so.
+        strategy: default of vision_feature_select_strategy.
+        either: whether the head is also tied if only the config of the language model says so.
         tiles: function from config, limits of one tile and its side in pixels to the limits of an image that is
             cut into tiles; None: an image is one tile.
     """
@@ -344,9 +344,9 @@ def qwen(
         class_name: the model's class in transformers.
         text_type: model_type of the language model.
         tower: form of the vision tower.
-        kv_heads: num_key_value_heads when the text config does not say; None: the language model's default.
+        kv_heads: default of num_key_value_heads; None means the default of the language model.
         deepstack: whether a qwen3 tower also gives the language model the outputs of some of its layers.
-        either: whether the head is also tied when the language model's own config says so.
+        either: whether the head is also tied if only the config of the language model says so.
     """
     config = fields.mapping("text_config")
     if config is None:

@@ -3,7 +3,7 @@
 Talker and vocoder turn its answers into sound. They are separate models and are not loaded (vLLM 0.32.0,
 models/qwen2_5_omni_thinker.py).
 
-Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. vLLM's processing info treats images as
+Shapes follow transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. vLLM's processing info treats images as
 Qwen2.5-VL's in both; an audio clip has fewer embeddings than an image.
 """
 
@@ -43,7 +43,7 @@ def thinker(
         text_type: model_type of the language model.
         tower: form of the vision tower.
         audio: function that adds the audio encoder's tensors.
-        either: whether the head is also tied when the language model's own config says so.
+        either: whether the head is also tied if only the config of the language model says so.
     """
     config = fields.mapping("thinker_config")
     if config is None:

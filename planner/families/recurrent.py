@@ -1,4 +1,4 @@
-"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4 and xLSTM. Shapes after transformers 5.19, models/."""
+"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4 and xLSTM. Shapes follow transformers 5.19, models/."""
 
 from __future__ import annotations
 

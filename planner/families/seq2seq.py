@@ -1,7 +1,7 @@
 """Encoder-decoder models and parts of them.
 
 BART, mBART, Pegasus, Whisper, T5, mT5, UMT5, T5Gemma and Moonshine, and the decoders of MusicGen and Moshi,
-which were made to follow an encoder. Shapes after transformers 5.19 / 5.23.
+which were made to follow an encoder. Shapes follow transformers 5.19 / 5.23.
 
 A decoder layer keeps its own K and V per generated token, and K and V of the encoder's output once per sequence
 (``cross``). If the config has no ``architectures``, the planner plans the decoder alone where transformers has

@@ -1,6 +1,6 @@
 """Vision-language models of a SigLIP tower and a linear connector: PaliGemma, Idefics 3, SmolVLM, LFM2-VL.
 
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. The KV cache is the text model's.
 """
 
 from __future__ import annotations

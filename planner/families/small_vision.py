@@ -1,6 +1,6 @@
 """Small vision-language models with their own towers: Molmo 2, LFM3-VL, Granite Docling and MiniCPM-OCR.
 
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. The KV cache is the text model's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _text(
         text_type: model_type of the language model.
         tied: tie_word_embeddings of the wrapper's config class.
         alias: another model_type that the text config may state.
-        kv_heads: num_key_value_heads when the text config does not say.
+        kv_heads: default of num_key_value_heads.
     """
     config = fields.mapping("text_config")
     if config is not None:

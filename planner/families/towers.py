@@ -1,6 +1,6 @@
 """Vision towers and projectors, counted apart from the text model (roles ``vision`` and ``projector``).
 
-Each function adds the tensors of one kind of tower below a prefix. Shapes after transformers 5.19 / 5.23,
+Each function adds the tensors of one kind of tower below a prefix. Shapes follow transformers 5.19 / 5.23,
 models/<family>/.
 """
 

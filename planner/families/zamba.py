@@ -1,6 +1,6 @@
 """Zamba 1 and 2: Mamba layers, and attention blocks whose weights several layers share.
 
-Shapes after transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py.
+Shapes follow transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py.
 """
 
 from __future__ import annotations
