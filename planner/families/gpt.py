@@ -62,7 +62,10 @@ def finish(
 def _made(
     fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
 ) -> Architecture:
-    """Return the Architecture of a model that a recipe describes, by default with plain MLP and full attention."""
+    """Return the Architecture of the model that ``recipe`` describes.
+
+    By default it has a plain MLP and full attention.
+    """
     return finish(
         fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
         recipe=recipe, **more,

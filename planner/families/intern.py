@@ -36,7 +36,10 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Names of an InternViT tower's modules; ``inputs`` are the q, k and v projections or their fused matrix."""
+    """Names of an InternViT tower's modules.
+
+    ``inputs`` names the q, k and v projections, or their fused projection.
+    """
 
     token: str
     positions: str
