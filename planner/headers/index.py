@@ -29,7 +29,7 @@ class CheckpointIndex:
 
     Attributes:
         files: name of each tensor -> name of its shard.
-        total_bytes: bytes of all tensors, or None if the index does not say.
+        total_bytes: bytes of all tensors, or None if the index does not state them.
     """
 
     files: dict[str, str]
@@ -38,11 +38,11 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The readable parts of a safetensors checkpoint: headers, or an index alone.
+    """What is readable of a safetensors checkpoint: the headers of all files, or only the index.
 
     Attributes:
         tensors: tensors from the headers, or None if no header is available.
-        index: the index, if only that is available.
+        index: the index, if no header is available.
     """
 
     tensors: tuple[HeaderTensor, ...] | None = None
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Read the headers of `model.safetensors` or of all shards; the index alone if no shard is in the folder.
+    """Read a folder's safetensors headers, or only the index if no shard is in the folder.
 
     Raises:
         CheckpointError: some shards are missing, a header is broken, or index and shards disagree.
@@ -72,7 +72,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 def _read(index: Path) -> bytes:
     try:
-        if not index.is_file():  # reading a pipe would block, and a device never ends
+        if not index.is_file():  # reading a pipe may block, and a device has no end
             raise CheckpointError("is not a regular file", field=INDEX)
         with index.open("rb") as file:
             text = file.read(MAX_INDEX_BYTES + 1)
