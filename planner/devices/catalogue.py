@@ -24,24 +24,28 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import GiB, gib
 
 NOMINAL_RESERVE = 0.02
-"""Share of the nominal memory that drivers and ECC reserve.
+"""Fraction of the nominal memory that drivers and ECC reserve.
 
-It is the median over the catalogue's NVIDIA entries with both figures, rounded up to the next quarter percent:
+It is the median over the NVIDIA GPUs for which the catalogue has both the nominal and the reported memory,
+rounded up to the next quarter percent:
 H100 1.0 %, A100 1.1 %, B200 0.9 %, RTX 4090 1.5 %, L40S 7.5 %, T4 9.0 %. tests/planner/test_gpus.py recomputes
 the median.
 """
 
 LARGEST_RESERVE = 0.09
-"""The largest of these shares, a T4's with ECC. An assumed total may be lower than the nominal memory by it."""
+"""Largest fraction of the nominal memory that a driver reserves (T4 with ECC), used for lower bounds."""
 
 APPLE_SHARE = 0.75
-"""Share of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
+"""Fraction of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
 
 Metal reports this limit as recommendedMaxWorkingSetSize.
 """
 
 SMALL_APPLE_SHARE = 2 / 3
-"""The same share on machines with less memory, which is the lower bound of an assumed total."""
+"""Fraction of unified memory that Metal lets the GPU use on machines below 64 GB.
+
+It gives the lower bound of an assumed total.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +255,8 @@ def local_gpu() -> Gpu:
     except ImportError:
         if any(Path(path).exists() for path in _DRIVER):
             raise DeploymentError(
-                "auto needs nvidia-ml-py to ask the NVIDIA driver, not installed here", field="--gpu",
+                "auto asks the NVIDIA driver through the package nvidia-ml-py, which is not installed",
+                field="--gpu",
                 hint="pip install 'tonnage[gpu]', or name the GPU, for example --gpu h100-80g",
             ) from None  # fmt: skip
         return find_gpu("cpu")

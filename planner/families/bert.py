@@ -142,7 +142,8 @@ def text_length(fields: Fields, positions: int) -> int:
     """
     if positions < 1:
         raise UnsupportedArchitecture(
-            "the table has no position behind the padding token's", field="max_position_embeddings"
+            "is too small: the position table has no row after the padding token's",
+            field="max_position_embeddings",
         )
     return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)
 

@@ -130,7 +130,7 @@ def _hashed(fields: Fields) -> int:
     count = kinds.count("hash_moe")
     if "moe" in kinds[:count]:
         raise UnsupportedArchitecture(
-            "a hash_moe layer behind a moe layer is not supported", field="mlp_layer_types"
+            "a hash_moe layer after a moe layer is not supported", field="mlp_layer_types"
         )
     return count
 

@@ -25,7 +25,7 @@ from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.vision import Item, Tower, Vision
 
 FILES = ("preprocessor_config", "video_preprocessor_config")
-"""Config fields under which read_config passes the processor's files to a builder."""
+"""Config fields in which read_config stores the content of the processor's files for the builders."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
 # Number of frames in the video that has the most pixels per frame. vLLM limits it for Qwen2-VL and Qwen2.5-VL

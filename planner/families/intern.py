@@ -159,7 +159,7 @@ def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden
     ratio = fields.raw("downsample_ratio")
     ratio = 0.5 if ratio is None else ratio
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1:
-        raise ConfigError(f"{shown(ratio)} is not 1 over a whole number", field="downsample_ratio")
+        raise ConfigError(f"{shown(ratio)} is not 1 / n for a whole number n", field="downsample_ratio")
     merged = hidden * int(1 / ratio) ** 2
     t.role = "projector"
     norm, first, second = modules

@@ -192,7 +192,9 @@ def _groups(fields: Fields) -> tuple[int, int]:
 def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
     """Return the projections and the norm of a sparse-attention indexer."""
     if d.q_rank is None:
-        raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
+        raise ConfigError(
+            "missing; the sparse indexer needs the compressed query of this rank", field="q_lora_rank"
+        )
     at = "self_attn.indexer"
     return (
         TensorSpec(f"{at}.wq_b.weight", (heads * size, d.q_rank), "attention", "Linear"),

@@ -238,7 +238,8 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     for name, by in paths.items():
         if by < 1 or side < by:
             raise ConfigError(
-                f"{factor} does not fit {side} patches a side", field="vision_config.scale_factor"
+                f"{factor} is not valid for a tower of {side} patches per side",
+                field="vision_config.scale_factor",
             )
         here, merged = f"{at}.{name}", hidden * by * by
         t.linear(f"{here}.projection", out, merged)

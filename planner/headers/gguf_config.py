@@ -69,7 +69,9 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
         value = get(key)
         if isinstance(value, list):
             if not value or any(item != value[0] for item in value):
-                raise UnsupportedArchitecture("differs between layers", field=f"{name}.{key}")
+                raise UnsupportedArchitecture(
+                    "differs between layers, which is not supported", field=f"{name}.{key}"
+                )
             value = value[0]
         if value is None and key != "attention.head_count_kv":
             raise CheckpointError(f"{name}.{key} is missing", field=where)
@@ -109,7 +111,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         shape = wanted.pop(name, None)
         if shape is None:
             raise CheckpointError(
-                f"{tensor.name[:80]} has no place in a {architecture.model_type} model", field="gguf"
+                f"{tensor.name[:80]} is not a tensor of a {architecture.model_type} model", field="gguf"
             )
         if shape != tensor.shape:
             raise CheckpointError(

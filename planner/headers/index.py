@@ -118,7 +118,7 @@ def shards_of(index: CheckpointIndex) -> list[str]:
     """
     shards = sorted(set(index.files.values()))
     if len(shards) > _MAX_SHARDS:
-        raise CheckpointError(f"names {len(shards):,} shards", field=INDEX)
+        raise CheckpointError(f"names {len(shards):,} shards; {_MAX_SHARDS:,} are read at most", field=INDEX)
     for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointError(f"{shard[:80]!r} points outside the folder", field=INDEX)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported only for types: most families need neither module
 
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-"""Suffixes of the classes that read labels of hidden states (transformers 5.23)."""
+"""Suffixes of classes whose head predicts labels from hidden states (transformers 5.23)."""
 
 
 @dataclass(frozen=True, slots=True)

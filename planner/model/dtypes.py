@@ -23,7 +23,7 @@ HF_KV_DTYPE_BYTES = {
 """Bytes per element of the hf engine's --kv-cache-dtype values, which have vLLM's names."""
 
 KV_SCALE_BYTES = {"fp8_per_token_head": 4, "int8_per_token_head": 4}
-"""Bytes of the fp32 scale that K, and V, of one token and head has in a cache of this dtype."""
+"""KV cache dtype -> bytes of the fp32 scale stored per token and head, once for K and once for V."""
 
 SAFETENSORS_BITS = {
     "F64": 64,

@@ -204,8 +204,8 @@ def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
     if (compress and not family.plain) or not like:
         raise DeploymentError(
-            f"the draft of {architecture.model_type} layers of this kind is not planned", field=FIELD,
-            hint="leave it out",
+            f"draft layers of {architecture.model_type} with this kind of attention are not supported",
+            field=FIELD, hint="leave it out",
         )  # fmt: skip
     return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
 

@@ -19,7 +19,7 @@ from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
 Part = tuple[Architecture, HeldWeights]
-"""One rank's share of the model, and the weights of that share."""
+"""(the part of the model that one rank holds, the weights of that part)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,8 @@ def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) 
         held = pool.stage_bytes(mine | behind if first == architecture.layers else mine)
         if not held:
             raise UnsupportedArchitecture(
-                "a stage without a KV cache is not planned", field="--pipeline-parallel-size"
+                "too many stages: one of them would have no layer with a KV cache",
+                field="--pipeline-parallel-size",
             )
         out.append(held)
     return out

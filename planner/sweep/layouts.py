@@ -16,9 +16,10 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import ceil_div
 
 NODE = 8
-"""GPUs of one machine.
+"""Number of GPUs of one machine.
 
-Larger layouts are compared only if no layout fits one machine, and then up to twice the smallest.
+Layouts over several machines are compared only if no layout within one machine fits, and only up to twice the
+number of GPUs of the smallest layout that fits.
 """
 
 PCIE = 64e9

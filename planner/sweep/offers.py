@@ -14,7 +14,10 @@ from tonnage.planner.sweep.speed import Speed, Work, speed_of
 from tonnage.planner.units import ceil_div
 
 FOLD = 0.05
-"""Layouts whose price and speed are at most this share better than a listed, smaller layout are not listed."""
+"""A layout is left out if it has more GPUs than a listed one and is better by at most this fraction.
+
+The fraction applies to both price and speed.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES
 
 OVERHEAD = 0.002
-"""Seconds of a step for launches and the host, as in cache/replay/step_time.py."""
+"""Seconds per step for kernel launches and work on the host, as in cache/replay/step_time.py."""
 
 SPEEDS = (
     "tok/s and ms/tok are rough: a roofline of the vendors' peak figures for memory, arithmetic and links "
