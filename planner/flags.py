@@ -61,9 +61,10 @@ def flag(
         default: value of the field when the flag is not given.
         help: text of `--help`.
         group: heading of `--help` under which the option stands.
-        unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` or `seconds`. A share
-            must be above 0 and at most 1; if `least` is 0, at least 0 and below 1. Seconds must be above 0; if
-            `least` is 0, the value 0 is valid too. An integer without a unit is a count.
+        unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` (a fraction) or
+            `seconds`. A fraction must be above 0 and at most 1; if `least` is 0, it must be at least 0 and
+            below 1. Seconds must be above 0; if `least` is 0, 0 is valid too. An integer without a unit is a
+            count.
         metavar: placeholder of the value in `--help`.
         choices: all valid values.
         least: smallest valid count.
@@ -166,7 +167,7 @@ class Flag:
         return value
 
     def canonical(self, text: str) -> str:
-        """Return the value that `text` spells, such as float16 for `FP16`; else `text` itself."""
+        """Return the canonical spelling of a value, such as float16 for `FP16`; keep unknown text."""
         if self.choices:
             word = text.strip().lower()
             same = next((names for names in SPELLINGS if word in names), frozenset((word,)))

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft model or draft layers that speculative decoding uses beside the model.
+    """The draft model or draft layers that speculative decoding uses in addition to the target model.
 
     Attributes:
         part: the part of the draft's tensors that one rank holds.
@@ -230,13 +230,13 @@ class Plan:
         deployment: the flags, with every None replaced by the chosen value.
         worst_rank: index of the rank that uses the most memory, which decides whether the plan fits.
         reasons: why the plan does not fit.
-        intervals: lower and upper bound of each figure that is estimated.
+        intervals: name of each estimated number -> (lower bound, upper bound).
         notes: assumptions of the plan, and settings that override others.
         advice: if the plan does not fit, changes that make it fit, smallest first.
         stops_with: the error message with which the engine stops at start-up, or None.
         engine_name: title of the engine, with its version if it has one.
         host: host memory that serving on GPUs needs; None on a CPU, where the whole plan is about host memory.
-        tiers: KV tiers beside the pool, in host memory or on disk.
+        tiers: KV tiers in host memory or on disk, in addition to the KV pool.
         requests: capacity for each requested pair of prompt and output lengths.
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
@@ -281,7 +281,7 @@ class Plan:
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """Return how many requests of these lengths the KV pool holds at once if no prefixes are shared.
+        """Return how many requests of these lengths the KV pool holds at once, without prefix sharing.
 
         Args:
             prompt_tokens: tokens of each prompt.

@@ -7,8 +7,8 @@ publishes the reported memory, the data sheet's size less `NOMINAL_RESERVE` is a
 `nominal`.
 
 `memory_gb_per_s`, `dense_16bit_tflops` and `dense_fp8_tflops` are peak figures of the vendor (`speed_source`),
-without sparsity and, for NVIDIA, with accumulation in FP32. `link_gb_per_s` is the link between GPUs, in both
-directions together, as data sheets give it.
+without sparsity and, for NVIDIA, with accumulation in FP32. `link_gb_per_s` is the link between GPUs, as data
+sheets state it: the sum of both directions.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
 
     Args:
         cgroup: root of the cgroup file system (v2 memory.max, v1 memory.limit_in_bytes).
-        own: file with the cgroups of this process.
+        own: file that lists the cgroups of this process (/proc/self/cgroup).
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits(cgroup, own)])

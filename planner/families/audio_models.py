@@ -86,7 +86,7 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, "qwen3", inner.mapping("text_config"), tied=True, either=published is not None)
     f = Fields(inner.mapping("audio_config") or {})
     stated = {"d_model": 1024, "encoder_layers": 24, "encoder_ffn_dim": 4096, **f.config}
-    if published is None:  # one chunk has 13 positions; files on the hub state as many as Whisper
+    if published is None:  # one chunk has 13 positions; files on the hub state Whisper's number
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)
     t = Tensors()

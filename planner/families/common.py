@@ -80,7 +80,7 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
 def read_rope(fields: Fields) -> tuple[str, float]:
     """Return (rope type, scale of the context length) of a model with one rotary table.
 
-    transformers 5 writes ``rope_parameters``; older files have ``rope_scaling``.
+    Files written by transformers 5 have ``rope_parameters``; older files have ``rope_scaling``.
     """
     fields.ignore("rope_theta")
     new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
@@ -184,7 +184,7 @@ def _has_sections(fields: Fields) -> bool:
 
 
 def rotary_share(fields: Fields, default: float = 1.0) -> float:
-    """Return ``partial_rotary_factor``, the share of each head that is rotated (0 to 1)."""
+    """Return ``partial_rotary_factor``, the fraction of each head that is rotated (0 to 1)."""
     share = fields.number("partial_rotary_factor", default)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict):

@@ -38,8 +38,8 @@ class VLLMTraits:
             model_executor/models/config.py; Qwen3.5 by mamba_ssm_dtype of its config; KDA in mamba_utils.py).
         alternating: whether a layer's index, not the config, decides if it has a sliding window
             (model_executor/models/gpt_oss.py).
-        expanded_mla: whether latent attention runs and is cached as full attention, with V padded to K's head
-            size (model_executor/models/minicpm3.py).
+        expanded_mla: whether latent attention (MLA) is computed and cached as ordinary full attention, with V
+            padded to K's head size (model_executor/models/minicpm3.py).
         one_mrope_length: whether rotary tables have a single length although positions are three-dimensional
             (models/qwen3_vl.py, mrope_positions_factor).
         wide_router: whether the router matrix is kept in float32 (params_dtype of GateLinear in
@@ -132,17 +132,17 @@ class Family:
         refusal: why there is no adapter, for the error message; empty when no reason is known.
         first_class: class name in the first published files, from their remote code.
         reads_class: whether ``build`` reads the config field ``architectures`` itself.
-        attentions: attention implementations besides eager in transformers 5.19 (_supports_sdpa,
-            _supports_flash_attn).
-        final_norm: kind of the last norm, for activation estimates of a model without a recipe (layer
+        attentions: attention implementations other than eager that transformers 5.19 supports for the class
+            (_supports_sdpa, _supports_flash_attn).
+        final_norm: kind of the final norm; used to estimate activations of models without a recipe (layer
             description).
-        every_expert: whether a token passes through all experts (modeling_llama4.py,
-            hidden_states.repeat(num_experts, 1)), for activation estimates without a recipe.
+        every_expert: whether transformers computes all experts for each token (modeling_llama4.py,
+            hidden_states.repeat(num_experts, 1)); used to estimate activations of models without a recipe.
         lora: target modules that PEFT 0.21 chooses for LoRA (peft/utils/constants.py), None when it has none.
         ia3: target modules that PEFT 0.21 chooses for IA3, None when it has none.
         hf: whether the Hugging Face engine serves the family, or the reason why not.
         vllm: properties of the family in vLLM that differ from most families.
-        gguf: how a GGUF file stores the family, None when it cannot.
+        gguf: how a GGUF file stores the family; None if GGUF files of the family are not supported.
         files: how published files differ from the loaded modules.
     """
 

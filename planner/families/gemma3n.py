@@ -92,7 +92,7 @@ def _widths(fields: Fields, layers: int) -> list[int]:
 
 
 def _altup(t: Tensors, at: str, hidden: int, inputs: int) -> None:
-    """Add the tensors of a layer's AltUp module, which predicts and corrects ``inputs`` hidden states."""
+    """Add the tensors of a layer's AltUp module, which updates ``inputs`` parallel hidden states."""
     t.add(f"{at}.correct_output_scale", (hidden,), "norm", "Gemma3nTextAltUp")
     t.linear(f"{at}.correction_coefs", inputs, inputs, "mlp")
     t.linear(f"{at}.prediction_coefs", inputs * inputs, inputs, "mlp")

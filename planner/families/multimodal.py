@@ -515,8 +515,8 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
 
 
-# Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). It uses them for a file without
-# text_config and does not read the flat fields of such a file.
+# Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). The class uses these defaults
+# for a file without text_config; it does not read text fields at the file's top level.
 _STEP = {
     "vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 65_536,

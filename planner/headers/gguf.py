@@ -35,7 +35,7 @@ _MAX_DEPTH = 8
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """A GGUF metadata array that is too long to keep, represented by its length."""
+    """A metadata array of a GGUF file that is too long to keep; only its length is stored."""
 
     length: int
 

@@ -1,8 +1,8 @@
 """Settings of the model hub, by the rules of huggingface_hub: address, local cache and token.
 
-The rules are in constants.py and utils/_auth.py of huggingface_hub 1.x. If that library is installed, it
-supplies tokens that need more than reading a file: logins that expire and logins of CI jobs. Where vLLM or
-SGLang is configured to load from ModelScope, the rules are in config.py and _download.py of modelscope_hub 0.4.
+The rules are those of huggingface_hub 1.x (constants.py, utils/_auth.py). Tokens that expire, and tokens of CI
+jobs, come from this library if it is installed. If vLLM or SGLang is configured to load models from ModelScope,
+the rules are those of modelscope_hub 0.4 (config.py, _download.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _on(switch: str) -> bool:
 def endpoint() -> str:
     """Return the hub's address without a trailing slash: `HF_ENDPOINT` if set, else huggingface.co.
 
-    For ModelScope it is `MODELSCOPE_ENDPOINT` or the public address, followed by the path of all models.
+    For ModelScope, the address is `MODELSCOPE_ENDPOINT` or the public address, followed by `/models`.
     """
     if not modelscope():
         return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")

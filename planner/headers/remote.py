@@ -1,9 +1,9 @@
 """Model files over HTTP by range request: config, index and safetensors headers, never weights.
 
-Every size is limited before anything is read. It is an error if a server answers a range request with the whole
-file. A redirect to another host is an error too, except to the hub's own storage. The token is sent to the hub
-only, never to the target of a redirect. Error messages contain no text of the server's response, because the
-response may repeat the request and its token.
+Every read has a size limit. A server that answers a range request with the whole file is an error. A redirect
+to another host is an error too, except to the hub's own storage. The token is sent to the hub only, never to
+the target of a redirect. Error messages contain no text of the server's response, because the response may
+repeat the request and its token.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Remote:
 
         Args:
             model: the model.
-            open: function that sends a request, as an opener of urllib does; the browser page passes its own.
+            open: function that sends a request and returns the response, like the `open` of a urllib opener;
+                the planner in a browser passes its own.
 
         Raises:
             ModelNotFound: the hub token is invalid.
@@ -291,7 +292,8 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
         found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
         if isinstance(found, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **found}
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # these files limit image sizes
+    # the processor's files, which limit image sizes
+    for name in ("preprocessor_config", "video_preprocessor_config"):
         if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
             config[name] = parse_config(beside, f"{name}.json")
     return config

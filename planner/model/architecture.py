@@ -53,7 +53,8 @@ class CacheLayer:
         value_head_size: elements of V per head; None if it equals head_size.
         shares: index of the layer whose cache this layer reads instead of storing its own; else None.
         compression: tokens per cached entry.
-        index_size: elements per token of the sparse indexer's key, stored beside K and V; 0 without an indexer.
+        index_size: elements per token of the sparse indexer's key, which is cached in addition to K and V; 0
+            without an indexer.
         source_tokens: maximum number of tokens in a cross-attention cache (the encoder's output); None if it
             depends on the request.
     """
@@ -88,7 +89,7 @@ class Rotary:
         dim: rotated dimensions per head.
         tables: number of distinct frequency tables (Gemma 3: one for full and one for sliding layers).
         mrope: whether a position has three axes: time, height and width.
-        positions: rows of the table; None if it has max_model_len rows.
+        positions: number of rows of the frequency table; None for max_model_len rows.
     """
 
     dim: int

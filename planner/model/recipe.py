@@ -110,7 +110,7 @@ class Attention:
         clipped: whether q, k and v are clamped in place.
         softcap: whether eager attention caps the scores by tanh.
         masked: whether an attention mask is passed even if none is needed.
-        broadcast: whether SDPA gets fewer KV heads than query heads, which its fused kernels do not support.
+        broadcast: whether SDPA receives fewer KV heads than query heads; its fused kernels do not support this.
         narrow: whether the softmax of eager attention runs in the model's dtype instead of fp32.
         upcast: whether eager attention computes the scores from fp32 copies of q and k.
         filled: whether eager attention overwrites masked scores by means of a boolean mask that all layers
@@ -230,7 +230,7 @@ class Router:
 
     Attributes:
         name: name below the module of the experts.
-        normed: whether the weights of the chosen experts are divided by their sum.
+        normed: whether the routing weights of the selected experts are divided by their sum.
         groups: (number of groups of experts, number of groups selected per token); (0, 0) without groups.
         noisy: whether the inputs of the MoE block and of the router are multiplied by random noise.
         linear: whether the router is an nn.Linear.
@@ -374,7 +374,7 @@ class Recipe:
     """A whole decoder as data: embedding, layers, final norm and head.
 
     Attributes:
-        at: name of the list of layers; the name of layer i is this name, a dot and i.
+        at: name of the list of layers, such as `model.layers`; the name of layer i is `model.layers.i`.
         layers: one entry per layer; equal layers are the same object.
         taped: whether the activations of training/activations.py are exact for this recipe; otherwise they are
             estimated.

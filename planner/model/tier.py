@@ -88,7 +88,7 @@ class KVTier:
         groups: chunks of one request for each group of layers.
         formula: how the bytes follow from the flags.
         source: file of the engine that the rule was read from.
-        outside: whether another process than the engine's takes the memory, such as LMCache's server.
+        outside: whether the memory belongs to a process other than the engine, such as LMCache's server.
         note: a further fact to print, such as a missing limit; empty if there is none.
         index: bytes of host memory that the index of a full disk tier takes; 0 for a tier without an index.
     """

@@ -186,7 +186,7 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block format, in which a group of values shares a scale.
+    """A block format: a number format in which a group of values has one common scale.
 
     Attributes:
         bits: bits of one value.

@@ -174,5 +174,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Return the commands that serve `plan`: Tonnage's own, and the engine's own if it has one."""
+    """Return the commands that serve `plan`: `tonnage serve`, and the engine's own command if it has one."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

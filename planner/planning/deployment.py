@@ -215,7 +215,7 @@ def memory_notes(asked: Deployment) -> tuple[str, ...]:
 def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     """Return the engine version whose rules apply, as numbers and as text.
 
-    The order is: --engine-version, the installed package, the newest version that the planner knows.
+    The version is --engine-version, else that of the installed package, else the newest that the planner knows.
     """
     given = deployment.engine_version
     if given is not None:

@@ -1,4 +1,4 @@
-"""Host memory of a plan for GPUs: the inputs of the engine's estimates, and the results as memory terms."""
+"""Host memory of a plan for GPUs: the inputs for the engine's estimates, and their results as memory terms."""
 
 from __future__ import annotations
 

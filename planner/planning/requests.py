@@ -39,7 +39,7 @@ def with_requests(
 
     For some models it is not known how many blocks a request takes. Each request then counts as a sequence of
     prompt + output tokens from its start. `planned_for(tokens)` returns the plan for sequences of that many
-    tokens. The errors are those of `Plan.hold`.
+    tokens. Raises the errors that `Plan.hold` raises.
     """
     cache = plan.kv_cache
     if cache.law is not None or planned_for is None or not cache.layout.groups:
@@ -84,8 +84,8 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
     """Return the plan, extended by how many requests of a trace its pool holds.
 
     Capacities are given for a request with the trace's mean number of blocks, and for the requests at four
-    quantiles of the number of blocks (50, 90, 99 and 100 %). If no request is within max_model_len, the errors
-    of `Plan.hold` are raised.
+    quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is
+    within max_model_len.
     """
     counted: dict[tuple[int, int], int] = {}
     for pair in lengths:

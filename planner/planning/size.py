@@ -5,7 +5,7 @@ Sizing has four phases. Each phase takes the frozen dataclasses that the earlier
 1. `Sizer.resolve`: flags -> `ResolvedModel`: the model with complete flags, each rank's weights and the draft.
 2. `stage_model`: -> `StagedModel`: an empty pool and the pipeline stages with the engine's memory.
 3. `fill_pool`: -> `FilledPool`: the number of blocks and their bounds; every stage gets the same number.
-4. `judge_size`: -> `Size`: whether the model fits, and the results of all phases.
+4. `judge_size`: -> `Size`: the verdict (whether the model fits) and the results of all phases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ResolvedModel:
     """A model with complete flags and the weights of each rank, before any KV pool.
 
     Attributes:
-        parts: for each pipeline stage, a rank's share of the model and its weights.
+        parts: for each pipeline stage, the part of the model that one rank holds, and its weights.
         draft: the draft model for speculative decoding; without one, a `Draft` of the target alone.
         notes: notes on what the draft model changes.
     """
@@ -73,7 +73,7 @@ class FilledPool:
     Attributes:
         held: capacity of the pool.
         bounds: capacity at the lower and at the upper bound of the number of blocks.
-        stages: the pipeline stages with their share of the pool.
+        stages: the pipeline stages, now with the bytes of the pool.
     """
 
     held: PoolCapacity
@@ -86,7 +86,7 @@ class Size:
     """The sizing of a model under complete flags: stages, pool and verdict.
 
     Attributes:
-        parts: for each pipeline stage, a rank's share of the model.
+        parts: for each pipeline stage, the part of the model that one rank holds.
         place: index of the pipeline stage with the most used bytes, which decides whether the model fits.
         held: capacity of the pool.
         bounds: capacity of the pool at the lower and at the upper end of its interval.
@@ -166,7 +166,7 @@ class Sizer:
         return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
-        """Size the model under `deployment`, with the errors of `make_plan`.
+        """Return the size of the model under `deployment`; raise the errors that `make_plan` raises.
 
         If the engine itself would refuse the deployment, the error also quotes the engine's own message.
         """
@@ -186,7 +186,7 @@ class Sizer:
             ) from None
 
     def resolve(self, deployment: Deployment) -> ResolvedModel:
-        """Complete the flags, check them against model and checkpoint, and sum the weights of each rank."""
+        """Complete the flags with defaults, check them against the checkpoint, and sum each rank's weights."""
         source = self.source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
@@ -216,7 +216,7 @@ class Sizer:
         return self._formats[key]
 
     def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
-        """Return each pipeline stage's share of the weights, cached for flags that leave them unchanged."""
+        """Return the result of `parts_of`, cached for deployments whose flags give the same weights."""
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
             copies = self._copies or ()
@@ -228,10 +228,10 @@ def parts_of(
     source: ModelSource, architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
+    """Return, for each pipeline stage, the part of the model that one rank holds and the bytes of its weights.
 
-    The tensors of a GGUF file keep their own types where the engine keeps them. `stored_copies` are the tied
-    tensors that `check_checkpoint` found in the files.
+    If the engine keeps the tensor types of a GGUF file, the bytes are those of these types. `stored_copies` are
+    the tied tensors that `check_checkpoint` found in the files.
     """
     parts = held_parts(architecture, quantization, flags, stored_copies)
     engine = engine_of(flags.engine)
@@ -244,7 +244,7 @@ def parts_of(
 
 
 def stage_model(model: ResolvedModel) -> StagedModel:
-    """Build an empty pool, and the pipeline stages with the engine's memory besides weights and pool."""
+    """Build an empty KV pool, and the pipeline stages with all memory of the engine except the pool."""
     architecture, chosen, draft = model.architecture, model.chosen, model.draft
     engine = engine_of(chosen.flags.engine)
     pool = engine.build_pool(draft.architecture, chosen)

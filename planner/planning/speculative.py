@@ -34,7 +34,7 @@ class Draft:
         weights: bytes of the draft's weights on one rank.
         high: upper bound of these bytes.
         notes: notes for the plan.
-        drafting: how the draft runs; None without a draft.
+        drafting: the draft's tensors on one rank, and the hidden states that it reads; None without a draft.
     """
 
     architecture: Architecture
@@ -113,7 +113,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     """Return the draft's max_model_len if it limits the engine's sequences, else None.
 
     The limit applies if it is below the target model's max_model_len and the engine does not extend the draft.
-    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. The errors are the same as of `add_draft`.
+    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. Raises the errors that `add_draft` raises.
     """
     flags = chosen.flags
     name = flags.speculative_model

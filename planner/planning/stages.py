@@ -60,7 +60,7 @@ class Stage:
     def runtime_terms(self) -> list[Term]:
         """Return the engine's estimates as terms: framework, activations, CUDA graphs."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # this term is reported, but not part of the used bytes
+        if self.runtime.beside is not None:  # reported as a term, but not included in the used bytes
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
@@ -107,7 +107,7 @@ class Stage:
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:
-    """Return the share of the model that a rank of pipeline `stage` holds.
+    """Return the part of the model that one rank of pipeline stage `stage` holds.
 
     Raises:
         DeploymentError: a dimension of the model is not divisible by the parallel sizes, or it is not known how
@@ -147,7 +147,7 @@ def held_parts(
     architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
+    """Return, for each pipeline stage, the part of the model that one rank holds and the bytes of its weights.
 
     `stored_copies` are tied tensors that the checkpoint stores as copies (see `sum_weights`).
 
@@ -162,10 +162,10 @@ def held_parts(
 def build_stages(
     architecture: Architecture, parts: list[Part], chosen: Resolved, pool: PoolSpec, added: Added
 ) -> list[Stage]:
-    """Build every pipeline stage from the ranks' `parts`; a draft model is on the last stage.
+    """Build every pipeline stage from the part of the model on one rank; a draft model is on the last stage.
 
     Raises:
-        UnsupportedArchitecture: for a stage without a KV cache.
+        UnsupportedArchitecture: a stage would have no layer with a KV cache.
     """
     index = engine_of(chosen.flags.engine).index_bytes(chosen, pool)
     held = [(weights, _with_index(runtime_of(part, chosen), index)) for part, weights in parts]
@@ -195,7 +195,7 @@ def join_stages(
     """Build every pipeline stage from the weights and the engine's memory of one of its ranks.
 
     Raises:
-        UnsupportedArchitecture: for a stage without a KV cache.
+        UnsupportedArchitecture: a stage would have no layer with a KV cache.
     """
     sizes = _block_bytes(pool, architecture, chosen.flags)
     # The draft model is on the last pipeline stage (v1/worker/gpu/model_runner.py).
@@ -208,7 +208,7 @@ def join_stages(
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
-    """Return the engine's memory besides weights and pool, calibrated if --calibration is set."""
+    """Return the engine's memory other than weights and KV pool, calibrated if --calibration is set."""
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime

@@ -104,7 +104,10 @@ def hold_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> HeldWeights:
-    """Return the weights that one rank holds on its device; for the arguments see `sum_weights`."""
+    """Return the weights that one rank holds on its device, including padding, rounding and offloaded bytes.
+
+    `stored_copies` are tied tensors that the checkpoint stores as copies.
+    """
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)
@@ -121,11 +124,11 @@ def sum_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> Weights:
-    """Return the bytes that a rank holds for its share of the model after loading.
+    """Return the bytes of the weights that a rank holds for its part of the model after loading.
 
-    The sum has parameters, buffers and quantization state. `stored_copies` are tied tensors that the checkpoint
-    stores as copies. They are loaded separately if their values differ, so they count only in the upper bound.
-    On a CPU, vLLM may repack linear weights into padded tiles, which also counts only there.
+    They include parameters, buffers and quantization state. `stored_copies` are tied tensors that the
+    checkpoint stores as copies. They are loaded separately if their values differ, so they count only in the
+    upper bound. On a CPU, vLLM may repack linear weights into padded tiles, which also counts only there.
     """
     engine, dtype = engine_of(deployment.engine), deployment.dtype
     kernels = engine.kernels.get(deployment.device, {})

@@ -29,7 +29,7 @@ class Choices:
     """The values that the user gave for each flag that a table varies; an empty tuple means none.
 
     Attributes:
-        gpus: (GPU name, number of these GPUs that share a model, None if no count was given).
+        gpus: (GPU name, number of GPUs among which the model is divided, or None without a count).
     """
 
     models: tuple[str, ...]
