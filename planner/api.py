@@ -57,12 +57,12 @@ def plan(model: str, **fields: Any) -> Plan:
         TypeError: a keyword is no field of `Deployment`.
     """
     fields, flags = canonical_values(fields), flags_of(Deployment)
-    for name in fields.keys() & flags.keys():  # Python callers can pass values of any type.
+    for name in fields.keys() & flags.keys():  # a Python caller may pass a value of any type
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields, model), engine_given="engine" in fields)
 
 
-@lru_cache(1)  # The browser page plans the same model again with other flags, so its sizes are cached.
+@lru_cache(1)  # The planner in a browser plans the same model again with other flags.
 def _sizer_of(source: ModelSource) -> Sizer:
     """Return the `Sizer` that sums a model's weights and sizes its plans, cached for the most recent model."""
     return Sizer(source)

@@ -229,7 +229,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args(argv)
         return answer(args)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse has printed --help
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -257,18 +257,18 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
-        # imported here, because a single plan needs no sweep
+        # lazy import: a single plan does not need the sweep modules
         from tonnage.planner.sweep.versions import run_compare
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
         if args.target_concurrency is not None:
-            # imported here, because a single plan needs no sweep
+            # lazy import: a single plan does not need the sweep modules
             from tonnage.planner.sweep.target import run_target
 
             wanted = parse_count(args.target_concurrency, "--target-concurrency")
             return run_target(choices, deployment, wanted, args)
-        # imported here, because a single plan needs no sweep
+        # lazy import: a single plan does not need the sweep modules
         from tonnage.planner.sweep.command import run_sweep
 
         return run_sweep(choices, deployment, args)
@@ -289,7 +289,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:
-        from tonnage.planner.markup import write_page  # imported here, because only this output needs it
+        from tonnage.planner.markup import write_page  # lazy import, only for this output
 
         write_page(args.html, "Memory plan", plan.html(), args.words, plan.facts())
     _print(plan, args)
@@ -299,7 +299,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 def _print(plan: Plan, args: argparse.Namespace) -> None:
     settings = None
     if args.emit:
-        from tonnage.planner.output.emit import emit  # imported here, because only this output needs it
+        from tonnage.planner.output.emit import emit  # lazy import, only for this output
 
         settings = emit(plan, args.emit)  # This call may raise an error, so it precedes all output.
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
@@ -320,7 +320,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
             ]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
-        # imported here, because only this output needs it
+        # lazy import, only for this output
         from tonnage.planner.output.tables import plan_table, print_table
 
         print_table(plan_table(plan), sys.stdout, markdown=args.markdown)

@@ -230,7 +230,7 @@ class Deployment:
     )  # fmt: skip
     enable_lora: bool = flag(False, "reserve LoRA slots", group=_EXTRAS)
     max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
-    # 512 is vLLM's largest rank
+    # 512 is the largest LoRA rank of vLLM
     max_lora_rank: int = flag(
         16, "rank of each LoRA slot (vllm: 1, 8, 16, 32 ... 512)", group=_EXTRAS, most=512, needs="enable_lora"
     )

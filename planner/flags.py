@@ -316,7 +316,7 @@ def check_values(record: Any) -> None:
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
 
-        if value is not found.default:  # Defaults are skipped for speed: a sweep checks thousands of records.
+        if value is not found.default:  # For speed, default values are not checked.
             found.check(value)
 
 

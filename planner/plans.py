@@ -339,7 +339,7 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # Both bounds would be printed alike.
+            if gib(low) == gib(high):  # the bounds look equal when printed
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 
@@ -458,7 +458,7 @@ class Plan:
 
     def html(self) -> str:
         """Return an HTML section with verdict, figures, memory table with its bar, and capacity."""
-        from tonnage.planner.markup import memory_section  # imported here, because only HTML output needs it
+        from tonnage.planner.markup import memory_section  # lazy import, only for HTML
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
         said = self.verdict_lines()
@@ -473,6 +473,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return HTML for a notebook, with CSS rules that apply only to this HTML."""
-        from tonnage.planner.markup import fragment  # imported here, because only HTML output needs it
+        from tonnage.planner.markup import fragment  # lazy import, only for HTML
 
         return fragment(self.html())

@@ -42,7 +42,7 @@ class Screen:
 
         Words are never broken, so that options and paths can be copied.
         """
-        import textwrap  # imported here, because JSON output does not need it
+        import textwrap  # lazy import: JSON output does not need it
 
         plain = printable(text)
         if not self._wraps:

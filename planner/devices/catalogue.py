@@ -185,7 +185,7 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
             f"{name[:60]!r} names {count} GPUs; here --gpu names one", field=field,
             hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
         )  # fmt: skip
-    from difflib import get_close_matches  # imported here, because only an error message needs it
+    from difflib import get_close_matches  # lazy import, only for an error message
 
     known = {one.lower(): gpu.name for gpu in catalogue() for one in (gpu.name, *gpu.aliases)}
     found = get_close_matches(name.lower(), known, 6, 0.5)

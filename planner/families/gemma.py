@@ -84,7 +84,7 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
     hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
     heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
     common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    # the config class makes the same check
+    # transformers' config class makes the same check
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
     head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
     inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")

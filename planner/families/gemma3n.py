@@ -42,7 +42,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "rope_parameters", "rope_local_base_freq", "rope_theta", "rope_scaling",
     )  # fmt: skip
     kinds = fields.layer_types(layers)
-    if kinds is None:  # every fifth layer has full attention (configuration_gemma3n.py)
+    if kinds is None:  # by default every fifth layer has full attention (configuration_gemma3n.py)
         kinds = tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
     window = fields.integer("sliding_window", 512, limit="positions")
     sources = shared_layers(fields, kinds, default=15)

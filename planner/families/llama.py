@@ -143,7 +143,7 @@ FAMILIES = {
         DenseVariant("MistralForCausalLM", window="always", default_window=4096).build,
         absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
     ),
-    # Ministral 3 and Devstral 2: Mistral with scaled queries, which have no tensor
+    # Ministral 3 and Devstral 2: Mistral with scaled queries; the scaling adds no tensor
     "ministral3": Family(
         DenseVariant("Ministral3ForCausalLM", window="always").build, absent={"num_key_value_heads": 8},
         hf="served",
@@ -154,8 +154,8 @@ FAMILIES = {
         ).build,
         absent={"num_key_value_heads": 8}, leftovers={"pretraining_tp": (1,)}, hf="served",
     ),
-    # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads; the fields of
-    # Qwen2Config lack head_dim, but the model reads it from a file that states it
+    # In Qwen's config classes num_key_value_heads defaults to 32, not to num_attention_heads. Qwen2Config
+    # declares no head_dim, but the model uses a head_dim that config.json states.
     "qwen2": Family(
         DenseVariant("Qwen2ForCausalLM", True, window="qwen", ignored=("head_dim",)).build,
         absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",

@@ -47,7 +47,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(mlp, dims.hidden, dense)
             continue
         t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
-        t.router(f"{mlp}.router", count, dims.hidden)  # the router's class is a subclass of nn.Linear
+        # The router's class is a subclass of nn.Linear, so quantizers do not replace it.
+        t.router(f"{mlp}.router", count, dims.hidden)
         t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")

@@ -46,7 +46,8 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
     def size(name: str, default: int) -> int:
         return fields.integer(name, default if defaults else None, limit="width")
 
-    # K and V of all heads are computed from the latent, so no shape depends on these fields.
+    # K and V of all heads are computed from the latent, so no shape depends on num_key_value_heads and
+    # head_dim.
     fields.ignore("num_key_value_heads", "head_dim")
     return LatentAttention(
         fields.integer("hidden_size", limit="width"),

@@ -44,7 +44,8 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("experts_per_token", "initial_context_length")
     kinds = fields.layer_types(layers)
-    if kinds is None:  # the first layer has a sliding window (configuration_gpt_oss.py)
+    # by default full and sliding layers alternate, starting with sliding (configuration_gpt_oss.py)
+    if kinds is None:
         kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     window = fields.integer("sliding_window", 128, limit="positions")
     table = Table("model.rotary_emb.", dims.head_size, half=True)

@@ -34,7 +34,7 @@ from tonnage.planner.model.recipe import (
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
 
-_PATTERN_WINDOW = 4096  # sliding_window of ExaoneMoeConfig
+_PATTERN_WINDOW = 4096  # default of sliding_window in ExaoneMoeConfig
 
 
 @dataclass(frozen=True, slots=True)

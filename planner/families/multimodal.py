@@ -248,7 +248,7 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
-    # the outputs of all layers are kept until the listed layers are selected
+    # the outputs of all tower layers stay in memory until the listed layers are selected
     if seen is not None and isinstance(layers, list):
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
@@ -320,7 +320,7 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
 
 def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi-VL model from its checked config."""
-    # In the remote code, the language model's own config says whether the head is tied.
+    # In the model's remote code, the language model's config determines whether the head is tied.
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"

@@ -306,7 +306,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # set in the last round of the loop above, for the decoder
+    assert kinds is not None  # set by the last iteration of the loop, for the decoder
     for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)

@@ -25,11 +25,12 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-_KEPT_ITEMS = 4096  # items; longer arrays (vocabularies) are skipped, per-layer arrays are much shorter
+# maximum items of an array that is kept; vocabularies are longer, per-layer arrays much shorter
+_KEPT_ITEMS = 4096
 _MAX_TENSORS = MAX_TENSORS
-_MAX_HEADER = 100_000_000  # bytes; vocabulary and merges of 256,000 tokens take 12 MB
+_MAX_HEADER = 100_000_000  # maximum bytes; vocabulary and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # ggml's limit on the dimensions of a tensor (GGML_MAX_DIMS)
-_MAX_METADATA = 10_000  # maximum metadata entries; published files have some 50
+_MAX_METADATA = 10_000  # maximum number of metadata entries; published files have about 50
 _MAX_DEPTH = 8
 
 

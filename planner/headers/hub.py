@@ -142,7 +142,7 @@ class _TokenFlag(argparse.Action):
 def _by_library() -> str | None:
     """Return the token that huggingface_hub finds, or None if the library is not installed."""
     try:
-        from huggingface_hub import get_token  # optional dependency, needed only for some logins
+        from huggingface_hub import get_token  # huggingface_hub is optional, needed only for some logins
     except ImportError:
         return None
     try:

@@ -16,8 +16,8 @@ from tonnage.planner.headers.safetensors import read_header
 from tonnage.planner.model.tensor import HeaderTensor
 
 INDEX = "model.safetensors.index.json"
-# Kimi-K2-Thinking (60 layers of 384 experts, each with three matrices of three tensors) has 207,000 tensors in
-# 62 shards. A tensor's line in an index takes 120 bytes.
+# Limits of an index. The largest published model has 207,000 tensors in 62 shards (Kimi-K2-Thinking: 60 layers
+# of 384 experts, each with three matrices of three tensors). An index needs about 120 bytes per tensor.
 MAX_TENSORS_OF_MODEL = 524_288
 MAX_INDEX_BYTES = 64_000_000
 _MAX_SHARDS = 10_000
@@ -105,7 +105,8 @@ def parse_index(text: bytes) -> CheckpointIndex:
 
 def _total(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float) and total.is_integer():  # some versions of transformers wrote a float
+    # some versions of transformers wrote total_size as a float
+    if isinstance(total, float) and total.is_integer():
         total = int(total)
     return total if type(total) is int and total > 0 else None
 

@@ -17,8 +17,8 @@ PAGE = 4096  # allocation unit of ext4, XFS and Btrfs in bytes (mkfs defaults)
 # full.
 ENTRY_BYTES = 256
 # Bytes of host memory per block in the disk tier's index: without and with the learned order
-# (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). The third number is an upper bound's factor,
-# because the index's dicts grow by doubling.
+# (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). The third number is the factor of the upper
+# bound: the index's dicts grow by doubling.
 INDEX_BYTES, LEARNED_INDEX_BYTES, INDEX_GROWTH = 206, 425, 2
 
 

@@ -185,7 +185,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args([_as_value(word) for word in argv])
         return _run(args)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse has printed --help
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -257,7 +257,7 @@ def _of_a_block(name: str | None) -> DeploymentError:
     A block format stores no value by itself, and an integer format has neither infinity nor NaN.
     """
     block = next((b for b in BLOCKS if b.name == name), None)
-    if block is None:  # an integer format, and the value is infinity or NaN
+    if block is None:  # `name` is an integer format, and the value is infinity or NaN
         return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")
     hint = (
         "--format fp4_e2m1 shows an element"

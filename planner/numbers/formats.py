@@ -113,7 +113,7 @@ class FloatFormat:
 
     def _nan(self, sign: int) -> tuple[int, int, int]:
         if self.top_exponent_is_number and not self.nan_at_top:
-            return self._finite_top(sign)  # E2M1 has no NaN
+            return self._finite_top(sign)  # E2M1 has no NaN; use the largest number
         ones = (1 << self.exponent) - 1
         return sign, ones, (1 << self.mantissa) - 1 if self.nan_at_top else 1 << (self.mantissa - 1)
 

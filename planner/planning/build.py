@@ -148,7 +148,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
     """Return notes about the calibration file that the plan uses, empty without --calibration."""
     if chosen.flags.calibration is None:
         return ()
-    # imported here: few plans are calibrated, and this module takes 4 ms to import (statistics)
+    # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
     from tonnage.planner.planning.calibration import calibration_notes
 
     return calibration_notes(chosen)
@@ -209,7 +209,7 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     if index is not None:
         content.append([sorted(index.files), index.total_bytes])
     if flags.calibration is not None:
-        # imported here: few plans are calibrated, and this module takes 4 ms to import (statistics)
+        # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
         from tonnage.planner.planning.calibration import read_calibration
 
         content.append(read_calibration(flags.calibration))

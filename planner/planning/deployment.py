@@ -230,7 +230,7 @@ def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     if found is not None:
         try:
             return version_of(engine, replace(deployment, engine_version=found))
-        except DeploymentError:  # the version of a source build may not be a release number
+        except DeploymentError:  # a source build, whose version is no release number
             pass
     return newest, _text(newest) if any(newest) else "none"
 

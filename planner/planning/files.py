@@ -44,7 +44,7 @@ def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSo
             f"{kind} is a type of GGUF files, which {deployment.engine} does not keep", field="--quantization",
             hint="--engine llama.cpp",
         )  # fmt: skip
-    from tonnage.planner.source.gguf import as_gguf  # imported here, because only this format needs it
+    from tonnage.planner.source.gguf import as_gguf  # lazy import, only for GGUF types
 
     return as_gguf(source, kind), replace(deployment, quantization=None)
 

@@ -59,7 +59,8 @@ def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> N
 
     The tiers must fit into the memory that the engine does not use, on each machine with its one GPU.
     """
-    taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks  # one GPU to a machine
+    # each machine has one such GPU
+    taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks
     left = chosen.device_memory - chosen.limit
     if taken > left:
         raise DeploymentError(

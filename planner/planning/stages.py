@@ -212,7 +212,7 @@ def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime
-    # imported here: few plans are calibrated, and this module takes 4 ms to import (statistics)
+    # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
     from tonnage.planner.planning.calibration import calibrated
 
     return calibrated(runtime, part, chosen)

@@ -101,7 +101,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
         every: GPUs to sweep over if --gpu was not given.
         whole: the grid of --sweep, in which all flags that the user did not give vary; None without --sweep.
     """
-    # imported here: it takes 5 ms, and a single plan does not need it
+    # lazy import: it takes 5 ms, and a single plan does not need it
     from tonnage.planner.sweep.grid import Grid
 
     ranks = deployment.tensor_parallel_size

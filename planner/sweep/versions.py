@@ -93,14 +93,14 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # a version in between may reject the flags
+        except TonnageError:  # a version between the two may reject the flags
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # the difference has no known reason
+    if found != known:  # a difference that no known change explains
         steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
