@@ -83,7 +83,7 @@ class Resolved:
 
     @property
     def memory_ends(self) -> tuple[Resolved, Resolved]:
-        """Return two copies: one for the smallest possible total memory of the device, one for the largest."""
+        """Return two copies of this deployment: for the smallest and the largest possible device memory."""
         if self.memory_bounds is None:
             return self, self
         (low, low_limit), (high, high_limit) = self.memory_bounds
@@ -176,7 +176,7 @@ class KVCachePlan:
         longest: longest sequence in tokens that the usable blocks hold, at most max_model_len.
         law: rules that give the blocks of a request from its prompt and output tokens, or None if they are not
             known.
-        no_law: the reason why `law` is None; empty if it is known.
+        no_law: the reason why `law` is None; empty if `law` is set.
     """
 
     layout: KVLayout

@@ -20,7 +20,7 @@ _GAP = " "  # separates table columns
 
 _CLEAR = "\r\x1b[K"  # move to the start of the line, then erase to its end (ECMA-48, 8.3.41)
 
-Cell = str | tuple[str, str]  # text, or text and its style
+Cell = str | tuple[str, str]  # a cell: text, or (text, style)
 
 
 class Screen:

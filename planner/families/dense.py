@@ -340,7 +340,7 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def with_sinks(found: Architecture) -> Architecture:
-    """Return the architecture with a learned sink score for each attention head."""
+    """Return the architecture with attention sinks added: one learned score per query head."""
     sinks = [
         TensorSpec(
             f"model.layers.{layer}.self_attn.sinks",

@@ -156,7 +156,7 @@ def _feed_forward(t: Tensors, at: str, hidden: int) -> None:
 def _audio_buffers(t: Tensors, f: Fields, at: str, hidden: int) -> None:
     """Add the constants of a Conformer layer.
 
-    They are gradient limits, a scale, a mask and the frequencies of relative positions.
+    The constants are gradient limits, a scale, a mask and the frequencies of relative positions.
     """
     chunk = f.integer("conf_attention_chunk_size", 12, limit="positions")
     left = f.integer("conf_attention_context_left", 13, limit="positions")

@@ -209,7 +209,7 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Return (pixels of the scaled image, minus unused pixels) for an image in a grid of size ``place``.
+        """Return (pixels of the image scaled into a grid of size ``place``, -(unused pixels)).
 
         The grid with the largest pair fits best (select_best_resolution).
         """

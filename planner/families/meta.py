@@ -77,7 +77,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
 
 
 def _build(config: dict[str, Any], model_type: str) -> Architecture:
-    """Return the architecture of the model that transformers builds of ``config`` on the meta device."""
+    """Return the architecture of the model that transformers builds from ``config`` on the meta device."""
     import torch
 
     transformers: Any = import_module("transformers")

@@ -1,7 +1,7 @@
 """Multi-head latent attention: K and V are cached as one compressed latent and one rotary key per token.
 
 Families: DeepSeek-V2 / V3 / V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, MiniCPM3, Mistral 4 and LongCat-Flash. Shapes
-after transformers 5.19 and 5.23, models/<family>/. One layer caches kv_lora_rank + qk_rope_head_dim elements
+follow transformers 5.19 and 5.23, models/<family>/. One layer caches kv_lora_rank + qk_rope_head_dim elements
 per token on every tensor-parallel rank (DeepSeek-V2, section 2.1).
 """
 

@@ -30,7 +30,7 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return the tower sizes named in ``defaults``, from the config where it states them."""
+    """Return name -> size of the tower, for the names in ``defaults``; values in the config have priority."""
     limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 

@@ -53,7 +53,7 @@ def config_dtype(name: object) -> str | None:
     """Return the config's `dtype` or `torch_dtype` as a key of DTYPE_BYTES, or None if absent or "auto".
 
     Raises:
-        ConfigError: the config names another dtype.
+        ConfigError: the config names a dtype that is not supported.
     """
     if name is None or name == "auto":
         return None

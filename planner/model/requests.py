@@ -54,15 +54,15 @@ class GroupLaw:
     checkpoint: bool = False
 
     def needed(self, slots: int) -> int:
-        """Return the KV blocks that `slots` tokens need before any block is freed."""
+        """Return how many KV blocks `slots` tokens need if no block is freed."""
         if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
             return self.blocks
         return ceil_div(slots, self.block_size)
 
     def freed(self, processed: int) -> int:
-        """Return the leading blocks that can be freed once `processed` tokens are processed.
+        """Return how many blocks, from the first one on, can be freed once `processed` tokens are processed.
 
-        vLLM computes them in get_num_skipped_tokens.
+        vLLM computes the same in get_num_skipped_tokens.
         """
         if self.kind == "window":
             return max(0, processed - self.window + 1) // self.block_size
@@ -172,7 +172,7 @@ class RequestLaw:
         return self.fixed_blocks * self.bytes_per_block + self.token_bytes * context + windows
 
     def blocks(self, prompt: int, output: int) -> RequestBlocks:
-        """Return the KV blocks of a request that shares no prefix.
+        """Return the numbers of KV blocks of a request that reuses no prefix.
 
         Args:
             prompt: tokens of the prompt.

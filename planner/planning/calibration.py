@@ -95,7 +95,7 @@ def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
 
 
 def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
-    """Return `runtime` with terms replaced by values measured in the starts of the --calibration file.
+    """Return `runtime` with terms corrected by the measured engine starts in the --calibration file.
 
     Raises:
         DeploymentError: the file is not a calibration file.

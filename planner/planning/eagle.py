@@ -53,7 +53,8 @@ class Eagle:
         architecture: the draft's tensors and cache layers.
         method: vLLM's name of the method, `eagle` or `eagle3`.
         optional: an embedding stored with the draft, held only if its values differ from the target's; or None.
-        reads: number of inner target layers whose hidden states the draft reads, besides the last layer's.
+        reads: number of inner layers of the target model whose hidden states the draft reads, in addition to
+            the last layer's.
     """
 
     architecture: Architecture
@@ -63,7 +64,7 @@ class Eagle:
 
 
 def is_eagle(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether the config, or a plain class's model name, is that of an EAGLE or EAGLE-3 draft."""
+    """Return whether a model is an EAGLE or EAGLE-3 draft, by its config or, for a plain class, by its name."""
     if config.get("speculators_model_type") in ("eagle", "eagle3"):
         return True
     listed = config.get("architectures")

@@ -1,4 +1,4 @@
-"""Facts from a model's files besides its config: dtype, stored format, and whether expected tensors exist."""
+"""Facts from a model's weight files: dtype, stored format, and whether the expected tensors exist."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def host_memory(
     `dtype` is the checkpoint's dtype. `bounds` are the lower and the upper bound of the pool's capacity `held`.
 
     Raises:
-        DeploymentError: a tier's flags are not understood, or a tier is larger than memory that is known.
+        DeploymentError: a tier's flags are not understood, or a tier does not fit into memory whose size is
+            known.
     """
     flags = chosen.flags
     total, largest = _files(source, architecture, dtype)

@@ -113,7 +113,7 @@ def mtp_draft(
     architecture: Architecture, config: Mapping[str, Any], tensors: tuple[HeaderTensor, ...] | None,
     tokens: int, stages: int,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of the checkpoint's own draft layers alone, numbered from 0.
+    """Return an architecture that has only the draft layers (MTP) of the checkpoint, numbered from 0.
 
     Args:
         architecture: the target model.
@@ -312,7 +312,7 @@ def _streams(family: DraftFamily, at: str, hidden: int, layer: int | None) -> It
 
 
 def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
-    """Return the index of the model's layer whose MLP the draft layers repeat."""
+    """Return the index of a layer of the model whose MLP has the same shapes as that of the draft layers."""
     experts = {tensor.layer for tensor in architecture.tensors if tensor.role == "expert"}
     if not family.dense:
         return architecture.layers - 1

@@ -1,4 +1,4 @@
-"""Fit of requests with given lengths into a plan's pool (`tonnage plan --request 2000+300`, `--trace FILE`)."""
+"""How many requests a plan's KV pool holds (`tonnage plan --request 2000+300`, `tonnage plan --trace FILE`)."""
 
 from __future__ import annotations
 

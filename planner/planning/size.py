@@ -126,7 +126,7 @@ class Size:
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Return the pool bytes of one sequence of max_model_len tokens."""
+        """Return the KV pool bytes that one sequence of max_model_len tokens needs."""
         return self.held.blocks_per_sequence * self.pool.layout.bytes_per_block
 
     @property
@@ -145,7 +145,7 @@ _WEIGHTLESS = (
 
 
 class Sizer:
-    """A calculator of sizes for one model under several flags; it checks and sums the weights only once."""
+    """A calculator of `Size` for one model under several deployments; it sums the weights only once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -166,7 +166,7 @@ class Sizer:
         return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
-        """Return the size of the model under `deployment`; raise the errors that `make_plan` raises.
+        """Return the memory sizing of the model under `deployment`; raise the errors that `make_plan` raises.
 
         If the engine itself would refuse the deployment, the error also quotes the engine's own message.
         """
@@ -207,7 +207,7 @@ class Sizer:
         return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
-        """Return the quantization of the weights, checked against the model and engine, once per flag value."""
+        """Return the quantization of the weights, after a check against model and engine, cached by flag."""
         key = flags.quantization, flags.engine
         if key not in self._formats:
             quantization = read_quantization(self.source.config, flags.quantization)

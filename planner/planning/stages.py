@@ -42,7 +42,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage, described by one of its ranks; the rank's pool is empty until `with_blocks`."""
+    """The memory of one rank of a pipeline stage; its KV pool is empty until `with_blocks` is called."""
 
     rank: RankPlan
     weights: HeldWeights
@@ -53,7 +53,8 @@ class Stage:
     def with_blocks(self, num_blocks: int, apart: int) -> Stage:
         """Return the stage with a pool of `num_blocks` blocks and `apart` bytes outside the blocks.
 
-        All stages get the block count of the stage with the fewest (vLLM's get_kv_cache_configs).
+        All stages get the block count of the stage that has memory for the fewest blocks (vLLM's
+        get_kv_cache_configs).
         """
         return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes + apart))
 
@@ -76,20 +77,20 @@ class Stage:
 
     @property
     def weights_bounds(self) -> tuple[int, int]:
-        """Return the least and the most bytes of the weights."""
+        """Return the lower and the upper bound of the weights in bytes."""
         held, loaded = self.rank.weights_bytes, self.weights.loaded
         kernels = max(0, self.weights.padding_high - self.weights.padding)
         return held, held + loaded.high - loaded.total + kernels
 
     @property
     def loaded_bounds(self) -> tuple[int, int]:
-        """Return the least and the most bytes of the model's and the draft's weights together."""
+        """Return the lower and the upper bound, in bytes, of the model's and the draft's weights together."""
         low, high = self.weights_bounds
         return low + self.rank.draft_bytes, high + max(self.rank.draft_bytes, self.draft_high)
 
     @property
     def used_bounds(self) -> tuple[int, int]:
-        """Return the bounds of the used bytes, with the pool at its planned size."""
+        """Return the lower and the upper bound of the used bytes, with the KV pool at its planned size."""
         low, high = self.runtime.bounds
         exact = self.rank.used_bytes - self.runtime.total
         more = self.weights_bounds[1] - self.weights_bounds[0] + max(0, self.draft_high - self.rank.draft_bytes)
@@ -219,7 +220,7 @@ def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
 
 
 def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added) -> RankPlan:
-    """Return the byte counts of one rank, with an empty pool."""
+    """Return the planned bytes of one rank, with an empty KV pool."""
     return RankPlan(
         weights_bytes=weights.bytes,
         kv_pool_bytes=0,

@@ -144,7 +144,7 @@ class Parts:
         return self._cached(key, make)
 
     def support(self, chosen: Resolved, scheme: str) -> Support:
-        """Return whether the engine runs the model in format ``scheme`` on its GPU, regardless of memory."""
+        """Return whether the engine runs the model in format ``scheme`` on the GPU, regardless of memory."""
         flags = chosen.flags
 
         def make() -> Support:
