@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tonnage.planner.plans import Plan as Plan
     from tonnage.planner.plans import RankPlan as RankPlan
     from tonnage.planner.plans import Term as Term
-else:  # Type checkers must not see a module's __getattr__, with which they accept any name.
+else:  # Type checkers must not see __getattr__, because with it they accept any name.
     _HOME = {
         "plan": "api",
         "make_plan": "planning.build",

@@ -25,9 +25,10 @@ _Fields = ParamSpec("_Fields")
 def _takes(
     made: Callable[_Fields, Deployment],
 ) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
-    """Return a decorator that shows type checkers and editors a function's real parameters.
+    """Return a decorator that gives a function a typed signature for type checkers and editors.
 
-    These are `model`, followed by the parameters of `made`.
+    The signature is the parameter `model` followed by the parameters of `made`. At run time the function is
+    unchanged.
     """
     return lambda function: function
 
@@ -56,14 +57,14 @@ def plan(model: str, **fields: Any) -> Plan:
         TypeError: a keyword is no field of `Deployment`.
     """
     fields, flags = canonical_values(fields), flags_of(Deployment)
-    for name in fields.keys() & flags.keys():  # Python callers can pass values of any type.
+    for name in fields.keys() & flags.keys():  # a Python caller may pass a value of any type
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields, model), engine_given="engine" in fields)
 
 
-@lru_cache(1)  # The browser page plans the same model again with other flags, so its sizes are cached.
+@lru_cache(1)  # The planner in a browser plans the same model again with other flags.
 def _sizer_of(source: ModelSource) -> Sizer:
-    """Return the object that computes a model's plan sizes, cached for the most recent model."""
+    """Return the `Sizer` that sums a model's weights and sizes its plans, cached for the most recent model."""
     return Sizer(source)
 
 

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 from tonnage.planner.errors import DeploymentError, TonnageError, did_you_mean, nearest
 from tonnage.planner.screen import Screen
 
-BAD_INPUT = 2  # This is the exit code of a command that rejects its input.
+BAD_INPUT = 2  # exit code of a command that rejects its input
 
 
-# Names that other tools have for an option, without dashes -> our options, of which the parser has some
+# Option names of other tools, without leading dashes -> options of ours with that meaning; a parser may lack
+# some.
 _MEANT = {
     "batch-size": ("--max-num-seqs", "--micro-batch-size"), "bs": ("--max-num-seqs",),
     "concurrency": ("--target-concurrency",), "context": ("--max-model-len", "--sequence-length"),
@@ -77,7 +78,8 @@ class Parser(argparse.ArgumentParser):
         found, rest = parse(words, namespace)
         if rest:
             self._refuse(rest)
-        for action in self._actions:  # An unset variable, as in --html "$FILE", is empty.
+        # An unset shell variable, as in --html "$FILE", passes an empty value.
+        for action in self._actions:
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
@@ -147,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise DeploymentError(f"unexpected argument {word[:80]!r}", hint=self._listed())
-        if name in self._option_string_actions:  # the word is an option, but stands after `--`
+        if name in self._option_string_actions:  # the word is a valid option, but follows `--`
             raise DeploymentError("must come before the --", field=name)
         close = self._option_for(name)
         guess = f"did you mean {close}? " if close else ""
@@ -197,5 +199,5 @@ def _without_token(words: Sequence[str]) -> list[str]:
 def _width() -> int:
     try:
         return max(60, min(110, os.get_terminal_size().columns - 2))
-    except OSError:  # Output is piped, so the width is unknown.
+    except OSError:  # A pipe or file has no width.
         return 100

@@ -1,4 +1,4 @@
-"""Characters of bars in a terminal: shaded blocks if the terminal's encoding has them, else ASCII."""
+"""Characters with which bars are drawn in a terminal: shaded blocks if the encoding has them, else ASCII."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def redraws(file: TextIO) -> bool:
 
 
 def shades(file: TextIO) -> str:
-    """Return four characters, from full to empty, that `file` can encode."""
+    """Return the four characters of a bar, from full to empty, as shaded blocks or ASCII.
+
+    Shaded blocks are used if `file` can encode them.
+    """
     try:
         SHADES.encode(file.encoding or "ascii")
     except (AttributeError, LookupError, UnicodeEncodeError):  # AttributeError: a file without an encoding

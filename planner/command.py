@@ -1,4 +1,4 @@
-"""The command `tonnage plan`: its options, the checks between them, and its output."""
+"""The command `tonnage plan`: its options, the checks that options fit together, and its output."""
 
 from __future__ import annotations
 
@@ -198,9 +198,9 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
     about = f"--{many.replace('_', '-')} gives" if many else "several models or values give" if several else ""
     for name in ("explain", "serve_line", "emit", "request"):
         if name == "request" and many != "compare":
-            continue  # --compare allows several lengths, because its table has a column for each
+            continue  # --compare accepts several --request, because its table has a column for each
         if name == "serve_line" and target:
-            continue  # --target-concurrency allows --serve-line, which prints the command of the first layout
+            continue  # --target-concurrency accepts --serve-line, which prints the command of the first layout
         if about and getattr(args, name):
             refuse(name, f"needs a single plan; {about} a table of plans", "leave one out")
     settings = "emit" if args.emit else "serve_line" if args.serve_line else None
@@ -229,7 +229,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args(argv)
         return answer(args)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse has printed --help
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -257,18 +257,18 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
-        # imported here, because a single plan needs no sweep
+        # lazy import: a single plan does not need the sweep modules
         from tonnage.planner.sweep.versions import run_compare
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
         if args.target_concurrency is not None:
-            # imported here, because a single plan needs no sweep
+            # lazy import: a single plan does not need the sweep modules
             from tonnage.planner.sweep.target import run_target
 
             wanted = parse_count(args.target_concurrency, "--target-concurrency")
             return run_target(choices, deployment, wanted, args)
-        # imported here, because a single plan needs no sweep
+        # lazy import: a single plan does not need the sweep modules
         from tonnage.planner.sweep.command import run_sweep
 
         return run_sweep(choices, deployment, args)
@@ -289,7 +289,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:
-        from tonnage.planner.markup import write_page  # imported here, because only this output needs it
+        from tonnage.planner.markup import write_page  # lazy import, only for this output
 
         write_page(args.html, "Memory plan", plan.html(), args.words, plan.facts())
     _print(plan, args)
@@ -299,9 +299,9 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 def _print(plan: Plan, args: argparse.Namespace) -> None:
     settings = None
     if args.emit:
-        from tonnage.planner.output.emit import emit  # imported here, because only this output needs it
+        from tonnage.planner.output.emit import emit  # lazy import, only for this output
 
-        settings = emit(plan, args.emit)  # This may raise an error, so it runs before anything is printed.
+        settings = emit(plan, args.emit)  # This call may raise an error, so it precedes all output.
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
         # another program reads stdout, so the note goes to stderr
         apart = args.emit or args.serve_line or args.markdown or args.csv
@@ -320,7 +320,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
             ]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
-        # imported here, because only this output needs it
+        # lazy import, only for this output
         from tonnage.planner.output.tables import plan_table, print_table
 
         print_table(plan_table(plan), sys.stdout, markdown=args.markdown)

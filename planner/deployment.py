@@ -26,7 +26,7 @@ _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("f
 
 
 def _disk_tier(text: str, field: str) -> str:
-    """Return ``text`` if it is a folder and a size, such as ``/mnt/kv,100GiB``."""
+    """Check that ``text`` is a folder, a comma and a size, such as ``/mnt/kv,100GiB``, and return ``text``."""
     disk_tier(text, field)
     return text
 
@@ -230,7 +230,7 @@ class Deployment:
     )  # fmt: skip
     enable_lora: bool = flag(False, "reserve LoRA slots", group=_EXTRAS)
     max_loras: int = flag(1, "LoRA slots", group=_EXTRAS, most=1024, needs="enable_lora")
-    # 512 is vLLM's largest rank
+    # 512 is the largest LoRA rank of vLLM
     max_lora_rank: int = flag(
         16, "rank of each LoRA slot (vllm: 1, 8, 16, 32 ... 512)", group=_EXTRAS, most=512, needs="enable_lora"
     )
@@ -244,7 +244,7 @@ class Deployment:
     mem_fraction_static: float | None = flag(
         None, "share of memory for weights and pool", group=_DEVICE, unit="share", engine="sglang"
     )
-    # SGLang, server_args.py: tokens of the sliding-window pool per token of the full pool
+    # ratio of tokens in the sliding-window pool to tokens in the full-attention pool (SGLang, server_args.py)
     swa_full_tokens_ratio: float = flag(
         0.8,
         "tokens of the sliding pool per token of the full pool",

@@ -32,7 +32,7 @@ def escaped(text: str) -> str:
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name most similar to `word`, ignoring case, dashes and underscores, or None."""
-    from difflib import get_close_matches  # imported here, because only an error message needs it
+    from difflib import get_close_matches  # lazy import, only for an error message
 
     plain = {_plain(name): name for name in names}
     wanted = _plain(word[:80])
@@ -43,7 +43,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # A shared "--" would make all options similar.
+    return name.lower().replace("_", "-").lstrip("-")  # With the leading "--" all options would be similar.
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:
@@ -74,7 +74,7 @@ class TonnageError(Exception):
         hint = f" ({self.hint})" if self.hint else ""
         return f"{where}{self.message}{hint}"
 
-    def __reduce__(self) -> tuple[object, ...]:  # Errors are pickled between the engine's processes.
+    def __reduce__(self) -> tuple[object, ...]:  # errors are pickled when sent between processes
         return (_rebuild, (type(self), self.message, self.field, self.hint), self.__dict__)
 
 

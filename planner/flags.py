@@ -27,12 +27,12 @@ MAX_BYTES = 1 << 60  # one EiB, the largest accepted size
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
-# Names of types in error messages; the metavar names any other type.
+# Type annotation -> how error messages describe its values. For other types, messages use the flag's metavar.
 _WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "tuple[str, ...]": "a list of texts",
     "str": "text", "Path": "the path of a file",
 }  # fmt: skip
-_UNITS = {"GiB": GiB, "MiB": MiB}  # The option is in this unit; the dataclass field is in bytes.
+_UNITS = {"GiB": GiB, "MiB": MiB}  # The option's value is in this unit, the dataclass field in bytes.
 _METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
 
@@ -61,9 +61,10 @@ def flag(
         default: value of the field when the flag is not given.
         help: text of `--help`.
         group: heading of `--help` under which the option stands.
-        unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` or `seconds`. A share
-            must be above 0 and at most 1; if `least` is 0, at least 0 and below 1. Seconds must be above 0; if
-            `least` is 0, the value 0 is valid too. An integer without a unit is a count.
+        unit: `bytes`, `GiB` or `MiB` (unit of the option; the field is in bytes), `share` (a fraction) or
+            `seconds`. A fraction must be above 0 and at most 1; if `least` is 0, it must be at least 0 and
+            below 1. Seconds must be above 0; if `least` is 0, 0 is valid too. An integer without a unit is a
+            count.
         metavar: placeholder of the value in `--help`.
         choices: all valid values.
         least: smallest valid count.
@@ -89,7 +90,7 @@ def flag(
     return field(default=default, metadata=rest)
 
 
-# Memories of which a plain number below `_LEAST_MEMORY` bytes means another unit
+# Fields for which a number without a unit below `_LEAST_MEMORY` is an error: the user meant GiB, not bytes.
 _MEMORIES = ("device_memory", "device_memory_used", "kv_cache_memory_bytes")
 _LEAST_MEMORY = 1_000
 
@@ -152,7 +153,7 @@ class Flag:
                 value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-            if self.secret and not value:  # An empty environment variable must not turn off authentication.
+            if self.secret and not value:  # Empty API keys must not turn off authentication.
                 raise DeploymentError("is empty", field=field, hint="leave it out to have none")
         elif self.kind == "bool":
             if text not in ("true", "false"):
@@ -166,14 +167,14 @@ class Flag:
         return value
 
     def canonical(self, text: str) -> str:
-        """Return the value that `text` spells, such as float16 for `FP16`; else `text` itself."""
+        """Return the canonical spelling of a value, such as float16 for `FP16`; keep unknown text."""
         if self.choices:
             word = text.strip().lower()
             same = next((names for names in SPELLINGS if word in names), frozenset((word,)))
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # Commas separate several values.
+            words = [word.strip().lower() for word in text.split(",")]  # commas separate several values
             return ",".join(usual.get(word, word) for word in words)
         return text
 
@@ -198,7 +199,7 @@ class Flag:
             )
 
     def _wrong(self, value: Any) -> str | None:
-        """Return a description of the valid values if `value` is not one of them, else None."""
+        """Return a description of the valid values if `value` is invalid, else None."""
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
         if not self._is_of_kind(value):
@@ -315,7 +316,7 @@ def check_values(record: Any) -> None:
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
 
-        if value is not found.default:  # Defaults are skipped for speed: a sweep checks thousands of records.
+        if value is not found.default:  # For speed, default values are not checked.
             found.check(value)
 
 

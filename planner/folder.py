@@ -1,4 +1,4 @@
-"""Discovery of the modules in a package, so that a package needs no list of its modules."""
+"""Discovery of the modules in a package. With it, a package such as `families` needs no list of its modules."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 
 def modules_in(package: str, first: tuple[str, ...], near: str = "") -> Iterator[Any]:
-    """Import and yield the modules of a package one by one; a caller that stops early imports no more.
+    """Import and yield the modules of a package one by one.
+
+    If the caller stops iterating, the remaining modules are not imported.
 
     Args:
         package: name of the package.
         first: names of modules to yield before the remaining ones.
-        near: a name; modules whose own name is a prefix of this name come first.
+        near: a name, such as a model type. Modules whose name is a prefix of it come before all others, longest
+            first.
     """
     files = (file.partition(".") for file in os.listdir(import_module(package).__path__[0]))
     names = {name for name, _, ending in files if ending == "py" and name != "__init__"}

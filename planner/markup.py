@@ -1,7 +1,7 @@
 """HTML of plans, tables and replays, as self-contained pages in the style of `tonnage page`.
 
-A page has one script, which sorts and filters its tables. HTML for a notebook has no script, and its style
-affects nothing outside it. The colours are defined in planner/page/data/style.css.
+A page has one script, which sorts and filters its tables. HTML for a notebook has no script, and its CSS rules
+apply only to this HTML. The colours are defined in planner/page/data/style.css.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def memory_section(
 
 
 def fragment(body: str) -> str:
-    """Return `body` as HTML for a notebook, with a style that affects nothing outside it."""
+    """Return `body` as HTML for a notebook, with CSS rules that apply only to this HTML."""
     return f"<style>{_STYLE}</style>{_framed(body)}"
 
 

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft model or draft layers that speculative decoding uses beside the model.
+    """The draft model or draft layers that speculative decoding uses in addition to the target model.
 
     Attributes:
         part: the part of the draft's tensors that one rank holds.
@@ -61,10 +61,11 @@ class Resolved:
         max_num_batched_tokens: maximum number of tokens per step.
         block_size: tokens per KV block.
         given_block_size: the block size that was requested, or None.
-        draft: the draft of --speculative-model, None without one or before it is read.
+        draft: the draft of --speculative-model; None without a draft model or before its files are read.
         given_max_num_seqs: the --max-num-seqs that was requested, or None.
-        memory_bounds: (low, high) of `device_memory`, each with its limit in bytes, if drivers report different
-            totals or the total is assumed; None if the total is known.
+        memory_bounds: ((bytes, limit), (bytes, limit)): the smallest and the largest `device_memory` with the
+            `limit` that follows from each. It is set if drivers report different totals or the total is
+            assumed; None if the total is known.
     """
 
     flags: Deployment
@@ -82,7 +83,7 @@ class Resolved:
 
     @property
     def memory_ends(self) -> tuple[Resolved, Resolved]:
-        """Return the deployment on a device with the smallest and with the largest possible total memory."""
+        """Return two copies of this deployment: for the smallest and the largest possible device memory."""
         if self.memory_bounds is None:
             return self, self
         (low, low_limit), (high, high_limit) = self.memory_bounds
@@ -98,7 +99,7 @@ class ModelInfo:
 
     Attributes:
         path: local folder or file from which the engine loads; not part of the JSON.
-        active_parameters: parameters that one token passes, without those of experts that it does not choose;
+        active_parameters: parameters used per token, which excludes experts that the router does not select;
             not part of the JSON.
         attention: MHA, GQA, MQA, MLA or none.
         via: the source of the tensor shapes: a model adapter, safetensors headers, a checkpoint index, a GGUF
@@ -175,7 +176,7 @@ class KVCachePlan:
         longest: longest sequence in tokens that the usable blocks hold, at most max_model_len.
         law: rules that give the blocks of a request from its prompt and output tokens, or None if they are not
             known.
-        no_law: the reason why `law` is None.
+        no_law: the reason why `law` is None; empty if `law` is set.
     """
 
     layout: KVLayout
@@ -229,18 +230,19 @@ class Plan:
         deployment: the flags, with every None replaced by the chosen value.
         worst_rank: index of the rank that uses the most memory, which decides whether the plan fits.
         reasons: why the plan does not fit.
-        intervals: lower and upper bound of each figure that is estimated.
+        intervals: name of each estimated number -> (lower bound, upper bound).
         notes: assumptions of the plan, and settings that override others.
         advice: if the plan does not fit, changes that make it fit, smallest first.
         stops_with: the error message with which the engine stops at start-up, or None.
         engine_name: title of the engine, with its version if it has one.
         host: host memory that serving on GPUs needs; None on a CPU, where the whole plan is about host memory.
-        tiers: KV tiers beside the pool, in host memory or on disk.
+        tiers: KV tiers in host memory or on disk, in addition to the KV pool.
         requests: capacity for each requested pair of prompt and output lengths.
         mix: capacity for the requests of a trace.
         unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
         defaults: fields of `deployment` that were not given; a serve command need not repeat them.
-        unknown: why it is not known whether the engine runs the model on this device.
+        unknown: reasons why it is not known whether the engine runs the model on this device; empty if it is
+            known.
     """
 
     plan_id: str
@@ -279,7 +281,7 @@ class Plan:
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """Return how many requests of these lengths the KV pool holds at once if no prefixes are shared.
+        """Return how many requests of these lengths the KV pool holds at once, without prefix sharing.
 
         Args:
             prompt_tokens: tokens of each prompt.
@@ -337,7 +339,7 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # The bounds differ by less than their last digit.
+            if gib(low) == gib(high):  # the bounds look equal when printed
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 
@@ -414,13 +416,13 @@ class Plan:
         return [*found, line]
 
     def verdict(self) -> str:
-        """Return the verdict of a plan whose memory suffices."""
+        """Return the verdict, as text, on a plan whose memory suffices."""
         if not self.unknown:
             return "Fits."
         return f"The memory suffices; it is not known whether it runs: {'; '.join(self.unknown)}"
 
     def verdict_lines(self) -> list[str]:
-        """Return lines that say whether the plan fits, otherwise why not and what would fit, and the notes."""
+        """Return lines of text: the verdict or the reasons why the plan does not fit, advice, and notes."""
         lines = [self.verdict()] if self.fits else [
             f"Does not {'run' if reason in self.unsupported else 'fit'}: {reason}" for reason in self.reasons
         ]  # fmt: skip
@@ -456,7 +458,7 @@ class Plan:
 
     def html(self) -> str:
         """Return an HTML section with verdict, figures, memory table with its bar, and capacity."""
-        from tonnage.planner.markup import memory_section  # imported here, because only HTML output needs it
+        from tonnage.planner.markup import memory_section  # lazy import, only for HTML
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
         said = self.verdict_lines()
@@ -470,7 +472,7 @@ class Plan:
         return ("model", self.model.id), ("engine", self.engine_name), ("device", self.device_name())
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook, with a style that affects nothing outside it."""
-        from tonnage.planner.markup import fragment  # imported here, because only HTML output needs it
+        """Return HTML for a notebook, with CSS rules that apply only to this HTML."""
+        from tonnage.planner.markup import fragment  # lazy import, only for HTML
 
         return fragment(self.html())

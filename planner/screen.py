@@ -16,11 +16,11 @@ from tonnage.planner.errors import printable
 
 # Style name -> SGR parameter of the terminal's escape sequence (ECMA-48, 8.3.117)
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "cyan": "36"}
-_GAP = " "  # The gap separates table columns.
+_GAP = " "  # separates table columns
 
-_CLEAR = "\r\x1b[K"  # begin of the line, then erase to its end (ECMA-48, 8.3.41)
+_CLEAR = "\r\x1b[K"  # move to the start of the line, then erase to its end (ECMA-48, 8.3.41)
 
-Cell = str | tuple[str, str]  # text, or text and its style
+Cell = str | tuple[str, str]  # a cell: text, or (text, style)
 
 
 class Screen:
@@ -33,16 +33,16 @@ class Screen:
         self._file = file
         # lines are wrapped only on a terminal, because another program reads whole lines
         self._wraps = file.isatty()
-        # the convention of no-color.org
+        # A set NO_COLOR turns off colours (no-color.org).
         self._styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.width = _width(file)
 
     def print(self, text: str = "", style: str = "") -> None:
-        """Print one paragraph; a terminal gets it wrapped to the width, further lines indented by two more.
+        """Print one paragraph; on a terminal, wrap it to the width and indent its later lines by two spaces.
 
         Words are never broken, so that options and paths can be copied.
         """
-        import textwrap  # imported here, because JSON output does not need it
+        import textwrap  # lazy import: JSON output does not need it
 
         plain = printable(text)
         if not self._wraps:
@@ -86,7 +86,7 @@ class Screen:
 
 @contextmanager
 def busy(text: str) -> Iterator[None]:
-    """Show `text` on a terminal's stderr while the block runs, and remove it afterwards."""
+    """Show `text` on stderr, if it is a terminal, while the `with` block runs, then erase the text."""
     shows = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if shows:
         print(text, end="", file=sys.stderr, flush=True)

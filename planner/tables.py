@@ -1,8 +1,10 @@
 """The JavaScript of HTML pages with tables: sorting, searching, and hiding rows of a long table.
 
-Only the first rows are shown, because a browser needs seconds to lay out the thousands of rows of a sweep, for
-each sort again. On a phone each row of a wide table is a card whose cells repeat their column's title. Numbers
-sort by value and unit, before cells of text; rows without that column come last.
+A page shows only the first rows of a long table. A sweep has thousands of rows, and a browser needs seconds to
+lay them out each time they are sorted.
+
+On a phone, each row of a wide table becomes a card, whose cells show the column titles. A column sorts numbers
+by value and unit, then text, then empty cells.
 """
 
 from __future__ import annotations

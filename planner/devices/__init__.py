@@ -1,1 +1,1 @@
-"""Devices that a model is planned for: the catalogue of GPUs with their prices, and the local machine."""
+"""Devices for which models are planned: the GPU catalogue, GPU prices, and the local machine."""

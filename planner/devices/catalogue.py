@@ -2,12 +2,13 @@
 
 In the file, `reported_gib` is the memory that CUDA or ROCm reports, to which --gpu-memory-utilization applies.
 If drivers of different age report different totals, `reported_range_gib` has the smallest and the largest.
-`variants` are totals that a setting changes: ECC, or the Windows driver. If no source publishes a total, the
-nominal memory less `NOMINAL_RESERVE` is assumed, and `Gpu.basis` is `nominal`.
+`variants` are totals under another setting of the machine, such as ECC or the Windows driver. If no source
+publishes the reported memory, the data sheet's size less `NOMINAL_RESERVE` is assumed, and `Gpu.basis` is
+`nominal`.
 
 `memory_gb_per_s`, `dense_16bit_tflops` and `dense_fp8_tflops` are peak figures of the vendor (`speed_source`),
-without sparsity and, for NVIDIA, with accumulation in FP32. `link_gb_per_s` is the link between GPUs, in both
-directions together, as data sheets give it.
+without sparsity and, for NVIDIA, with accumulation in FP32. `link_gb_per_s` is the link between GPUs, as data
+sheets state it: the sum of both directions.
 """
 
 from __future__ import annotations
@@ -23,29 +24,33 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import GiB, gib
 
 NOMINAL_RESERVE = 0.02
-"""Share of the nominal memory that drivers and ECC reserve.
+"""Fraction of the nominal memory that drivers and ECC reserve.
 
-It is the median over the catalogue's NVIDIA entries with both figures, rounded up to the next quarter percent:
+It is the median over the NVIDIA GPUs for which the catalogue has both the nominal and the reported memory,
+rounded up to the next quarter percent:
 H100 1.0 %, A100 1.1 %, B200 0.9 %, RTX 4090 1.5 %, L40S 7.5 %, T4 9.0 %. tests/planner/test_gpus.py recomputes
 the median.
 """
 
 LARGEST_RESERVE = 0.09
-"""The largest of these shares, a T4's with ECC. An assumed total may be lower than the nominal memory by it."""
+"""Largest fraction of the nominal memory that a driver reserves (T4 with ECC), used for lower bounds."""
 
 APPLE_SHARE = 0.75
-"""Share of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
+"""Fraction of unified memory that Metal lets the GPU use by default on machines of 64 GB and more.
 
 Metal reports this limit as recommendedMaxWorkingSetSize.
 """
 
 SMALL_APPLE_SHARE = 2 / 3
-"""The same share on machines with less memory, which is the lower bound of an assumed total."""
+"""Fraction of unified memory that Metal lets the GPU use on machines below 64 GB.
+
+It gives the lower bound of an assumed total.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device of the catalogue, or the local device; `prices.py` has its price.
+    """One device: an entry of the GPU catalogue, or the local GPU or CPU.
 
     Attributes:
         memory_bytes: bytes of device memory that an engine can use.
@@ -55,11 +60,13 @@ class Gpu:
         capability: CUDA compute capability (developer.nvidia.com/cuda-gpus), None for other vendors.
         bandwidth: peak memory bandwidth in bytes per second of the SXM (or only) variant, None if not known.
         flops: peak dense 16-bit tensor FLOPs per second of the SXM (or only) variant, None if not known.
-        fp8_flops: the same in FP8, None for GPUs without it.
-        link: bytes per second that one GPU sends to the others of its machine, None if not known.
-        mesh: number of GPUs to which a GPU has links of its own, which share `link`; None for a switch.
-        memory_bounds: (low, high) of `memory_bytes` over drivers, or of the assumption if `basis` is `nominal`.
-        variants: totals that a setting of the machine changes, as (bytes, setting).
+        fp8_flops: peak dense FP8 tensor FLOPs per second, None for GPUs without FP8.
+        link: bytes per second that one GPU can send to the other GPUs of its machine, None if not known.
+        mesh: number of other GPUs to which a GPU has direct links, among which `link` is divided; None if a
+            switch connects the GPUs.
+        memory_bounds: (smallest, largest) `memory_bytes` that drivers report; if `basis` is `nominal`, the
+            bounds of the assumed value.
+        variants: (bytes, setting) for each setting of the machine that changes the reported memory.
     """
 
     name: str
@@ -79,14 +86,14 @@ class Gpu:
     variants: tuple[tuple[int, str], ...] = ()
 
     def link_among(self, ranks: int) -> float | None:
-        """Return the bytes per second that one of `ranks` GPUs sends to the others, or None if not known."""
+        """Return the bytes per second that one of `ranks` GPUs can send to the others, or None if not known."""
         if self.link is None or self.mesh is None:
             return self.link
         return self.link * min(1.0, (ranks - 1) / self.mesh)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes for a plan: an assumed total, and totals that a setting changes."""
+        """Return notes for a plan: that the total memory is assumed, or that a machine setting changes it."""
         if self.basis == "nominal" and self.memory_bounds is not None:
             low, high = self.memory_bounds
             return (
@@ -131,7 +138,7 @@ def _gpu(entry: dict[str, Any]) -> Gpu:
         bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
         flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
         fp8_flops=_scaled(entry.get("dense_fp8_tflops"), 1e12),
-        # Data sheets give the sum of both directions.
+        # Data sheets state the sum of both directions.
         link=_scaled(entry.get("link_gb_per_s"), 1e9 / 2),
         mesh=entry.get("link_mesh"),
         memory_bounds=(int(low * GiB), int(high * GiB)),
@@ -149,9 +156,11 @@ def _scaled(figure: object, unit: float) -> float | None:
 
 
 def find_gpu(name: str, field: str = "--gpu") -> Gpu:
-    """Return the GPU with a name or alias, ignoring case, spaces, dashes, "NVIDIA" and the B of "80GB".
+    """Return the GPU whose name or alias is `name`.
 
-    `cpu` is the local machine's CPU and `auto` its first NVIDIA GPU.
+    The comparison ignores case, spaces, dashes, a leading "NVIDIA" or "GeForce", and the B of "80GB".
+
+    The name `cpu` means the local machine's CPU, and `auto` its first NVIDIA GPU.
 
     Args:
         name: name or alias.
@@ -176,7 +185,7 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
             f"{name[:60]!r} names {count} GPUs; here --gpu names one", field=field,
             hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
         )  # fmt: skip
-    from difflib import get_close_matches  # imported here, because only an error message needs it
+    from difflib import get_close_matches  # lazy import, only for an error message
 
     known = {one.lower(): gpu.name for gpu in catalogue() for one in (gpu.name, *gpu.aliases)}
     found = get_close_matches(name.lower(), known, 6, 0.5)
@@ -199,13 +208,13 @@ def capability_of(name: str | None) -> tuple[int, int] | None:
 
 
 def is_amd(name: str | None) -> bool:
-    """Return whether a GPU of the catalogue is AMD's."""
+    """Return whether a GPU of the catalogue is an AMD GPU."""
     found = gpu_named(name)
     return found is not None and found.vendor == "amd"
 
 
-# Compute capabilities of GPUs with unified memory (Orin, Thor, GB10), whose free memory is the host's free
-# memory (vLLM's MemorySnapshot.measure uses psutil's available memory for them, utils/mem_utils.py, 0.32).
+# Compute capabilities of GPUs that share the host's memory (Orin, Thor, GB10). vLLM measures their free memory
+# as the host's available memory (MemorySnapshot.measure in utils/mem_utils.py, 0.32).
 _UNIFIED = ((8, 7), (11, 0), (12, 1))
 
 
@@ -222,7 +231,10 @@ def _by_name() -> dict[str, Gpu]:
 
 @cache  # The result is cached because a sweep looks up each GPU a hundred times.
 def _plain(name: str) -> str:
-    """Return a name without case and separators, NVIDIA's own name, and the B of GB at its end."""
+    """Return a GPU's name in a form for comparison.
+
+    It is in lower case, without separators, a leading "nvidia" or "geforce", and the b of a final "gb".
+    """
     plain = "".join(c for c in name.lower() if c.isalnum())
     plain = plain.removeprefix("nvidia").removeprefix("geforce")
     return plain[:-1] if plain[-3:-2].isdigit() and plain.endswith("gb") else plain
@@ -233,7 +245,7 @@ _DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def local_gpu() -> Gpu:
-    """Return the machine's first NVIDIA GPU, or its CPU if it has none.
+    """Return the local machine's first NVIDIA GPU, or its CPU if it has no NVIDIA GPU.
 
     Raises:
         DeploymentError: a driver is installed but does not answer, or nvidia-ml-py is missing.
@@ -243,22 +255,24 @@ def local_gpu() -> Gpu:
     except ImportError:
         if any(Path(path).exists() for path in _DRIVER):
             raise DeploymentError(
-                "auto needs nvidia-ml-py to ask the NVIDIA driver, not installed here", field="--gpu",
+                "auto asks the NVIDIA driver through the package nvidia-ml-py, which is not installed",
+                field="--gpu",
                 hint="pip install 'tonnage[gpu]', or name the GPU, for example --gpu h100-80g",
             ) from None  # fmt: skip
         return find_gpu("cpu")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # Without a driver there is no NVIDIA GPU.
+    except pynvml.NVMLError:  # no driver, so no NVIDIA GPU
         return find_gpu("cpu")
     try:
         if not pynvml.nvmlDeviceGetCount():
             return find_gpu("cpu")
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         name = str(pynvml.nvmlDeviceGetName(handle))
-        if shares_memory(name):  # NVML has no memory of these GPUs, which use the host's
+        if shares_memory(name):  # NVML reports no memory for GPUs that share the host's memory
             return _by_name()[_plain(name)]
-        # Version 2 of the call reports the driver's reserved memory separately, as CUDA does.
+        # Version 2 of the call states the driver's reserved memory separately. Total minus reserved is what
+        # CUDA reports.
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         total = int(memory.total - memory.reserved)
     except pynvml.NVMLError as error:

@@ -12,7 +12,7 @@ def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
 
     Args:
         cgroup: root of the cgroup file system (v2 memory.max, v1 memory.limit_in_bytes).
-        own: file with the cgroups of this process.
+        own: file that lists the cgroups of this process (/proc/self/cgroup).
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *_limits(cgroup, own)])
@@ -20,7 +20,7 @@ def host_memory(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """Return the CPU's instruction sets in Linux' names (`avx512_bf16`, `amx_tile`); empty on other systems."""
+    """Return the CPU's instruction sets with Linux's names (`avx512_bf16`, `amx_tile`); empty without Linux."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -59,6 +59,6 @@ def _limits(cgroup: Path, own: Path) -> list[int]:
                 text = (folder / name).read_text().strip()
             except OSError:
                 continue
-            if text.isdigit() and int(text) > 0:  # The text "max" means no limit.
+            if text.isdigit() and int(text) > 0:  # the content "max" means no limit
                 found.append(int(text))
     return found

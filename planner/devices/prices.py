@@ -1,7 +1,7 @@
 """Hourly prices of GPUs from public price lists (prices.json), with the day each list was read.
 
-Some lists rent a GPU in whole nodes only; a deployment then costs the price of these nodes. A list's fixed
-price is preferred to the lowest offer of a marketplace, which may no longer be available.
+Some providers rent GPUs only in whole nodes; a deployment then costs as much as these nodes. A fixed price is
+preferred to the lowest offer of a marketplace, because the offer may no longer be available.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import ceil_div
 
 FIELD = "--price"
-GIVEN = "--price"  # source of a price that the user gave
+GIVEN = "--price"  # source that is shown for a price given by the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Price:
     Attributes:
         usd: USD per hour for one GPU.
         read: the day on which the list was read, for example 2026-11-23.
-        together: number of GPUs that the provider rents out only together, such as a whole node.
+        together: number of GPUs that can be rented only together, such as the GPUs of a node.
         marketplace: whether the provider is a marketplace, whose offers change.
     """
 
@@ -51,7 +51,7 @@ class Cost:
 
 @cache
 def price_lists() -> Mapping[str, tuple[Price, ...]]:
-    """Return a mapping from a GPU's name in the catalogue to its prices in all lists."""
+    """Return a dict: GPU name in the catalogue -> its prices in all price lists."""
     found: dict[str, list[Price]] = {}
     for entry in json.loads((Path(__file__).parent / "prices.json").read_text())["lists"]:
         for line in entry["lines"]:
@@ -70,7 +70,7 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
     Args:
         gpu: the GPU's name in the catalogue.
         gpus: number of GPUs.
-        given: USD per hour of one GPU, by the GPU's name; these prices replace all lists.
+        given: GPU name -> USD per hour of one GPU; these prices replace the price lists.
     """
     if given and gpu in given:
         return Cost(given[gpu] * gpus, GIVEN)
@@ -87,7 +87,7 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
 
 
 def read_prices(texts: Iterable[str]) -> dict[str, float]:
-    """Parse prices such as `h100-80g=2.10` into USD per hour of one GPU, by its name in the catalogue.
+    """Parse texts such as `h100-80g=2.10`; return GPU name in the catalogue -> USD per hour of one GPU.
 
     Raises:
         DeploymentError: a text is not a price, or its GPU is unknown.

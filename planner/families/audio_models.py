@@ -1,7 +1,7 @@
-"""Audio-language models of an encoder and a connector.
+"""Audio-language models: an audio encoder, a connector and a text model.
 
 Families: Voxtral, Qwen2-Audio, Qwen3-ASR, GLM-ASR and Audio Flamingo 3.
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
-# These config fields name tokens and the objects that the builders read. None adds a tensor.
+# Config fields that hold token ids, or objects that the builders read separately. No tensor depends on these
+# fields.
 _TOP = (
     "text_config", "audio_config", "audio_token_id", "audio_token_index", "projector_hidden_act",
     "hidden_size", "vocab_size",
@@ -23,7 +24,10 @@ _TOP = (
 
 
 def _encoder(t: Tensors, at: str, f: Fields, names: tuple[str, str, str]) -> int:
-    """Add a Whisper encoder and return its width; ``names``: the fields of width, layers and MLP width."""
+    """Add the tensors of a Whisper encoder below module ``at`` and return its hidden size.
+
+    ``names`` are the config fields with the hidden size, the number of layers and the MLP's inner size.
+    """
     width, layers = f.integer(names[0], 1280, limit="width"), f.integer(names[1], 32, limit="layers")
     inner, mel = f.integer(names[2], 5120, limit="width"), f.integer("num_mel_bins", 128, limit="width")
     towers.conv(t, f"{at}.conv1", (width, mel, 3), True)
@@ -71,8 +75,9 @@ def qwen2_audio(fields: Fields, model_type: str) -> Architecture:
 def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Qwen3-ASR model from its checked config.
 
-    The published files keep the model in ``thinker_config`` and name its connector's matrices in the encoder;
-    transformers' own form has both at the top. The shapes are the same.
+    Config files on the Hugging Face hub keep the model's fields in ``thinker_config``; files that transformers
+    writes have them at the top level. In checkpoints on the hub the connector's matrices belong to the encoder
+    module. The shapes are the same in both forms.
     """
     published = fields.mapping("thinker_config")
     if published is not None:
@@ -81,7 +86,7 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, "qwen3", inner.mapping("text_config"), tied=True, either=published is not None)
     f = Fields(inner.mapping("audio_config") or {})
     stated = {"d_model": 1024, "encoder_layers": 24, "encoder_ffn_dim": 4096, **f.config}
-    if published is None:  # 13 positions of one chunk; the published encoder has Whisper's
+    if published is None:  # one chunk has 13 positions; files on the hub state Whisper's number
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)
     t = Tensors()
@@ -95,7 +100,7 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
 
 
 def glmasr(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a GLM-ASR model: Whisper's encoder with rotary positions, and Llama."""
+    """Return the architecture of a GLM-ASR model: Whisper's encoder with rotary positions, and a Llama."""
     text = text_of(fields, "llama", fields.mapping("text_config"), tied=False)
     f = Fields(fields.mapping("audio_config") or {})
     width, inner = (
@@ -125,7 +130,7 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
 
 
 def audioflamingo3(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an Audio Flamingo 3 model: Whisper's encoder, a connector and Qwen2."""
+    """Return the architecture of an Audio Flamingo 3 model: Whisper's encoder, a connector and a Qwen2."""
     text = text_of(fields, "qwen2", fields.mapping("text_config"))
     t = Tensors()
     t.role = "audio"

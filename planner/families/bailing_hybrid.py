@@ -1,11 +1,11 @@
 """Ling 3.0: Kimi delta attention in most layers, latent attention in the last layer of each group.
 
-The latent attention has an output gate per head, and most layers route tokens to experts. Shapes after
+The latent attention has an output gate per head, and most layers route tokens to experts. Shapes follow
 transformers 5.23, models/bailing_hybrid/.
 
 Config files on the Hugging Face hub (class BailingMoeV3ForCausalLM) have switches that transformers' class
-lacks. A file that sets a switch to a form that transformers does not build is refused. Ling 2.5 is another
-class with the same model_type.
+lacks. A switch value that transformers cannot build is refused. Ling 2.5 has the same model_type but another
+class.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
-# Switches of the hub's config files (vLLM 0.32.0, models/bailing_moe_v3.py), with the value that transformers
-# builds
+# Switches in config files on the Hugging Face hub (vLLM 0.32.0, models/bailing_moe_v3.py) -> the only value
+# that transformers can build
 _ONE_FORM: dict[str, object] = {
     "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise", "use_bias": False,
     "use_qkv_bias": False, "q_lora_rank": None,
@@ -104,9 +104,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has full (latent) attention.
 
-    ``layer_types`` lists the kinds; without this field the last layer of every group has full attention. A
-    number of layers that the group size does not divide is then refused. In that case the layers after the last
-    whole group have delta attention in transformers, and latent attention in vLLM.
+    ``layer_types`` states the kind of each layer. Without this field, the last layer of every group of
+    ``layer_group_size`` layers has full attention, and the group size must divide the number of layers.
+    Otherwise the layers after the last whole group would have delta attention in transformers, but latent
+    attention in vLLM.
     """
     listed = fields.listed("layer_types", layers, {"linear_attention": False, "full_attention": True})
     group = fields.integer("layer_group_size", 6, limit="layers")

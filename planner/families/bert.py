@@ -1,7 +1,7 @@
 """Encoders in BERT's layout: BERT, RoBERTa, XLM-RoBERTa, CamemBERT, MPNet and DistilBERT.
 
 The planner supports the bare encoder (``...Model``), the encoder with its pretraining head
-(``...ForMaskedLM``), and a classifier. Shapes after transformers 5.19. An encoder reads a whole text in one
+(``...ForMaskedLM``), and a classifier. Shapes follow transformers 5.19. An encoder reads a whole text in one
 step and keeps nothing between steps, so it has no KV cache.
 """
 
@@ -20,7 +20,8 @@ from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
 from tonnage.planner.model.fields import Fields, label_count, shown
 from tonnage.planner.model.recipe import Heads
 
-# These config fields of published files concern training, the tokenizer or other heads. None changes a shape.
+# Config fields of published files about training, the tokenizer or other heads. No tensor shape depends on
+# them.
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "directionality", "pooler_fc_size",
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
@@ -30,21 +31,22 @@ _NO_SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class EncoderVariant:
-    """How one BERT-like encoder names its modules, and which parts it has.
+    """Module names and optional modules of one BERT-like encoder.
 
     Attributes:
         name: prefix of the class names (``Bert`` of ``BertForMaskedLM``).
-        body: module that holds the encoder in a model with a head.
+        body: module of the encoder in a model with a head.
         layers: module that holds the layers.
         names: modules of one layer: query, key, value, attention output, its norm, MLP up, MLP down, last norm.
         token_types: whether there is an embedding table of token types.
         pooler: whether the bare encoder has a pooler.
         pooled: whether the classifier reads the pooler's output.
-        unused: number of rows at the start of the position table that no token uses; None: pad_token_id + 1.
-        buckets: whether a table of relative positions exists beside the absolute one.
+        unused: number of rows at the start of the position table that no token uses; None means pad_token_id +
+            1.
+        buckets: whether there is a table of relative positions besides the table of absolute positions.
         masked_head: names of the dense layer, norm and decoder of the pretraining head.
-        shared_bias: parameter of the pretraining head that the decoder's bias may be tied to; None: there is
-            none.
+        shared_bias: parameter of the pretraining head to which the decoder's bias may be tied; None means there
+            is none.
         classifier: linear layers of the classifier; all but the last keep the hidden size.
     """
 
@@ -117,11 +119,11 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
 
 
 def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
-    """Return the class that ``architectures`` names and its kind; the bare encoder when it names none.
+    """Return (class named in ``architectures``, its kind); the default class is the bare encoder.
 
     Raises:
-        UnsupportedArchitecture: the config turns the encoder into a decoder, whose layers differ, or names
-            another class.
+        UnsupportedArchitecture: the config turns the encoder into a decoder, which has other layers, or names
+            an unknown class.
     """
     for field in ("is_decoder", "add_cross_attention"):
         if fields.boolean(field, False):
@@ -133,14 +135,15 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
 
 
 def text_length(fields: Fields, positions: int) -> int:
-    """Return the longest text in tokens: ``positions``, or less where sentence-transformers limits it.
+    """Return the maximum text length in tokens: ``positions``, or less if sentence-transformers limits it.
 
     The limit is ``max_seq_length`` of sentence_bert_config.json, which planner/source/resolve.py adds to the
     fields of config.json.
     """
     if positions < 1:
         raise UnsupportedArchitecture(
-            "the table has no position behind the padding token's", field="max_position_embeddings"
+            "is too small: the position table has no row after the padding token's",
+            field="max_position_embeddings",
         )
     return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)
 
@@ -173,7 +176,7 @@ def _embeddings(
 def _masked_head(t: Tensors, fields: Fields, variant: EncoderVariant, vocab: int, hidden: int) -> None:
     """Add the tensors of the pretraining head: a dense layer, its norm and the matrix to the vocabulary.
 
-    The matrix is the word embedding's when they are tied.
+    With tie_word_embeddings, this matrix is the word embedding.
     """
     tied = fields.boolean("tie_word_embeddings", True)
     words = f"{variant.body}.embeddings.word_embeddings.weight"
@@ -188,7 +191,10 @@ def _masked_head(t: Tensors, fields: Fields, variant: EncoderVariant, vocab: int
 
 
 def _classifier(t: Tensors, fields: Fields, variant: EncoderVariant, hidden: int, *, tagger: bool) -> None:
-    """Add the linear layers of a classifier of texts, or the one layer of a ``tagger`` of tokens."""
+    """Add the linear layers of a classification head.
+
+    With ``tagger`` the head classifies tokens and has one layer; otherwise it classifies texts.
+    """
     *inner, last = ("classifier",) if tagger else variant.classifier
     for name in inner:
         t.linear(name, hidden, hidden, "head", bias=True)

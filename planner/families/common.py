@@ -1,4 +1,4 @@
-"""Readers of config fields that many families share (geometry, layer kinds, rotary tables), and ``decoder``."""
+"""Functions shared by many model families: readers of config fields, and the builder function ``decoder``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def geometry(
 
     Args:
         fields: the config.
-        kv_default: num_key_value_heads when the file has none; by default num_attention_heads.
-        head_default: head_dim when the file has none; by default hidden_size / num_attention_heads.
+        kv_default: num_key_value_heads for a config without this field; by default num_attention_heads.
+        head_default: head_dim for a config without this field; by default hidden_size / num_attention_heads.
     """
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
@@ -52,11 +52,11 @@ def geometry(
 def rope_kind(parameters: object, field: str) -> tuple[str, float]:
     """Return (rope type, scale of the context length) stated by ``rope_parameters`` or ``rope_scaling``.
 
-    Of the known types only linear and dynamic scale a length that is not scaled already (vLLM 0.32.0,
-    config/model.py _get_and_verify_max_len).
+    With the types linear and dynamic, max_position_embeddings is the length before scaling. With all other
+    types it is the scaled length, so the factor is 1 (vLLM 0.32.0, config/model.py _get_and_verify_max_len).
 
     Raises:
-        UnsupportedArchitecture: the type is unknown, so it may keep other tables.
+        UnsupportedArchitecture: the type is unknown, so the shapes of its rotary tables are unknown.
         ConfigError: the parameters are no object, or their factor is no number from 1 to 1024.
     """
     if parameters is None:
@@ -64,7 +64,7 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
     if not isinstance(parameters, dict):
         raise ConfigError(f"{shown(parameters)} is not an object", field=field)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # the name in Phi-3's first files
+    kind = "longrope" if kind == "su" else kind  # the first Phi-3 files call longrope "su"
     if kind not in _ROPE_KINDS:
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not one of {', '.join(_ROPE_KINDS)}", field=f"{field}.rope_type"
@@ -80,7 +80,7 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
 def read_rope(fields: Fields) -> tuple[str, float]:
     """Return (rope type, scale of the context length) of a model with one rotary table.
 
-    transformers 5 writes ``rope_parameters``; older files have ``rope_scaling``.
+    Files written by transformers 5 have ``rope_parameters``; older files have ``rope_scaling``.
     """
     fields.ignore("rope_theta")
     new, old = fields.raw("rope_parameters"), fields.raw("rope_scaling")
@@ -116,7 +116,7 @@ def cache_layers(
 
 
 def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
-    """Return the checked numbers of heads and the head size; the defaults replace fields the file lacks."""
+    """Return the checked head geometry of a config: hidden size, heads, KV heads and head size."""
     return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
 
 
@@ -145,9 +145,9 @@ def decoder(
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder",
     recipe: Recipe | None = None,
 ) -> Architecture:
-    """Return the Architecture of a decoder, made of its collected tensors and the sizes given.
+    """Return the Architecture of a decoder from its collected tensors, cache layers and sizes.
 
-    ``max_model_len`` None means max_position_embeddings, scaled as the rope parameters say.
+    If ``max_model_len`` is None, it is max_position_embeddings times the scale in the rope parameters.
     """
     if max_model_len is None:
         _, factor = read_rope(fields)
@@ -184,7 +184,7 @@ def _has_sections(fields: Fields) -> bool:
 
 
 def rotary_share(fields: Fields, default: float = 1.0) -> float:
-    """Return ``partial_rotary_factor``, the share of each head that is rotated (0 to 1)."""
+    """Return ``partial_rotary_factor``, the fraction of each head that is rotated (0 to 1)."""
     share = fields.number("partial_rotary_factor", default)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict):
@@ -197,7 +197,7 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
 
 
 def number(fields: Fields, field: str, default: float) -> float:
-    """Return a number that no weight depends on, such as a dropout rate; ``default`` if it is no number."""
+    """Return a config number that changes no tensor, such as a dropout rate; ``default`` if invalid."""
     value = fields.config.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308:
         return default
@@ -205,26 +205,32 @@ def number(fields: Fields, field: str, default: float) -> float:
 
 
 def numbers_in(listed: Any) -> frozenset[int]:
-    """Return the integers of a list as a set, so that one look-up per layer stays fast in a long list."""
+    """Return the integers of a list as a set, because a look-up per layer would be slow in a long list."""
     return frozenset(item for item in listed or () if type(item) is int)
 
 
 def act_of(fields: Fields, default: str, *names: str) -> str:
-    """Return the activation function: the first of the fields ``names`` (default hidden_act) that is set."""
+    """Return the name of the activation function, or ``default`` if config.json does not state it.
+
+    It is the value of the first field among ``names`` (by default hidden_act) that is set.
+    """
     found = (fields.config.get(name) for name in names or ("hidden_act",))
     return next((str(act) for act in found if act), default)
 
 
 def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
-    """Return whether a module has a bias: ``rule`` itself, or the config field it names, with its default."""
+    """Return whether a module has a bias.
+
+    ``rule`` is the answer itself, or (config field that states the answer, default of the field).
+    """
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
 
 
 def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
     """Return for each layer whether it routes to experts.
 
-    ``mlp_layer_types`` decides. Without it, all layers route except the first ``first_k_dense_replace``
-    (``dense`` by default).
+    ``mlp_layer_types`` states it. Without this field, all layers but the first ``first_k_dense_replace`` (by
+    default ``dense``) route to experts.
     """
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
@@ -232,7 +238,10 @@ def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ..
 
 
 def never_tied(fields: Fields) -> bool:
-    """Return False; raise an error if the config ties a head that transformers' class cannot tie."""
+    """Return False as the value of tie_word_embeddings; raise an error if the config sets it to true.
+
+    It is used for families whose class in transformers cannot tie the head to the embedding.
+    """
     if fields.boolean("tie_word_embeddings", False):
         raise UnsupportedArchitecture(
             "true is not supported: transformers' class cannot tie the head", field="tie_word_embeddings"
@@ -249,11 +258,11 @@ def every_layer_routes(fields: Fields) -> None:
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, sliding window in tokens or None) by a named rule.
+    """Return (attention kind of each layer, sliding window in tokens or None) by the rule named ``rule``.
 
     - ``none``: every layer has full attention.
     - ``optional``: every layer has a sliding window when ``sliding_window`` is set.
-    - ``layer_types``: as that field lists.
+    - ``layer_types``: the config field ``layer_types`` states the kind of each layer.
     - ``qwen``: layers from max_window_layers on have a sliding window when use_sliding_window is set
       (configuration_qwen2.py).
     """

@@ -1,12 +1,12 @@
-"""DeepSeek-V4: one shared K=V head per layer, a window of recent tokens and compressed entries of older tokens.
+"""DeepSeek-V4: each layer caches a window of recent tokens and compressed entries for older tokens.
 
-Shapes after transformers 5.23, models/deepseek_v4/. Each layer caches its window: one head of ``head_dim``,
-where K and V are the same tensor. By ``compress_ratios`` a layer also caches one of these:
+Shapes follow transformers 5.23, models/deepseek_v4/. A layer's window has one KV head of ``head_dim`` values,
+where K and V are the same tensor. The compressed entries depend on the layer's value in ``compress_ratios``:
 
 - ratio 4: one entry per 4 tokens, selected by an indexer whose keys are compressed in the same way
 - ratio 128: one entry per 128 tokens
 
-A layer with compressed entries also keeps the tokens of the entry that is not complete yet.
+A layer with compressed entries also keeps the tokens that do not yet fill an entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-_SPARSE, _HEAVY = 4, 128  # tokens per compressed entry, in layers with an indexer and in layers without
+_SPARSE, _HEAVY = 4, 128  # tokens per compressed entry: in layers with an indexer, in layers without an indexer
 _RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": _SPARSE,
@@ -40,7 +40,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     groups = fields.integer("o_groups", limit="heads")
     o_rank = fields.integer("o_lora_rank", limit="width")
     common.divisible(heads, groups, "num_attention_heads", "o_groups")
-    # transformers 5 states the rotary size as a share of the head
+    # transformers 5 states the rotary size as a fraction of head_dim (partial_rotary_factor)
     rope = fields.integer("qk_rope_head_dim", int(size * common.rotary_share(fields, 0.125)), limit="width")
     window = fields.integer("sliding_window", 128, limit="positions")
     index_heads = fields.integer("index_n_heads", 64, limit="heads")
@@ -121,7 +121,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _hashed(fields: Fields) -> int:
-    """Return how many of the first layers choose experts by a table of token ids (3 by default)."""
+    """Return how many layers, counted from the first, choose experts by a table of token ids (default 3)."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         return 3
@@ -130,7 +130,7 @@ def _hashed(fields: Fields) -> int:
     count = kinds.count("hash_moe")
     if "moe" in kinds[:count]:
         raise UnsupportedArchitecture(
-            "a hash_moe layer behind a moe layer is not supported", field="mlp_layer_types"
+            "a hash_moe layer after a moe layer is not supported", field="mlp_layer_types"
         )
     return count
 
@@ -138,8 +138,8 @@ def _hashed(fields: Fields) -> int:
 def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return the compression ratio of each layer: 0, 4 or 128.
 
-    ``compress_ratios`` lists them, with one entry more for the speculative layer; transformers writes
-    ``layer_types`` instead.
+    ``compress_ratios`` lists the ratios, with one more entry for the MTP layer. Files that transformers writes
+    state ``layer_types`` instead.
     """
     value, kinds = fields.raw("compress_ratios"), fields.raw("layer_types")
     for kind, rate in (fields.mapping("compress_rates") or {}).items():
@@ -163,7 +163,8 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
 def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap: int, name: str) -> None:
     """Add the projections that compress ``ratio`` tokens into an entry of ``size`` values.
 
-    With ``overlap`` 2 each entry gathers two windows, so the matrices of K and gate have twice the rows.
+    With ``overlap`` 2, each entry is made of two groups of ``ratio`` tokens, so the K and gate matrices have
+    twice the rows.
     """
     t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
     t.linear(f"{at}.kv_proj", overlap * size, hidden)
@@ -172,7 +173,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
 
 
 def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]:
-    """Return the state tensors of an incomplete compressed entry."""
+    """Return the state tensors that keep the tokens of an incomplete compressed entry."""
     if ratio == _HEAVY:
         return (StateTensor("compressor", (2, ratio, size), shard_dim=None),)
     return (

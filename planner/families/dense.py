@@ -1,6 +1,6 @@
-"""The builder of dense decoders of Llama's shape; a ``DenseVariant`` says how one family differs.
+"""The builder of dense decoders with Llama's structure; a ``DenseVariant`` states a family's differences.
 
-Such a model is an embedding, layers of attention and MLP, a final norm and a head.
+A dense decoder has an embedding, layers of attention and MLP, a final norm and a head.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tonnage.planner.model.recipe import (
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
 
-# Whether a module has a bias: always (True), never (False), or as (config field, its default) says.
+# Rule for the bias of a module: always (True), never (False), or (config field that states it, default).
 Bias = bool | tuple[str, bool]
 _TABLE = "model.rotary_emb."
 
-# The forms of apply_rotary_pos_emb in transformers; Llama has ``half``.
+# Name -> implementation of apply_rotary_pos_emb in transformers; Llama uses ``half``.
 ROPES = {
     "half": Rope(0),
     "joined": Rope(0, joined=True),
@@ -48,14 +48,14 @@ ROPES = {
 
 @dataclass(frozen=True, slots=True)
 class SwitchedNorms:
-    """Norms of q and k that a config field switches on.
+    """Norms of q and k that exist if a config field is set.
 
     Attributes:
         field: config field that switches the norms on.
-        default: whether the norms exist when the file does not say.
+        default: whether the norms exist if config.json does not set the field.
         names: modules of the norms.
         kind: kind of the norms.
-        each: whether every head has a norm module of its own.
+        each: whether every head has a separate norm module.
         own: whether the norm's weight has a row for every head.
     """
 
@@ -69,7 +69,7 @@ class SwitchedNorms:
 
 @dataclass(frozen=True, slots=True)
 class DenseVariant:
-    """How one dense family differs from Llama; the defaults are Llama.
+    """Options by which a dense family differs from Llama; the default values describe Llama.
 
     Attributes:
         class_name: the causal language model's class in transformers.
@@ -81,34 +81,35 @@ class DenseVariant:
         switched_norms: norms of q and k that a config field switches on.
         normed_last: whether q and k are normed after their rotation.
         heads_span_hidden: whether num_attention_heads x head_dim must equal hidden_size.
-        qkv: name of the fused projection of q, k and v; None: there are three projections.
+        qkv: name of the fused projection of q, k and v; None means three separate projections.
         out: name of the output projection.
         clipped_field: config field that, when set, limits the values of q, k and v.
         mlp_names: names of the matrices gate, up and down; or two names, up (with the gate, if ``fused``) and
             down.
         fused: whether the first of two MLP matrices holds gate and up.
-        act: hidden_act when the file does not say.
+        act: default of hidden_act.
         flow: order of norms, branches and residual additions in a layer.
-        parallel_field: config field that makes attention and MLP parallel behind the first norm alone.
+        parallel_field: config field that makes attention and MLP parallel, both after the first norm; the
+            second norm is left out.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
         final: name of the final norm.
         head_bias: whether the head has a bias.
-        tied: tie_word_embeddings when the file does not say.
-        rotary_share: partial_rotary_factor when the file does not say.
-        rope: name of the rotary embedding's form in ``ROPES``.
+        tied: default of tie_word_embeddings.
+        rotary_share: default of partial_rotary_factor.
+        rope: key in ``ROPES`` of the rotary embedding's implementation.
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
-        table_by_kind: whether full and sliding layers have rotary tables of their own.
+        table_by_kind: whether full layers and sliding layers have different rotary tables.
         window: rule that says which layers have a sliding window. ``none``; ``unused``: none, but layer_types
             is checked; ``always``: every layer if there is a window; ``pattern``: layer_types, else
             sliding_window_pattern; ``rotated``: layer_types, else the layers without rotary positions;
             ``qwen``: see common.kinds_of.
-        default_window: sliding window in tokens when the file has no such field.
-        attention_dropout: dropout of attention weights when the file does not say.
-        dropout: field and default of the dropout behind attention and MLP.
-        dropped: whether that dropout applies behind attention, and behind the MLP.
-        embedding_dropout: field of the dropout behind the embedding.
+        default_window: default sliding window in tokens.
+        attention_dropout: default dropout of attention weights.
+        dropout: (config field, default) of the dropout after attention and MLP.
+        dropped: whether that dropout applies (after attention, after the MLP).
+        embedding_dropout: config field with the dropout after the embedding.
         ignored: config fields of this family that change no shape.
         extra: function that adds further tensors to a layer.
         taped: whether training activations can be derived from the recipe (the description of layers).
@@ -205,7 +206,7 @@ def _layers(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Return the layer descriptions of a dense decoder, which differ only in the rotary table they read."""
+    """Return the layer descriptions of a dense decoder; the layers differ only in their rotary table."""
     qkv_bias, out_bias, mlp_bias = (
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
@@ -247,7 +248,7 @@ def _layers(
 def _tables_read(
     fields: Fields, variant: DenseVariant, kinds: tuple[str, ...], window: int | None
 ) -> tuple[str | None, ...]:
-    """Return for each layer the name of the rotary table it reads, None for no rotary positions."""
+    """Return for each layer the name of its rotary table, or None for a layer without rotary positions."""
     if variant.table_by_kind:
         return tuple(f"{_TABLE}{kind}_" for kind in kinds)
     if variant.roped == "listed":
@@ -301,7 +302,7 @@ def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[st
 
 
 def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
-    """Return the layer kinds of SmolLM3 when the file lists no layer_types.
+    """Return the attention kind of each SmolLM3 layer for a config without layer_types.
 
     Layers without rotary positions have a sliding window, if use_sliding_window is set.
     """
@@ -311,7 +312,7 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
 
 
 def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
-    """Return the layer kinds that sliding_window_pattern states; by default every fourth has full attention."""
+    """Return each layer's attention kind by sliding_window_pattern; by default every fourth layer is full."""
     stated = fields.config.get("sliding_window_pattern", 4)
     # EXAONE 4 states the pattern as letters, LLLG: L is a local, G a global layer
     if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
@@ -332,14 +333,14 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     stated = fields.raw("no_rope_layers")
     if (
         isinstance(stated, list) and len(stated) > layers
-    ):  # transformers reads the first entries of a list that is longer than the model is deep
+    ):  # if the list has more entries than the model has layers, transformers reads the first ones
         fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
     listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
 
 
 def with_sinks(found: Architecture) -> Architecture:
-    """Return the architecture with a learned sink score for each attention head."""
+    """Return the architecture with attention sinks added: one learned score per query head."""
     sinks = [
         TensorSpec(
             f"model.layers.{layer}.self_attn.sinks",
@@ -355,7 +356,10 @@ def with_sinks(found: Architecture) -> Architecture:
 
 
 def thetas(fields: Fields) -> int:
-    """Return the number of rotary tables: one per base in layer_rope_theta; layers with base 0 have none."""
+    """Return the number of distinct rotary tables, one per base (theta) in layer_rope_theta.
+
+    A layer with base 0 has no rotary positions and needs no table.
+    """
     listed = fields.raw("layer_rope_theta")
     if not isinstance(listed, list) or not all(isinstance(theta, int | float) for theta in listed):
         raise ConfigError(f"{shown(listed)} is not a list of numbers", field="layer_rope_theta")

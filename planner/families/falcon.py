@@ -1,6 +1,6 @@
-"""Falcon: multi-query (7B), grouped heads (new_decoder_architecture: 40B, 180B) and the old multi-head form.
+"""Falcon: multi-query (7B), grouped-query (40B and 180B, new_decoder_architecture) and multi-head attention.
 
-Shapes after transformers 5.19, models/falcon/. Its linear layers have the class FalconLinear, which
+Shapes follow transformers 5.19, models/falcon/. Its linear layers have the class FalconLinear, which
 bitsandbytes does not replace (integrations/bitsandbytes.py replaces ``type(module) is nn.Linear``).
 """
 
@@ -46,7 +46,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads = stated or heads
         common.divisible(heads, kv_heads, "num_attention_heads", "num_kv_heads")
     else:
-        kv_heads = 1 if multi_query else heads  # transformers does not read num_kv_heads here
+        kv_heads = 1 if multi_query else heads  # transformers ignores num_kv_heads for the old architecture
     norms = _norms(fields, new, parallel)
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
@@ -56,7 +56,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     attention = Attention(
         "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
         copied="qkv" if new else "kv" if multi_query else "", broadcast=multi_query and not new,
-        # The new decoder architecture repeats K and V for all query heads.
+        # The new decoder architecture copies K and V for every query head of a group.
         repeated=new, rope=None if alibi else Rope(head_size, table),
         # FalconModel passes a mask even if the attention kernel needs none.
         masked=True, narrow=True,
@@ -64,7 +64,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     act = common.act_of(fields, "gelu", "hidden_act", "activation")
     mlp = Mlp("mlp", hidden, inner, act, ("dense_h_to_4h", "dense_4h_to_h"), bias=bias)
     dropout = common.number(fields, "hidden_dropout", 0.0)
-    # Parallel branches share one dropout, applied to their sum.
+    # Parallel attention and MLP have one dropout, which applies to the sum of their outputs.
     behind = 0.0 if parallel else common.number(fields, "attention_dropout", 0.0)
     layer = layer_of(
         "parallel" if parallel else "pre", attention, mlp,
@@ -74,11 +74,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
         (Table(table, head_size),),  # the rotary table is built even when ALiBi replaces rotary positions
-        linear_class="FalconLinear", taped=not alibi,  # ALiBi's mask holds the slopes of every head
+        linear_class="FalconLinear", taped=not alibi,  # with ALiBi, the mask differs by head
     )  # fmt: skip
     return common.decoder(
         fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
-        # In the new architecture transformers repeats K and V for all query heads before it caches them.
+        # In the new decoder architecture, transformers caches K and V once per query head, not per KV head.
         tuple(CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)),
         layers=layers, inner=inner, vocab=vocab, rotary=None if alibi else Rotary(head_size, 1), gated=False,
         max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
@@ -87,7 +87,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
-    """Return the names of the norms in front of Falcon's attention and MLP in one layer."""
+    """Return the names of the norms before attention and MLP in a Falcon layer."""
     count = fields.raw("num_ln_in_parallel_attn")
     if count is not None and (isinstance(count, bool) or count not in (1, 2)):
         raise ConfigError(f"{shown(count)} is not 1 or 2", field="num_ln_in_parallel_attn")
@@ -103,14 +103,14 @@ def _norms(fields: Fields, new: bool, parallel: bool) -> tuple[str, ...]:
 
 
 def _refined(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Falcon 40B's first files, which always have the new decoder architecture."""
+    """Return the architecture of Falcon 40B's first release, which always has the new decoder architecture."""
     # The 40B files do not state new_decoder_architecture: the model_type RefinedWeb implies it.
     fields.config = {"new_decoder_architecture": True, **fields.config}
     return build(fields, "falcon")
 
 
 def _refined_7b(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Falcon 7B's first files, which have multi-query attention."""
+    """Return the architecture of Falcon 7B's first release, which has multi-query attention."""
     return build(fields, "falcon")
 
 

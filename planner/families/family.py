@@ -1,7 +1,7 @@
 """``Family``: what the planner, the engines and PEFT need to know about one model type.
 
-A module of this folder keeps its rows in ``FAMILIES`` (model_type -> Family). registry.py finds them there, so
-a new family needs one file.
+Each module of this folder has a dict ``FAMILIES`` (model_type -> Family), which registry.py reads. A new family
+therefore needs only one new file.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ Paged = Literal[
 
 @dataclass(frozen=True, slots=True)
 class VLLMTraits:
-    """Differences of a model family in vLLM; named files are of vLLM 0.32.0.
+    """Properties of a model family in vLLM 0.32.0 that differ from most families.
 
     Attributes:
-        float16: whether vLLM accepts float16 (False: _FLOAT16_NOT_SUPPORTED_MODELS, config/model.py).
+        float16: whether vLLM accepts float16; False for the models in _FLOAT16_NOT_SUPPORTED_MODELS
+            (config/model.py).
         float32_states: whether the recurrent state is float32 by default (NemotronHForCausalLMConfig in
             model_executor/models/config.py; Qwen3.5 by mamba_ssm_dtype of its config; KDA in mamba_utils.py).
         alternating: whether a layer's index, not the config, decides if it has a sliding window
             (model_executor/models/gpt_oss.py).
-        expanded_mla: whether latent attention runs and is cached as full attention, with V padded to K's head
-            size (model_executor/models/minicpm3.py).
+        expanded_mla: whether latent attention (MLA) is computed and cached as ordinary full attention, with V
+            padded to K's head size (model_executor/models/minicpm3.py).
         one_mrope_length: whether rotary tables have a single length although positions are three-dimensional
             (models/qwen3_vl.py, mrope_positions_factor).
         wide_router: whether the router matrix is kept in float32 (params_dtype of GateLinear in
             model_executor/models).
         embeddings: encoder class whose embeddings vLLM serves (_EMBEDDING_MODELS,
             model_executor/models/registry.py).
-        masked: encoder class with a head for masked tokens that the same dict names.
-        lora_vocabulary: how many of embedding and head the class names as LoRA modules (``embedding_modules``
-            in model_executor/models). Each has LoRA slots over the whole vocabulary on every rank, even when
-            both are one tensor (lora/layers/vocab_parallel_embedding.py, logits_processor.py). Cohere's class
-            names the embedding alone.
+        masked: encoder class with a head for masked tokens, also in _EMBEDDING_MODELS.
+        lora_vocabulary: 2 if the class supports LoRA on the embedding and the head, 1 if only on the embedding
+            (Cohere), else 0 (``embedding_modules`` in model_executor/models). Each of these layers has LoRA
+            slots over the whole vocabulary on every rank, even if embedding and head are tied
+            (lora/layers/vocab_parallel_embedding.py, logits_processor.py).
     """
 
     float16: bool = True
@@ -70,10 +71,11 @@ class GGUFTraits:
     Attributes:
         name: general.architecture of the file.
         class_name: class in transformers.
-        norms: norms of a layer besides attn_norm: GGUF name -> name in the state dict.
-        rotary_head: whether rope.dimension_count is the head size when the file gives no key length.
+        norms: norms of a layer other than attn_norm: name in the GGUF file -> name in transformers' state dict.
+        rotary_head: whether rope.dimension_count is the head size if the file does not state
+            attention.key_length.
         window: whether the file states the sliding window.
-        bias: whether the tensors present decide if attention has biases.
+        bias: whether attention has biases exactly if the file contains bias tensors.
     """
 
     name: str
@@ -86,19 +88,20 @@ class GGUFTraits:
 
 @dataclass(frozen=True, slots=True)
 class FileTraits:
-    """How a family's published files differ from the modules that transformers makes of them.
+    """Differences between a family's published files and the modules that transformers loads from them.
 
     Attributes:
         renamed: whether most tensors have other names, which transformers changes while loading (5.19,
             conversion_mapping.py).
-        tied_head: whether the file stores the head although it is tied to the embedding.
+        tied_head: whether the file stores the output head although the head is tied to the embedding.
         masks_before: transformers version. A file written by an older version stores three buffers in every
-            layer. They are a boolean mask over all positions (an index counts one bit each), the masked value
-            and the rotary frequencies.
-        exponent_scales: FP8 scales called ue8m0 are stored as the exponent alone. In other families that name
-            only describes the values: DeepSeek-V3.1 stores fp32.
-        sentence_length: sentence-transformers states the longest text in a file beside config.json, which vLLM
-            reads too (get_sentence_transformer_tokenizer_config, transformers_utils/config.py 0.32.0).
+            layer: a boolean mask over all pairs of positions (the index counts one bit per entry), the masked
+            value and the rotary frequencies.
+        exponent_scales: whether FP8 scales named ue8m0 are stored as one exponent byte. In other families the
+            name ue8m0 only means that the scales are powers of two: DeepSeek-V3.1 stores them as fp32.
+        sentence_length: whether the maximum text length is in a file of sentence-transformers beside
+            config.json, which vLLM also reads (get_sentence_transformer_tokenizer_config,
+            transformers_utils/config.py 0.32.0).
     """
 
     renamed: bool = False
@@ -113,32 +116,33 @@ NO_TRAITS, _FILES = VLLMTraits(), FileTraits()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The planner's, the engines' and PEFT's knowledge about one model type.
+    """Facts about one model type that the planner, the engines and PEFT need.
 
     Attributes:
-        build: function from a checked config to an Architecture. None: there is no adapter, and transformers'
-            own modules are planned instead (planner/families/meta.py).
+        build: adapter: function from a checked config to an Architecture. None means there is no adapter; the
+            plan then uses transformers' own modules (planner/families/meta.py).
         ignored: config fields that change neither shapes nor the cache.
-        aliases: standard field -> its other spelling (attribute_map of the config classes, transformers 5.19).
-        absent: value that the config class of transformers 5.19 gives a field which the file lacks (null is not
-            absent). The basic sizes are in config_defaults.json.
-        leftovers: config fields that are named like a shape but that neither transformers 5.19 nor vLLM 0.32.0
-            reads, with their harmless values. tests/planner/test_leftovers.py checks this against their code.
-            Most were left by the remote code that a model was first published with.
+        aliases: standard config field -> the family's name for it (attribute_map of the config classes,
+            transformers 5.19).
+        absent: config field -> default value in transformers 5.19 if config.json lacks the field; null does not
+            count as lacking. Defaults of the basic sizes are in config_defaults.json.
+        leftovers: config fields whose names suggest a shape, but which neither transformers 5.19 nor vLLM
+            0.32.0 reads, with their harmless values. tests/planner/test_leftovers.py checks this against the
+            code of both. Most of these fields come from the remote code with which a model was first published.
         refusal: why there is no adapter, for the error message; empty when no reason is known.
-        first_class: class named by the first published files (remote code).
+        first_class: class name in the first published files, from their remote code.
         reads_class: whether ``build`` reads the config field ``architectures`` itself.
-        attentions: attention implementations besides eager in transformers 5.19 (_supports_sdpa,
-            _supports_flash_attn).
-        final_norm: kind of the last norm, for activation estimates of a model without a recipe (layer
+        attentions: attention implementations other than eager that transformers 5.19 supports for the class
+            (_supports_sdpa, _supports_flash_attn).
+        final_norm: kind of the final norm; used to estimate activations of models without a recipe (layer
             description).
-        every_expert: whether a token passes through all experts (modeling_llama4.py,
-            hidden_states.repeat(num_experts, 1)), for activation estimates without a recipe.
+        every_expert: whether transformers computes all experts for each token (modeling_llama4.py,
+            hidden_states.repeat(num_experts, 1)); used to estimate activations of models without a recipe.
         lora: target modules that PEFT 0.21 chooses for LoRA (peft/utils/constants.py), None when it has none.
         ia3: target modules that PEFT 0.21 chooses for IA3, None when it has none.
         hf: whether the Hugging Face engine serves the family, or the reason why not.
-        vllm: differences in vLLM's code for this family.
-        gguf: how a GGUF file stores the family, None when it cannot.
+        vllm: properties of the family in vLLM that differ from most families.
+        gguf: how a GGUF file stores the family; None if GGUF files of the family are not supported.
         files: how published files differ from the loaded modules.
     """
 
@@ -163,7 +167,7 @@ class Family:
 
 NO_FAMILY = Family(None)
 
-# These values are shared by several families.
+# values that several families share
 QV = ("q_proj", "v_proj")
 QV_DOWN = (*QV, "down_proj")
 GPT2_NAMES = {

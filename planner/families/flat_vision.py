@@ -1,6 +1,6 @@
-"""Vision-language models published with their own code, with the language model's fields at the top.
+"""Vision-language models with remote code, whose config.json has the language model's fields at the top level.
 
-Phi-3-vision and MiniCPM-V 2.5 to 4.5. Shapes after vLLM 0.32.0 (models/phi3v.py, minicpmv.py,
+Phi-3-vision and MiniCPM-V 2.5 to 4.5. Shapes follow vLLM 0.32.0 (models/phi3v.py, minicpmv.py,
 layers/resampler.py) and the parameter counts in the safetensors headers of the published files.
 """
 
@@ -32,7 +32,10 @@ _SIGLIP = {
 
 
 def _text(fields: Fields, text_type: str, outside: tuple[str, ...]) -> Architecture:
-    """Return the language model of a config that states it at the top, without the fields ``outside``."""
+    """Return the language model whose fields are at the top level of a config.
+
+    The fields ``outside`` belong to other modules and are left out.
+    """
     left = (*outside, "architectures", "auto_map", "model_type")
     config: Mapping[str, Any] = {name: value for name, value in fields.config.items() if name not in left}
     fields.ignore(*fields.config)
@@ -68,7 +71,7 @@ def phi3_v(fields: Fields, model_type: str) -> Architecture:
 def minicpmv(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of MiniCPM-V 2.5 to 4.5: a decoder, SigLIP and a resampler."""
     version = fields.raw("version")
-    version = 2.5 if version is None else version  # the field is younger than 2.5
+    version = 2.5 if version is None else version  # files of version 2.5 lack this field
     if not isinstance(version, int | float | str):
         raise ConfigError(f"{shown(version)} is not a version", field="version")
     kind = _LANGUAGE.get(float(version)) if str(version).replace(".", "", 1).isdigit() else None

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text) and VaultGemma. Shapes after transformers 5.19, models/{gemma,gemma2,gemma3}/.
+"""Gemma 1, 2 and 3 (text) and VaultGemma. Shapes follow transformers 5.19, models/{gemma,gemma2,gemma3}/.
 
 Gemma 2 and 3 put four norms into a layer. Gemma 3 adds norms of q and k and a second rotary table. The
 multimodal Gemma 3 is in multimodal.py.
@@ -34,19 +34,20 @@ from tonnage.planner.model.tensor import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class GemmaVariant:
-    """How one Gemma text model differs from Gemma 1.
+    """Options by which a Gemma text model differs from Gemma 1; the default values describe Gemma 1.
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        defaults: sizes of the config class when the file does not say.
+        defaults: default sizes, from the config class in transformers.
         norms: norms of a layer in the order they run.
         qk_norm: whether q and k have a norm per head.
-        pattern: every n-th layer has full attention when the file lists no kinds; 0: every layer has.
+        pattern: without layer_types, every n-th layer has full attention; 0 means every layer has full
+            attention.
         pattern_field: whether the config field sliding_window_pattern replaces ``pattern``.
-        by_kind: whether full and sliding layers have rotary tables of their own; the config then states the
-            scaled length.
-        attention_cap: attn_logit_softcapping when the file does not say.
-        final_cap: final_logit_softcapping when the file does not say.
+        by_kind: whether full layers and sliding layers have different rotary tables; max_position_embeddings is
+            then the length after rotary scaling.
+        attention_cap: default of attn_logit_softcapping.
+        final_cap: default of final_logit_softcapping.
     """
 
     class_name: str
@@ -69,8 +70,8 @@ _FOUR_NORMS = (
 )  # fmt: skip
 
 _TABLE = "model.rotary_emb."
-_HEAD_DIM = 256  # head_dim of the config classes when the file has none; never hidden / heads
-_WINDOW = 4096  # sliding_window of Gemma2Config and Gemma3TextConfig when the file has none
+_HEAD_DIM = 256  # default of head_dim in the config classes, which is not hidden_size / num_attention_heads
+_WINDOW = 4096  # default of sliding_window in Gemma2Config and Gemma3TextConfig
 
 
 def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architecture:
@@ -83,7 +84,7 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
     hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
     heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
     common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    # the config class makes the same check
+    # transformers' config class makes the same check
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
     head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
     inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
@@ -158,7 +159,7 @@ def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[st
 
 
 def _rotary(fields: Fields, variant: GemmaVariant, kinds: tuple[str, ...]) -> tuple[tuple[str, ...], float]:
-    """Return (prefixes of the rotary tables, factor on max_position_embeddings) of a Gemma text model."""
+    """Return (name prefixes of the rotary tables, factor by which rotary scaling extends the length)."""
     if not variant.by_kind:
         return (_TABLE,), common.read_rope(fields)[1]
     fields.ignore("rope_theta", "rope_local_base_freq")
@@ -200,7 +201,7 @@ FAMILIES = {
             # Sliding and full layers alternate, the first is sliding (configuration_gemma2.py).
             _FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
-        # the 9B and 27B files state the window in two fields
+        # the 9B and 27B files state the sliding window in two config fields
         leftovers={"sliding_window_size": "sliding_window"},
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
         vllm=VLLMTraits(float16=False),
@@ -214,7 +215,7 @@ FAMILIES = {
                 "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
                 "max_position_embeddings": 131_072,
             },
-            # every sixth layer has full attention unless the file says otherwise (configuration_gemma3.py)
+            # by default every sixth layer has full attention (configuration_gemma3.py)
             _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
         ).build,
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=VLLMTraits(float16=False),

@@ -1,7 +1,7 @@
-"""Gemma 3n (text), and the parts that Gemma 4's small models share with it.
+"""Gemma 3n (text model), and modules that Gemma 4's small models have in common with Gemma 3n.
 
-The last layers read the keys and values of an earlier layer, and every layer has its own token embedding.
-Shapes after transformers 5.19, models/gemma3n/ and models/gemma4/. The towers of multimodal files are in
+The last layers use the KV cache of an earlier layer, and every layer has its own token embedding.
+Shapes follow transformers 5.19, models/gemma3n/ and models/gemma4/. The towers of multimodal files are in
 gemma3n_towers.py.
 """
 
@@ -42,7 +42,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "rope_parameters", "rope_local_base_freq", "rope_theta", "rope_scaling",
     )  # fmt: skip
     kinds = fields.layer_types(layers)
-    if kinds is None:  # every fifth layer has full attention (configuration_gemma3n.py)
+    if kinds is None:  # by default every fifth layer has full attention (configuration_gemma3n.py)
         kinds = tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
     window = fields.integer("sliding_window", 512, limit="positions")
     sources = shared_layers(fields, kinds, default=15)
@@ -92,7 +92,7 @@ def _widths(fields: Fields, layers: int) -> list[int]:
 
 
 def _altup(t: Tensors, at: str, hidden: int, inputs: int) -> None:
-    """Add the tensors of a layer's AltUp module, which predicts and corrects ``inputs`` hidden states."""
+    """Add the tensors of a layer's AltUp module, which updates ``inputs`` parallel hidden states."""
     t.add(f"{at}.correct_output_scale", (hidden,), "norm", "Gemma3nTextAltUp")
     t.linear(f"{at}.correction_coefs", inputs, inputs, "mlp")
     t.linear(f"{at}.prediction_coefs", inputs * inputs, inputs, "mlp")
@@ -102,9 +102,10 @@ def _altup(t: Tensors, at: str, hidden: int, inputs: int) -> None:
 
 
 def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> dict[int, int]:
-    """Return layer -> earlier layer whose keys and values it reads (``num_kv_shared_layers``).
+    """Return a dict: layer without its own KV cache -> earlier layer whose KV cache it uses.
 
-    Each of the last layers reads the last earlier layer of its own kind that keeps keys and values.
+    The last ``num_kv_shared_layers`` layers have no KV cache of their own. Each of them uses the last earlier
+    layer of the same attention kind that has a cache.
     """
     shared = fields.integer("num_kv_shared_layers", default, limit="layers", minimum=0)
     first = len(kinds) - shared
@@ -124,7 +125,7 @@ def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> d
 def cache_layer(i: int, window: int | None, dims: Heads, source: int | None) -> CacheLayer:
     """Return the cache of one layer.
 
-    ``source`` is the earlier layer whose keys and values it reads, None when it keeps its own.
+    ``source`` is the earlier layer whose KV cache this layer uses, None if it has its own.
     """
     kind: Literal["full", "sliding"] = "full" if window is None else "sliding"
     return CacheLayer(i, kind, window, dims.kv_heads, dims.head_size, shares=source)
@@ -150,7 +151,7 @@ def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, w
 
 
 def per_layer_input(t: Tensors, at: str, hidden: int, width: int) -> None:
-    """Add the gate, projection and norm that mix a layer's own token embedding into its output."""
+    """Add the gate, projection and norm that add a layer's own token embedding to its output."""
     t.linear(f"{at}.per_layer_input_gate", width, hidden, "mlp")
     t.linear(f"{at}.per_layer_projection", hidden, width, "mlp")
     t.norm(f"{at}.post_per_layer_input_norm", hidden)
@@ -163,9 +164,10 @@ def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shar
         t: receives the tensors.
         at: module of the attention.
         dims: head geometry.
-        bias: the projections have biases.
-        value: False when K is also used as V, so there is no v_proj. K and V are still both cached.
-        shared: keys and values of an earlier layer are read, so there is neither k_proj nor v_proj.
+        bias: whether the projections have biases.
+        value: whether there is a v_proj. Without it, K is also used as V; K and V are still both cached.
+        shared: whether the layer uses the KV cache of an earlier layer, so that it has neither k_proj nor
+            v_proj.
     """
     kv = dims.kv_heads * dims.head_size
     names = () if shared else ("k_proj", "v_proj") if value else ("k_proj",)

@@ -1,7 +1,7 @@
-"""Gemma 3n's towers: MobileNetV5-300M for images, a Conformer for audio, and the embedders into the text model.
+"""Gemma 3n's encoders: MobileNetV5-300M for images, a Conformer for audio, and projections into the text model.
 
-Shapes after timm 1.0.31 (models/mobilenetv5.py, mobilenetv5_300m_enc) and transformers 5.19 (models/gemma3n/).
-The image tower is one fixed model of timm: config.json states its name and no size.
+Shapes follow timm 1.0.31 (models/mobilenetv5.py, mobilenetv5_300m_enc) and transformers 5.19 (models/gemma3n/).
+The image tower is a fixed model of the package timm: config.json states only its name, no sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tonnage.planner.model.fields import Fields, shown
 
 VISION_WIDTH = 2048  # channels of the image tower's fused output
 # Each stage of the image tower is (channels, [(start kernel, middle kernel, expansion) of each inverted
-# residual], (pairs of attention and residual, heads, head size, kernel that shrinks keys and values)).
+# residual block], (number of attention + residual blocks, heads, head size, kernel that downsamples keys and
+# values)).
 _STAGES = (
     (256, [(3, 5, 6), (5, 0, 4), (3, 0, 4), (5, 0, 4), (3, 0, 4)], (0, 0, 0, 0)),
     (640, [(5, 5, 6), *[(5, 0, 4)] * 7, (0, 0, 1)], (14, 12, 64, 3)),
@@ -60,7 +61,7 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
 
 
 def _conv(t: Tensors, at: str, name: str, norm: str, shape: tuple[int, ...]) -> None:
-    """Add the tensors of a convolution without bias and of the norm behind it."""
+    """Add the tensors of a convolution without bias and of the norm after it."""
     conv(t, f"{at}.{name}", shape, False)
     t.norm(f"{at}.{norm}", shape[0])
 
@@ -69,7 +70,8 @@ def _residual(t: Tensors, at: str, into: int, out: int, start: int, middle: int,
     """Add the tensors of a universal inverted residual block.
 
     It has a depthwise, a widening, a second depthwise and a narrowing convolution. ``start`` and ``middle`` are
-    the kernels of the depthwise convolutions; a kernel of 0 leaves out its convolution.
+    the kernel sizes of the first and second depthwise convolution; a size of 0 means that this convolution is
+    left out.
     """
     wide = expansion * into
     if start:
@@ -84,7 +86,7 @@ def _residual(t: Tensors, at: str, into: int, out: int, start: int, middle: int,
 def _attention(t: Tensors, at: str, width: int, heads: int, size: int, kernel: int) -> None:
     """Add the tensors of multi-query attention below module ``at``.
 
-    With a ``kernel`` above 0, a depthwise convolution first shrinks keys and values.
+    If ``kernel`` is above 0, a depthwise convolution of that kernel size downsamples keys and values first.
     """
     t.norm(f"{at}.norm", width)
     conv(t, f"{at}.attn.query.proj", (heads * size, width, 1, 1), False)
@@ -154,7 +156,7 @@ def _feed_forward(t: Tensors, at: str, hidden: int) -> None:
 def _audio_buffers(t: Tensors, f: Fields, at: str, hidden: int) -> None:
     """Add the constants of a Conformer layer.
 
-    They are gradient limits, a scale, a mask and the frequencies of relative positions.
+    The constants are gradient limits, a scale, a mask and the frequencies of relative positions.
     """
     chunk = f.integer("conf_attention_chunk_size", 12, limit="positions")
     left = f.integer("conf_attention_context_left", 13, limit="positions")

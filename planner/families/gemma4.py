@@ -1,7 +1,8 @@
-"""Gemma 4 (text). Shapes after transformers 5.19 / 5.23, models/gemma4/.
+"""Gemma 4 (text model). Shapes follow transformers 5.19 / 5.23, models/gemma4/.
 
-Full layers have their own head size and KV heads and may use K as V. Large models put experts beside the MLP;
-small models have per-layer embeddings and layers that share keys and values.
+Layers with full attention have their own head size and number of KV heads, and may use K as V. Large models
+have experts parallel to the MLP. Small models have per-layer embeddings, and layers that use the KV cache of an
+earlier layer.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
     """Return the kind of each layer: by default five sliding layers, then one with full attention.
 
-    The last layer has full attention whatever the file says (configuration_gemma4.py).
+    The last layer always has full attention, even if layer_types states another kind (configuration_gemma4.py).
     """
     kinds = fields.layer_types(layers) or tuple(
         "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)
@@ -104,7 +105,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, ...]) -> Heads:
-    """Return the head geometry of the full layers.
+    """Return the head geometry of the layers with full attention.
 
     Published files state ``global_head_dim`` and ``num_global_key_value_heads``; transformers 5.19 writes
     ``per_layer_config`` instead.

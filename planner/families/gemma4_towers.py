@@ -1,4 +1,4 @@
-"""Gemma 4's audio tower: the Conformer of the small models. Shapes after transformers 5.19, models/gemma4/."""
+"""Gemma 4's audio tower: the Conformer of the small models. Shapes follow transformers 5.19, models/gemma4/."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 def linear(t: Tensors, module: str, out: int, into: int, clipped: bool, bias: bool = False) -> None:
     """Add the tensors of a Gemma4ClippableLinear: a matrix and, with ``clipped``, four limits.
 
-    The limits bound the input and the output.
+    The limits are the minimum and maximum of the input and of the output.
     """
     t.linear(f"{module}.linear", out, into, bias=bias)
     if clipped:

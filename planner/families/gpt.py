@@ -1,6 +1,6 @@
-"""The GPT line: GPT-2, GPT-Neo, GPT-J, CodeGen, OPT, BLOOM and MPT, one builder per family.
+"""Older GPT-like families: GPT-2, GPT-Neo, GPT-J, CodeGen, OPT, BLOOM and MPT, with one builder per family.
 
-Shapes after transformers 5.19, models/<family>/.
+Shapes follow transformers 5.19, models/<family>/.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def finish(
     vocab: int,
     **more: Any,
 ) -> Architecture:
-    """Return the Architecture of a model without a gated MLP and with full attention.
+    """Return the Architecture of a decoder with a plain (not gated) MLP and full attention in every layer.
 
     ``more`` holds further arguments of ``common.decoder``. It may override ``gated`` and ``cache``.
     """
@@ -62,7 +62,10 @@ def finish(
 def _made(
     fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
 ) -> Architecture:
-    """Return the Architecture of a layer description, by default with a plain MLP and full attention."""
+    """Return the Architecture of the model that ``recipe`` describes.
+
+    By default it has a plain MLP and full attention.
+    """
     return finish(
         fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
         recipe=recipe, **more,
@@ -187,7 +190,7 @@ def gptj(
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
         "attn", dims, qkv="qkv_proj" if fused else None, out="out_proj", upcast=True,
-        copied="v" if fused else "",  # CodeGen stores heads in four groups, and merging these copies v
+        copied="v" if fused else "",  # CodeGen stores heads in four groups; merging the groups copies v
         rope=Rope(rotary, joined=True, apart="wide" if fused else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip
@@ -205,9 +208,10 @@ def gptj(
 
 
 def opt(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an OPT model: learned positions with an offset of two.
+    """Return the architecture of an OPT model, whose table of learned positions has two extra rows.
 
-    The 350M model projects its embedding to the hidden size and has its norms after the residual sums.
+    The 350M model has an embedding narrower than the hidden size, projected to it, and norms after the residual
+    additions.
     """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
@@ -242,7 +246,7 @@ def opt(fields: Fields, model_type: str) -> Architecture:
 
 
 def bloom(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a BLOOM model: ALiBi, and a norm behind the embedding.
+    """Return the architecture of a BLOOM model: ALiBi positions and a norm after the embedding.
 
     There is no table of positions, so the architecture allows any length.
     """
@@ -256,7 +260,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
         "self_attention", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True,
         dropout=common.number(fields, "attention_dropout", 0.0),
     )  # fmt: skip
-    # BloomGelu keeps only its input for the backward pass, like a fused activation.
+    # For the backward pass, BloomGelu keeps only its input, as a fused activation function does.
     mlp = Mlp("mlp", h, 4 * h, "gelu", ("dense_h_to_4h", "dense_4h_to_h"), bias=True)
     norms = _norms(h, "input_layernorm", "post_attention_layernorm")
     layer = layer_of("pre", attention, mlp, norms, (behind, behind))
@@ -266,10 +270,10 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     recipe = Recipe(
         "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
-        # slow_but_exact multiplies the slices of a matrix from tensor-parallel training one by one.
+        # With slow_but_exact, a matrix is multiplied slice by slice, so training activations cannot be derived.
         taped=not (fields.config.get("slow_but_exact") and fields.config.get("pretraining_tp") != 1),
     )  # fmt: skip
-    # ``seq_length`` is the length in training; vLLM 0.32.0 assumes 2048 when no field states a length
+    # ``seq_length`` is the sequence length in training. vLLM 0.32.0 assumes 2048 if no field states a length.
     stated = fields.optional_integer("seq_length", 2048, limit="positions") or 2048
     return _made(
         fields, model_type, "BloomForCausalLM", recipe, dims, 4 * h, max_model_len=stated,
@@ -281,7 +285,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    # engines read expansion_ratio, transformers does not
+    # Engines read expansion_ratio; transformers always uses 4.
     if fields.integer("expansion_ratio", 4, limit="width") != 4:
         raise UnsupportedArchitecture(
             "must be 4, the only value that transformers supports", field="expansion_ratio"

@@ -1,6 +1,6 @@
 """GPTBigCode (StarCoder, SantaCoder): learned positions and multi-query attention.
 
-Shapes after transformers 5.19, models/gpt_bigcode/.
+Shapes follow transformers 5.19, models/gpt_bigcode/.
 """
 
 from __future__ import annotations

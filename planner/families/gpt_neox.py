@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia, RedPajama-INCITE). Shapes after transformers 5.19, models/gpt_neox/."""
+"""GPT-NeoX (Pythia, RedPajama-INCITE). Shapes follow transformers 5.19, models/gpt_neox/."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _rotary_dim(fields: Fields, head_size: int) -> int:
-    """Return how many values of each head are rotated: the share ``rotary_pct``, 0.25 by default."""
+    """Return how many values of each head are rotated: the fraction ``rotary_pct``, 0.25 by default."""
     share = fields.number("rotary_pct", 0.25)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict) and "partial_rotary_factor" in parameters:

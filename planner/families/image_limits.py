@@ -1,7 +1,7 @@
-"""The vision tower as an engine runs it, and the image sizes that a model's processor allows (``Vision``).
+"""Sizes of a model's vision tower, and the largest images, videos and audio clips that its processor allows.
 
-The sizes come from the processor's files beside config.json. Without these files they are what the family's
-published files state:
+Each function returns a ``Vision`` for one family. The image sizes come from the processor's files beside
+config.json. Without these files, the values of the family's published files are used:
 
 - Qwen2-VL and Qwen2.5-VL: max_pixels 12,845,056 (preprocessor_config.json)
 - Qwen3-VL to 3.8: 16,777,216, and 25,165,824 for videos (video_preprocessor_config.json)
@@ -25,16 +25,19 @@ from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.vision import Item, Tower, Vision
 
 FILES = ("preprocessor_config", "video_preprocessor_config")
-"""Config fields under which read_config passes the processor's files to a builder."""
+"""Config fields in which read_config stores the content of the processor's files for the builders."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
-# The number of frames of the video with the most pixels per frame. vLLM limits it for Qwen2-VL and 2.5
-# (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py); Qwen3-VL shrinks the frames of longer videos.
+# Number of frames in the video that has the most pixels per frame. vLLM limits it for Qwen2-VL and Qwen2.5-VL
+# (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL scales the frames of longer videos down.
 _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 
 def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[0]) -> int:
-    """Return the image size limit in a processor's file: ``max_pixels``, else ``size.longest_edge``."""
+    """Return the image size limit that a processor's file states, or ``default`` without one.
+
+    The limit is ``max_pixels``, else ``size.longest_edge``. ``where`` is the file's name, for error messages.
+    """
     size = processor.get("size")
     found = processor.get("max_pixels")
     if found is None and isinstance(size, dict):
@@ -83,9 +86,9 @@ def qwen(
 def omni(fields: Fields, vision: Mapping[str, Any], tower: Tower, width: int) -> Vision:
     """Return the image, video and audio limits of Qwen's Omni models.
 
-    Images and video frames are processed as in Qwen2.5-VL; audio clips have up to 30 s. The processors leave at
-    most 768 embeddings of a frame (_defaults in transformers' processing_qwen2_5_omni.py and
-    processing_qwen3_omni_moe.py), but vLLM counts a frame as large as an image.
+    Images and video frames are processed as in Qwen2.5-VL; audio clips have up to 30 s. The processors scale a
+    frame down to at most 768 embeddings (_defaults in transformers' processing_qwen2_5_omni.py and
+    processing_qwen3_omni_moe.py), but vLLM counts a frame like an image of full size.
     """
     made = qwen(Fields({FILES[0]: fields.raw(FILES[0])}), vision, tower, width)
     image = longest_edge(fields.mapping(FILES[0]) or {}, _QWEN_PIXELS["qwen2_5"][0])
@@ -99,9 +102,10 @@ def square(
     tower: Literal["siglip", "clip"], vision: Mapping[str, Any], defaults: Mapping[str, int], width: int,
     tokens: int | None = None,
 ) -> Vision:  # fmt: skip
-    """Return the image limits of a CLIP or SigLIP tower, whose images have one size.
+    """Return the image limits of a CLIP or SigLIP tower, which scales all images to one fixed size.
 
-    ``tokens`` is the number of embeddings when patches are pooled; by default every patch gives one.
+    ``tokens`` is the number of embeddings per image if patches are pooled; by default each patch gives one
+    embedding.
     """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
@@ -117,7 +121,7 @@ def square(
 
 
 def gemma3(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision | None:
-    """Return Gemma 3's image limits, None with pan-and-scan, whose crops depend on the image."""
+    """Return Gemma 3's image limits; None with pan-and-scan, where the number of crops depends on the image."""
     if (fields.mapping(FILES[0]) or {}).get("do_pan_and_scan"):
         return None
     tokens = fields.integer("mm_tokens_per_image", 256, limit="width")
@@ -129,8 +133,8 @@ def pixtral(
 ) -> Vision:
     """Return the image limits of a Pixtral tower, which takes images of any aspect ratio.
 
-    The longer side is limited in pixels: by the processor's file for Mistral 3 (``fields`` given), by the
-    tower's image_size for LLaVA (PixtralHFEncoderInfo, models/pixtral.py).
+    The longer side of an image is limited. For Mistral 3 (``fields`` given) the processor's file states the
+    limit. For LLaVA the limit is the tower's image_size (PixtralHFEncoderInfo, models/pixtral.py).
     """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
@@ -146,7 +150,11 @@ _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def _checked(listed: list[Any], least: int) -> list[list[int]]:
-    """Return the list of (height, width) in pixels; refuse entries with a side below ``least``."""
+    """Return ``listed`` if each entry is [height, width] in pixels with both at least ``least``.
+
+    Raises:
+        ConfigError: an entry is anything else.
+    """
     for place in listed:
         if not (
             isinstance(place, list) and len(place) == 2
@@ -160,10 +168,11 @@ def _checked(listed: list[Any], least: int) -> list[list[int]]:
 
 
 def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """Return the image limits of LLaVA-NeXT for the image with most embeddings; None if the tiles fill no grid.
+    """Return LLaVA-NeXT's limits for the image with the most embeddings, or None.
 
-    The image is cut into a grid of tiles of ``size`` pixels a side. It is also scaled down to one more tile.
-    Each patch and each end of a line of patches is an embedding (get_num_image_tokens, models/llava_next.py).
+    An image is cut into a grid of square tiles of ``size`` pixels per side. The whole image, scaled down, is
+    one more tile. Each patch gives one embedding, and so does the end of each line of patches
+    (get_num_image_tokens, models/llava_next.py). Returns None if a grid's size is not a multiple of ``size``.
     """
     listed = fields.raw("image_grid_pinpoints") or _PINPOINTS
     if vision is None or not isinstance(listed, list):
@@ -173,21 +182,23 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     for place in _checked(listed, 1):
         rows, columns = place[0] // size, place[1] // size
         if place[0] % size or place[1] % size:
-            return None  # the image would not fill these tiles
+            return None  # tiles of this size do not fill the grid
         best = max(best, (rows * side * (columns * side + 1) + vision.image, rows * columns + 1))
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
 
-# For each grid: the image with most embeddings (height x width in pixels) and the most tiles that are not
-# scaled down (get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py).
+# Image (height, width in pixels) that vLLM profiles as the one with the most embeddings, for every list of
+# grids; and the maximum number of tiles that are not scaled down (get_image_size_with_most_features and
+# _get_num_unpadded_features in models/llava_onevision.py).
 _ONEVISION = (944, 1153)
 _MOST_TILES = 9
 
 
 def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """Return the limits of LLaVA-OneVision: an image of one size in the tiles that fit it best.
+    """Return LLaVA-OneVision's limits for the image with the most embeddings in its best grid of tiles.
 
-    Empty rows or columns are left out. A video has up to 16 frames, where four embeddings are pooled into one.
+    Lines of patches that the image does not cover are left out. A video has up to 16 frames, and four
+    embeddings of a frame are pooled into one. Returns None if the pooling is not 2 x 2.
     """
     listed = fields.raw("image_grid_pinpoints") or [
         [rows * size, columns * size] for rows in range(1, 7) for columns in range(1, 7)
@@ -198,7 +209,7 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Return (pixels of the scaled image, minus unused pixels) for an image in a grid of size ``place``.
+        """Return (pixels of the image scaled into a grid of size ``place``, -(unused pixels)).
 
         The grid with the largest pair fits best (select_best_resolution).
         """
@@ -236,9 +247,9 @@ def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Return Kimi-K2.5's image limits; vLLM profiles an image of 3,000 x 3,000 pixels.
 
-    vLLM would profile four video frames if these had more embeddings. They have fewer whenever an image may be
-    larger than a frame, since a video's patches are pooled over time (models/kimi_k25.py,
-    processors/kimi_k25_vision_fused.py).
+    vLLM profiles four video frames instead if they have more embeddings than the image. They have fewer
+    whenever the limit of an image exceeds that of a frame, because a video's patches are also pooled over time
+    (models/kimi_k25.py, processors/kimi_k25_vision_fused.py).
     """
     told = (fields.mapping(FILES[0]) or {}).get("media_proc_cfg")
     told = told if isinstance(told, Mapping) else {}
@@ -247,9 +258,9 @@ def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
-    """Return the limits of a MoonViT tower, which takes at most ``limit`` patches.
+    """Return the image limits of a MoonViT tower, which accepts at most ``limit`` patches per image.
 
-    ``side`` is the side in pixels of the square image that vLLM profiles.
+    vLLM profiles a square image of ``side`` x ``side`` pixels.
     """
     hidden = f.integer("hidden_size", 1152, limit="width")
     inner = f.integer("intermediate_size", 4304, limit="width")
@@ -262,7 +273,7 @@ def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
 
 
 def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
-    """Return the limit on patches that field ``name`` of a processor's file states."""
+    """Return the maximum number of patches that the field ``name`` of a processor's file states."""
     limit = told.get(name, default)
     if type(limit) is not int or limit < 4:
         raise ConfigError(
@@ -272,9 +283,9 @@ def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
-    """Return Llama 4's image limits: as many tiles as the processor allows, and one of the whole image.
+    """Return Llama 4's image limits: the maximum number of tiles, and one more tile for the whole image.
 
-    The tiles form a column (get_image_size_with_most_features, models/mllama4.py).
+    The largest image is a column of tiles (get_image_size_with_most_features, models/mllama4.py).
     """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.LLAMA4.items()}
@@ -294,9 +305,9 @@ def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Return MiniMax-M3's image and video limits.
 
-    It works like Qwen2-VL with two differences. A video has up to 500 frames with a size limit of their own.
-    Each patch is projected before four patches are merged (models/minimax_m3/common/mm_preprocess.py,
-    vision_tower.py; defaults of processors/minimax_m3.py).
+    MiniMax-M3 processes images like Qwen2-VL, with two differences. A video has up to 500 frames, whose size
+    limit differs from that of images. Each patch is projected before four patches are merged
+    (models/minimax_m3/common/mm_preprocess.py, vision_tower.py; defaults of processors/minimax_m3.py).
     """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.MINIMAX.items()}
@@ -304,7 +315,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
     return Vision(
-        # a head has rotary positions for three axes
+        # The head size is rounded to a multiple of 6: rotary pairs for three axes.
         "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,
         v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,
         "pixels", _bounded(image, 451_584, FILES[0]), frames=500, frame=_bounded(frame, 602_112, FILES[1]),
@@ -313,7 +324,10 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
-    """Return the limit in pixels; a limit on the longer side counts as its square."""
+    """Return the maximum number of pixels of an image or frame.
+
+    If the processor's file limits the longer side, the limit is at most the square of that side.
+    """
     pixels = longest_edge(told, default, where)
     edge = told.get("max_long_side_pixel")
     if edge is None:
@@ -326,9 +340,9 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
 def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
     """Return Gemma 4's image, video and, with ``sound``, audio limits.
 
-    An image has ``max_soft_tokens`` embeddings and is padded to the number of patches that gives so many. A
-    video has 32 frames of 70 embeddings, each with eight more for its time (get_mm_max_tokens_per_item,
-    models/gemma4_mm.py). An audio clip has up to 30 s.
+    An image has ``max_soft_tokens`` embeddings; its patches are padded to the number from which they are
+    pooled. A video has 32 frames, each with 70 embeddings and eight tokens for its time
+    (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio clip has up to 30 s.
     """
     f = Fields(vision)
     v = {name: f.integer(name, default, limit="width") for name, default in towers.GEMMA4.items()}
@@ -351,8 +365,8 @@ def gemma3n(width: int) -> Vision:
     """Return Gemma 3n's limits: images of 768 x 768 pixels and audio clips of 30 s.
 
     Sources: get_mm_max_tokens_per_item in models/gemma3n_mm.py, image_seq_length and audio_seq_length of the
-    processor. MobileNet's stem halves both sides, so a patch is 2 x 2 pixels here and has 64 channels behind
-    the stem.
+    processor. MobileNet's first convolution (the stem) halves height and width and has 64 output channels. A
+    patch is therefore 2 x 2 pixels here, with 64 channels.
     """
     side = 768 // 2
     return Vision(

@@ -1,7 +1,7 @@
-"""InternLM2 and InternVL: the language model, and the vision-language models around it and other decoders.
+"""The language model InternLM2, and the vision-language models InternVL and Qianfan-OCR.
 
-Shapes after the published InternLM2 and InternVL files, transformers 5.19 (models/internvl) and vLLM 0.32.0
-(models/internlm2.py, intern_vit.py, internvl.py). The KV cache is the text model's.
+Shapes follow the published InternLM2 and InternVL files, transformers 5.19 (models/internvl) and vLLM 0.32.0
+(models/internlm2.py, intern_vit.py, internvl.py). Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Names of an InternViT tower's modules; ``inputs`` are q, k and v, or one matrix of them."""
+    """Names of an InternViT tower's modules.
+
+    ``inputs`` names the q, k and v projections, or their fused projection.
+    """
 
     token: str
     positions: str
@@ -61,7 +64,15 @@ _TRANSFORMERS = _Names(
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """How InternVL and Qianfan-OCR differ: class, tower, default language model, tie_word_embeddings."""
+    """Options by which InternVL and Qianfan-OCR differ.
+
+    Attributes:
+        class_name: the model's class in transformers.
+        names: module names of the vision tower.
+        text: default model_type of the language model.
+        tied: default of tie_word_embeddings.
+        biased: default of the vision tower's attention_bias.
+    """
 
     class_name: str
     names: _Names
@@ -71,7 +82,7 @@ class _Variant:
 
 
 def internlm2(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an InternLM2 model, whose q, k and v are one matrix."""
+    """Return the architecture of an InternLM2 model, whose q, k and v projections are one matrix."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -96,7 +107,7 @@ def internlm2(fields: Fields, model_type: str) -> Architecture:
 
 
 def _side(v: Fields, name: str, default: int) -> int:
-    """Return the one number of a size that the file may state as a pair of equal numbers."""
+    """Return the side length in a config field that holds one number or a pair of equal numbers."""
     value = v.raw(name)
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         return Fields({name: value[0]}).integer(name, limit="width")
@@ -106,7 +117,7 @@ def _side(v: Fields, name: str, default: int) -> int:
 def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, biased: bool = False) -> int:
     """Add the tensors of an InternViT tower and return its hidden size.
 
-    ``names`` are its modules, and ``biased`` says whether q, k and v have biases when the file does not.
+    ``names`` are the names of its modules. ``biased`` is the default of attention_bias.
     """
     v = Fields(config)
     limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
@@ -144,11 +155,11 @@ def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, bia
 
 
 def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden: int, out: int) -> None:
-    """Add the connector behind pixel shuffling; ``modules`` are its norm and its two matrices."""
+    """Add the connector after pixel shuffling; ``modules`` are the names of its norm and its two matrices."""
     ratio = fields.raw("downsample_ratio")
     ratio = 0.5 if ratio is None else ratio
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1:
-        raise ConfigError(f"{shown(ratio)} is not 1 over a whole number", field="downsample_ratio")
+        raise ConfigError(f"{shown(ratio)} is not 1 / n for a whole number n", field="downsample_ratio")
     merged = hidden * int(1 / ratio) ** 2
     t.role = "projector"
     norm, first, second = modules
@@ -158,7 +169,7 @@ def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden
 
 
 def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architecture:
-    """Return the architecture of an InternVL or Qianfan-OCR model in transformers' form."""
+    """Return the architecture of an InternVL or Qianfan-OCR model with transformers' config fields."""
     config = fields.mapping("text_config") or {}
     kind = config.get("model_type", variant.text)
     text = text_of(fields, kind, config, tied=variant.tied, either=variant.tied)
@@ -172,7 +183,7 @@ def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architect
 
 
 def internvl_chat(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an InternVL 1.5 to 3.5 model as published, with the decoder in llm_config."""
+    """Return the architecture of an InternVL 1.5 to 3.5 model with the published field names (llm_config)."""
     config = fields.mapping("llm_config")
     if config is None:
         raise ConfigError("missing", field="llm_config")
@@ -180,7 +191,7 @@ def internvl_chat(fields: Fields, model_type: str) -> Architecture:
     if not isinstance(kind, str):
         raise ConfigError(f"{shown(kind)} is not a string", field="llm_config.model_type")
     text = build_text(config, kind)
-    fields.ignore("tie_word_embeddings")  # the decoder's own field decides
+    fields.ignore("tie_word_embeddings")  # the language model's own tie_word_embeddings applies
     t = Tensors()
     t.role = "vision"
     hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)

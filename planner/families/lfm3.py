@@ -1,6 +1,6 @@
-"""LFM3: short convolutions, sliding layers and a few full layers, each with norms before and behind.
+"""LFM3: layers of short convolutions, sliding or full attention, with norms before and after each of them.
 
-Shapes after transformers 5.23, models/lfm3/.
+Shapes follow transformers 5.23, models/lfm3/.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer: ``layer_types``, else the pattern of the config class.
+    """Return the kind of each layer, as ``layer_types`` states or by default.
 
-    In that pattern every fourth layer has full attention, every fourth a sliding window, and the others are
-    convolutions.
+    By default one layer in four has full attention, one in four has a sliding window (except layer 0), and the
+    others are convolutions.
     """
     listed = fields.raw("layer_types")
     if listed is None:

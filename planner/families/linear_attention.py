@@ -1,11 +1,11 @@
-"""Hybrids of full and linear attention: Qwen3-Next, Qwen3.5, Kimi Linear, MiniMax-01 and LFM2.
+"""Models with both full and linear attention layers: Qwen3-Next, Qwen3.5, Kimi Linear, MiniMax-01 and LFM2.
 
 Their linear layers are gated delta nets (Qwen), Kimi delta attention (KDA), lightning attention (MiniMax) and
-short convolutions (LFM2). Shapes after transformers 5.19 / 5.23, models/<family>/.
+short convolutions (LFM2). Shapes follow transformers 5.19 / 5.23, models/<family>/.
 
-A linear layer keeps a state per sequence whose size does not depend on the length. It consists of the last
-inputs of a convolution and one matrix per head (vLLM 0.32.0, model_executor/layers/mamba/mamba_utils.py states
-the same shapes).
+A linear layer keeps a state per sequence whose size does not depend on the sequence length. The state consists
+of the last inputs of a convolution and one matrix per head (same shapes in vLLM 0.32.0,
+model_executor/layers/mamba/mamba_utils.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def qwen(
 ) -> Architecture:
     """Return the architecture of Qwen3-Next or Qwen3.5 from its checked config.
 
-    The query projection has twice the rows because it also makes the output gate.
+    The query projection has twice the rows, because it also computes the output gate.
 
     Args:
         fields: the config.
@@ -129,7 +129,7 @@ def _state_dtype(fields: Fields) -> str | None:
 def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
     """Add the tensors of one gated delta net below module ``at``.
 
-    With ``fused``, one input projection makes q, k, v and gate, and another makes two scalars per head
+    With ``fused`` there are two input projections: one for q, k, v and the gate, one for two scalars per head
     (Qwen3-Next). Otherwise there are four input projections (Qwen3.5).
     """
     for name in ("dt_bias", "A_log"):
@@ -151,7 +151,7 @@ def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
 def delta_cache(layer: int, d: Delta, dtype: str | None) -> CacheLayer:
     """Return the cache entry of one gated delta net: the state that it keeps per sequence.
 
-    ``dtype`` is the recurrent state's dtype, None for the model's.
+    ``dtype`` is the dtype of the recurrent state; None means the model's dtype.
     """
     states = (
         StateTensor("conv", (d.kernel - 1, 2 * d.keys + d.values), shard_dim=1),
@@ -188,7 +188,7 @@ class _QwenExperts:
 
     @property
     def widest(self) -> int:
-        """Return the MLP width that one token uses: its chosen experts and the shared expert."""
+        """Return the MLP width used per token: the selected experts and the shared expert."""
         return self.chosen * self.inner + self.shared
 
     def add(self, t: Tensors, at: str, hidden: int) -> None:
@@ -203,7 +203,7 @@ _KINDS = {"linear_attention": False, "full_attention": True}
 
 
 def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has full attention: ``layer_types``, else each ``interval``-th."""
+    """Return for each layer whether it has full attention: by ``layer_types``, else each ``interval``-th."""
     listed = fields.listed("layer_types", layers, _KINDS)
     return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
@@ -291,12 +291,12 @@ def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -
 def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool, ...]]:
     """Return (heads, head size, convolution kernel, whether each layer has full attention) of delta attention.
 
-    The hub's files state them in ``linear_attn_config``, whose layers count from 1; transformers has flat
-    fields.
+    Config files on the Hugging Face hub state these values in ``linear_attn_config``, where layer numbers start
+    at 1. Files that transformers writes state them at the top level.
     """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # The config class gives layer 4, and then every fourth layer, full attention.
+        # By default of the config class, layers 4, 8, 12 and so on (counted from 0) have full attention.
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -331,7 +331,8 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     block = fields.integer("block_size", 256, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    listed = fields.raw("attn_type_list")  # config field of the hub's files; 1 means full attention
+    # config field in files on the Hugging Face hub; 1 means full attention
+    listed = fields.raw("attn_type_list")
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
     else:
@@ -374,9 +375,9 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 
 
 def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
-    """Return the architecture of LFM2 or LFM2-MoE: gated short convolutions and a few full layers.
+    """Return the architecture of LFM2 or LFM2-MoE: gated short convolutions and a few full-attention layers.
 
-    LFM2-MoE routes to experts from layer ``num_dense_layers`` on.
+    In LFM2-MoE the layers from ``num_dense_layers`` on have routed experts.
     """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -428,19 +429,23 @@ def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
 
 
 def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has full attention (``layer_types``, ``full_attn_idxs`` or all)."""
+    """Return for each layer whether it has full attention.
+
+    ``layer_types`` states it, else ``full_attn_idxs``; without both fields all layers have full attention.
+    """
     listed = fields.listed("layer_types", layers, {"conv": False, "full_attention": True})
     indices = fields.raw("full_attn_idxs")
     if listed is None and isinstance(indices, list):
         attending = common.numbers_in(indices)
         return tuple(i in attending for i in range(layers))
-    return listed or (True,) * layers  # by default the config class makes no convolution layers
+    return listed or (True,) * layers  # without both fields the config class has no convolution layers
 
 
 def _lfm2_inner(fields: Fields) -> int:
     """Return the MLP's inner size.
 
-    It is two thirds of the stated width, scaled and rounded up (configuration_lfm2.py, modeling_lfm2.py).
+    By default it is two thirds of the stated width, times block_ffn_dim_multiplier, rounded up to a multiple of
+    block_multiple_of (configuration_lfm2.py, modeling_lfm2.py).
     """
     name = "block_ff_dim" if "block_ff_dim" in fields.config else "intermediate_size"
     width = fields.integer(name, 12288, limit="width")
@@ -466,7 +471,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        # text-only checkpoints of a pruned model name this class
+        # class name in text-only checkpoints of a pruned model
         first_class="Qwen3_5MoeForConditionalGeneration",
         vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),

@@ -1,7 +1,7 @@
-"""Dense decoders of Llama's shape, one row per family; the builder is in dense.py.
+"""Dense decoders with Llama's structure: a table with the options of each family; the builder is in dense.py.
 
-Shapes after transformers 5.19, models/<family>/modeling_<family>.py. A small function adds the tensors that a
-row's options cannot express.
+Shapes follow transformers 5.19, models/<family>/modeling_<family>.py. For families whose tensors these options
+cannot express, a small function adds tensors.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FUSED = ("gate_up_proj", "down_proj")
 
 
 def _granite(name: str) -> DenseVariant:
-    """Return Llama's variant with the biases that ``attention_bias`` and ``mlp_bias`` switch on."""
+    """Return Llama's options, with the biases that the fields ``attention_bias`` and ``mlp_bias`` enable."""
     return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
 def _hyperclovax(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a HyperCLOVA X model: Granite, with norms of each branch's output."""
+    """Return the architecture of a HyperCLOVA X model: Granite with norms after attention and MLP."""
     variant = _granite("HyperCLOVAXForCausalLM")
     if fields.boolean("use_post_norm", True):
         norms = ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
@@ -58,7 +58,8 @@ def _granite_swa(fields: Fields, model_type: str) -> Architecture:
 def _internlm3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an InternLM3 model.
 
-    transformers 5.23 builds it of Llama's classes, with one switch for the biases of attention and MLP.
+    transformers 5.23 builds the model from Llama's classes. One config field sets the biases of attention and
+    MLP.
     """
     name = "attention_bias"
     if fields.boolean(name, False) != fields.boolean("mlp_bias", False):
@@ -72,7 +73,7 @@ def _internlm3(fields: Fields, model_type: str) -> Architecture:
 def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an IQuest-Coder model, which transformers 5.23 builds of Llama's classes.
 
-    Switches that these classes cannot build are refused; no released file sets one.
+    Config options that Llama's classes lack are refused; no published file sets one.
     """
     for name in ("clip_qkv", "use_sliding_window"):
         if fields.raw(name):
@@ -81,7 +82,7 @@ def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
 
 
 def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return the layer with norms in front of the output projections of attention and MLP."""
+    """Return a BitNet layer, which has a norm before the output projection of attention and of the MLP."""
     a, m = layer.branches
     dims = attention.heads
     attention = replace(attention, before_out=Norm("attn_sub_norm", dims.heads * dims.head_size))
@@ -90,7 +91,7 @@ def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return the layer with the xIELU activation's tensors: two learned scalars and two constants."""
+    """Return an Apertus layer, which has tensors of the activation xIELU: two learned and two fixed scalars."""
     at, owner = "mlp.act_fn", "XIELUActivation"
     learned = [TensorSpec(f"{at}.{name}", (1,), "mlp", owner) for name in ("alpha_p", "alpha_n")]
     fixed = [TensorSpec(f"{at}.{name}", (), "buffer", owner, stored="model") for name in ("beta", "eps")]
@@ -98,7 +99,7 @@ def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return the layer with the four vectors that weigh DiffLlama's two attention maps."""
+    """Return a DiffLlama layer, which has four vectors that weight its two attention maps."""
     names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
     shape, owner = (attention.heads.head_size,), "DiffLlamaAttention"
     return replace(
@@ -107,7 +108,7 @@ def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return the layer with Doge's dynamic mask attention and residual weights per channel."""
+    """Return a Doge layer, which has dynamic mask attention and a residual weight per channel."""
     dims = attention.heads
     role: Role = "attention"
     extra = [
@@ -123,7 +124,7 @@ def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 _GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
 # Hunyuan's first class also built mixtures of experts, MLA and vision towers. Config files of the two text
-# types (Hunyuan-MT, HY-MT) still state the fields of that class, which transformers' classes do not read.
+# model types (Hunyuan-MT, HY-MT) still state fields of that class, which transformers' classes do not read.
 # kv_lora_rank is left out, because vLLM treats a model with that field as MLA
 # (model_executor/models/transformers/base.py).
 HUNYUAN_LEFTOVERS: dict[str, Values] = {
@@ -142,7 +143,7 @@ FAMILIES = {
         DenseVariant("MistralForCausalLM", window="always", default_window=4096).build,
         absent={"num_key_value_heads": 8}, lora=QV, ia3=("k_proj", "v_proj", "down_proj"), hf="served",
     ),
-    # Ministral 3 and Devstral 2: Mistral with scaled queries, which have no tensor
+    # Ministral 3 and Devstral 2: Mistral with scaled queries; the scaling adds no tensor
     "ministral3": Family(
         DenseVariant("Ministral3ForCausalLM", window="always").build, absent={"num_key_value_heads": 8},
         hf="served",
@@ -153,8 +154,8 @@ FAMILIES = {
         ).build,
         absent={"num_key_value_heads": 8}, leftovers={"pretraining_tp": (1,)}, hf="served",
     ),
-    # num_key_value_heads defaults to 32 in Qwen's config classes, not to num_attention_heads; the fields of
-    # Qwen2Config lack head_dim, but the model reads it from a file that states it
+    # In Qwen's config classes num_key_value_heads defaults to 32, not to num_attention_heads. Qwen2Config
+    # declares no head_dim, but the model uses a head_dim that config.json states.
     "qwen2": Family(
         DenseVariant("Qwen2ForCausalLM", True, window="qwen", ignored=("head_dim",)).build,
         absent={"num_key_value_heads": 32}, lora=QV, ia3=QV_DOWN, hf="served",
@@ -185,7 +186,7 @@ FAMILIES = {
             ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
         ).build,
         absent={"num_key_value_heads": 4}, hf="served",
-        # SmolLM3-3B states max_window_layers; its class reads only layer_types
+        # SmolLM3-3B's config states max_window_layers, but its class reads only layer_types
         leftovers={"max_window_layers": ()},
     ),
     "seed_oss": Family(
@@ -281,7 +282,7 @@ FAMILIES = {
             default_window=4096,
             ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
         ).build,
-        leftovers={  # fields of Command R7B, which is older than sliding_window_pattern
+        leftovers={  # fields of Command R7B, released before the field sliding_window_pattern existed
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
         },
@@ -348,7 +349,7 @@ FAMILIES = {
             head_bias=True, rotary_share=0.5, rope="joined", dropout=("resid_pdrop", 0.0),
             embedding_dropout="embd_pdrop",
         ).build,
-        # Files of the model's first code (phi-1) also have the names of that code. transformers reads
+        # Config files of phi-1 also have the field names of its remote code. transformers reads
         # partial_rotary_factor and hidden_act instead (configuration_phi.py).
         leftovers={"rotary_dim": (), "activation_function": ()}, lora=("q_proj", "v_proj", "fc1", "fc2"),
         hf="served",
@@ -358,7 +359,7 @@ FAMILIES = {
             "Phi3ForCausalLM", qkv="qkv_proj", mlp_names=_FUSED, fused=True, rope="joined", window="always",
             dropout=("resid_pdrop", 0.0), ignored=("original_max_position_embeddings", "attention_bias"),
         ).build,
-        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini states full_attn_mod; every layer is full
+        leftovers={"full_attn_mod": (1,)}, hf="served",  # Phi-4-mini: full attention in every layer
     ),
     "nemotron": Family(
         DenseVariant(
@@ -382,7 +383,7 @@ FAMILIES = {
         _iquestcoder, absent={"num_key_value_heads": 8, "head_dim": 128},
         first_class="IQuestCoderForCausalLM",
     ),
-    # The model was published with remote code; its shapes are Llama's.
+    # The model was published with remote code; its tensor shapes are those of Llama.
     "xverse": Family(
         DenseVariant("XverseForCausalLM", ignored=("max_tokenizer_truncation",), taped=False).build
     ),

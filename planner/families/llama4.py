@@ -1,6 +1,6 @@
-"""Llama 4 (text): layers with chunked attention, and experts beside a shared expert.
+"""Llama 4 (text model): most layers have chunked attention, and the MLP has routed experts and a shared expert.
 
-Shapes after transformers 5.19, models/llama4/; the multimodal files are in multimodal.py.
+Shapes follow transformers 5.19, models/llama4/; the multimodal files are in multimodal.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(mlp, dims.hidden, dense)
             continue
         t.experts(f"{mlp}.experts", count, dims.hidden, inner, transposed=True)
-        t.router(f"{mlp}.router", count, dims.hidden)  # the router's class is a subclass of nn.Linear
+        # The router's class is a subclass of nn.Linear, so quantizers do not replace it.
+        t.router(f"{mlp}.router", count, dims.hidden)
         t.gated_mlp(f"{mlp}.shared_expert", dims.hidden, inner)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
@@ -64,9 +65,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, chunk in tokens or None).
+    """Return (attention kind of each layer, chunk size in tokens or None).
 
-    Layers without rotary positions (every fourth) have full attention; the others attend within their chunk.
+    By default every fourth layer has full attention and no rotary positions. In the other layers a token
+    attends only to tokens of its chunk.
     """
     chunk = fields.optional_integer("attention_chunk_size", 8192, limit="positions")
     interval = fields.integer("no_rope_layer_interval", 4, limit="layers")

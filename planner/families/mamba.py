@@ -1,10 +1,10 @@
-"""State-space models: the Mamba-1 and Mamba-2 mixers, and Mamba 1, Mamba 2 and Falcon-Mamba.
+"""State-space models: the mixers Mamba-1 and Mamba-2, and the families Mamba 1, Mamba 2 and Falcon-Mamba.
 
-Shapes after transformers 5.19 / 5.23, models/<family>/. Models that mix Mamba and attention are in
+Shapes follow transformers 5.19 / 5.23, models/<family>/. Models that mix Mamba and attention are in
 mamba_hybrid.py and zamba.py.
 
-A Mamba layer keeps per sequence the last kernel - 1 inputs of its convolution and its recurrent state (vLLM
-0.32.0, model_executor/layers/mamba/mamba_utils.py states the same shapes).
+Per sequence, a Mamba layer keeps the last ``kernel - 1`` inputs of its convolution, and a recurrent state. Both
+have the same shapes in vLLM 0.32.0 (model_executor/layers/mamba/mamba_utils.py).
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ TIME_STEP = (
 
 
 def auto(fields: Fields, name: str, default: int) -> int:
-    """Return the width in config field ``name``, or ``default`` when the field is "auto" or missing.
-
-    ``default`` is the width that the config class computes.
-    """
+    """Return the width in config field ``name``, or ``default`` if the field is "auto" or missing."""
     return default if fields.raw(name) in (None, "auto") else fields.integer(name, limit="width")
 
 
 def chunk_of(fields: Fields, name: str = "chunk_size", default: int = 256) -> int:
-    """Return how many tokens a Mamba-2 kernel processes at once."""
+    """Return the chunk size: how many tokens a Mamba-2 kernel processes at once."""
     return fields.optional_integer(name, default, limit="positions") or default
 
 
@@ -58,7 +55,7 @@ class Mamba2:
     conv_bias: bool
     norm: bool = True
     dtype: str | None = None
-    out_bias: bool | None = None  # None: proj_bias says whether the output projection has a bias
+    out_bias: bool | None = None  # bias of the output projection; None means the value of proj_bias
     chunk: int = 256
 
     @property
@@ -81,20 +78,20 @@ class Mamba2:
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
     def states(self) -> tuple[StateTensor, ...]:
-        """Return the states of a Mamba-2 mixer that one sequence keeps: convolution and recurrent state."""
+        """Return the state tensors of a Mamba-2 mixer per sequence: convolution state and recurrent state."""
         return (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
             StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return the cache of layer ``layer``, the states of its Mamba-2 mixer."""
+        """Return the cache of layer ``layer``: the state tensors of its Mamba-2 mixer."""
         return CacheLayer(layer, "state", None, 0, 0, states=self.states())
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba1:
-    """The sizes of one Mamba-1 mixer; ``norms`` says whether dt, B and C have norms, as in Jamba."""
+    """The sizes of one Mamba-1 mixer; ``norms`` is whether dt, B and C have norms, as in Jamba."""
 
     hidden: int
     inner: int
@@ -122,7 +119,7 @@ class Mamba1:
             t.norm(f"{at}.c_layernorm", self.state)
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return the cache of layer ``layer``, the states of its Mamba-1 mixer."""
+        """Return the cache of layer ``layer``: the state tensors of its Mamba-1 mixer."""
         states = (
             StateTensor("conv", (self.kernel - 1, self.inner), shard_dim=1),
             StateTensor("ssm", (self.inner, self.state)),
@@ -160,16 +157,16 @@ def build(
     fields: Fields, model_type: str, *, class_name: str, mixer_of: Callable[[Fields, int], Mamba1 | Mamba2],
     tied: bool = True, normed: bool = False,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of a model that has only Mamba layers.
+    """Return the architecture of a model whose layers are all Mamba layers.
 
-    Without attention the length is unlimited, and the memory per sequence is constant.
+    Without attention, the sequence length has no limit and the memory per sequence is constant.
 
     Args:
         fields: the config.
         model_type: type of the model.
         class_name: the causal language model's class in transformers.
-        mixer_of: function from the config and the hidden size to the layers' mixer.
-        tied: whether the head is tied when the file has no tie_word_embeddings.
+        mixer_of: function (config, hidden size) -> the mixer that every layer has.
+        tied: default of tie_word_embeddings.
         normed: whether dt, B and C have norms without learned weights.
     """
     hidden = fields.integer("hidden_size", limit="width")
@@ -193,7 +190,8 @@ def build(
     )  # fmt: skip
 
 
-# No field limits the length. vLLM 0.32.0 assumes 2048 without one, but the state's size depends on no length.
+# No config field limits the sequence length. vLLM 0.32.0 then assumes 2048, but the size of the state does not
+# depend on the length.
 _UNLIMITED = 1 << 31
 
 

@@ -1,6 +1,6 @@
-"""Models that mix Mamba and attention: Bamba, Granite hybrid, Falcon-H1, Jamba and Nemotron-H.
+"""Models with both Mamba and attention layers: Bamba, Granite hybrid, Falcon-H1, Jamba and Nemotron-H.
 
-Shapes after transformers 5.19 / 5.23, models/<family>/; the mixers are in mamba.py.
+Shapes follow transformers 5.19 / 5.23, models/<family>/; the mixers are in mamba.py.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
 def bamba(fields: Fields, model_type: str, *, granite: bool = False) -> Architecture:
     """Return the architecture of a Bamba or Granite hybrid model from its checked config.
 
-    Each layer is a Mamba-2 or an attention layer, followed by an MLP, in Granite hybrid (``granite``) by
-    experts and a shared expert.
+    Each layer is a Mamba-2 or an attention layer followed by an MLP. In Granite hybrid (``granite`` True),
+    routed experts and a shared expert follow instead.
     """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -95,7 +95,7 @@ def bamba(fields: Fields, model_type: str, *, granite: bool = False) -> Architec
 def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it is an attention layer.
 
-    ``layer_types``, ``layers_block_type`` or ``attn_layer_indices`` says so.
+    The config states it in ``layer_types``, ``layers_block_type`` or ``attn_layer_indices``.
     """
     words = {"mamba": False, "attention": True, "linear_attention": False, "full_attention": True}
     listed = fields.listed("layer_types", layers, words) or fields.listed("layers_block_type", layers, words)
@@ -109,7 +109,7 @@ def _attends(fields: Fields, layers: int) -> tuple[bool, ...]:
 def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Falcon-H1 model from its checked config.
 
-    Every layer runs Mamba-2 and attention side by side, so it keeps a state and keys and values.
+    Every layer runs Mamba-2 and attention in parallel, so it has both a state and a KV cache.
     """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -146,7 +146,10 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
 
 
 def jamba(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Jamba model: attention and experts at fixed periods, no rotary positions."""
+    """Return the architecture of a Jamba model: some layers have attention, some have experts.
+
+    There are no rotary positions.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -189,9 +192,9 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
-    """Return for each layer whether it is of the periodic kind ``name``.
+    """Return for each layer whether it is of kind ``name`` (``attn`` or ``expert``).
 
-    Starting with layer ``{name}_layer_offset``, every ``{name}_layer_period``-th layer is of this kind.
+    This holds for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``.
     """
     period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
     offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)

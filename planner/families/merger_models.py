@@ -1,6 +1,6 @@
-"""Vision-language models whose tower merges patches: GLM-4.1V to 4.6V, GLM-OCR and EXAONE 4.5.
+"""Vision-language models whose vision tower merges neighbouring patches: GLM-4.1V to 4.6V, GLM-OCR, EXAONE 4.5.
 
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 
-# These config fields name tokens and the objects that the builders read. None adds a tensor.
+# Config fields that hold token ids, or objects that the builders read separately. No tensor depends on these
+# fields.
 _TOP = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "image_start_token_id",
     "image_end_token_id", "video_start_token_id", "video_end_token_id", "vision_start_token_id",
@@ -23,7 +24,11 @@ _TOP = (
 
 
 def _glm_tower(t: Tensors, at: str, v: Fields) -> None:
-    """Add GLM-4V's tower: patches of two frames, blocks of fused qkv, a strided convolution and a merger."""
+    """Add the tensors of GLM-4V's vision tower.
+
+    It has a patch embedding over two frames, layers with a fused qkv projection, a strided convolution and a
+    merger.
+    """
     hidden, heads = v.integer("hidden_size", 1536, limit="width"), v.integer("num_heads", 12, limit="heads")
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
     patch, side = v.integer("patch_size", 14, limit="width"), v.integer("image_size", 336, limit="width")
@@ -55,7 +60,10 @@ def _glm_tower(t: Tensors, at: str, v: Fields) -> None:
 
 
 def _glm_ocr_tower(t: Tensors, at: str, v: Fields) -> None:
-    """Add GLM-OCR's tower: GLM-4V's without positions, with biases and norms of Q and K."""
+    """Add the tensors of GLM-OCR's vision tower.
+
+    It is GLM-4V's tower without position embeddings, with biases, and with norms of Q and K.
+    """
     hidden, heads = v.integer("hidden_size", 1024, limit="width"), v.integer("num_heads", 16, limit="heads")
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
     patch, frames = (
@@ -92,8 +100,8 @@ def _glm_ocr_tower(t: Tensors, at: str, v: Fields) -> None:
 def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
-    config.pop("num_nextn_predict_layers", None)  # layers of a draft
-    if "head_dim" not in config:  # GLM-4's config class has another default
+    config.pop("num_nextn_predict_layers", None)  # number of MTP draft layers
+    if "head_dim" not in config:  # the default of GLM-4's config class differs from this quotient
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"
@@ -106,7 +114,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
 
 
 def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architecture]:
-    """Return the builder of a GLM vision model with a language model of ``text_type``."""
+    """Return the builder function of a GLM vision-language model with a ``text_type`` language model."""
 
     def build(fields: Fields, model_type: str) -> Architecture:
         config = {"attention_bias": True, **(fields.mapping("text_config") or {})}
@@ -120,7 +128,7 @@ def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architectur
 
 
 def exaone4_5(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an EXAONE 4.5 model, with Qwen2.5-VL's tower and grouped keys and values."""
+    """Return the architecture of an EXAONE 4.5 model: Qwen2.5-VL's tower, but with grouped-query attention."""
     text = text_of(fields, "exaone4", fields.mapping("text_config"))
     v = Fields(fields.mapping("vision_config") or {})
     t = Tensors()

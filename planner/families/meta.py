@@ -1,11 +1,11 @@
-"""The fallback for families without an adapter: transformers' own model code on the meta device (no memory).
+"""Fallback for families without an adapter: build transformers' model on PyTorch's meta device (no memory).
 
-Tensors are the module's parameters and buffers. The cache is what one forward pass over a few meta tokens
-leaves in a DynamicCache. Names only determine the role of a tensor, which decides whether a quantizer replaces
-it and how bytes are grouped.
+The tensors of the plan are the parameters and buffers of this model. The cache layers are those that one
+forward pass over a few tokens fills in a DynamicCache. Module names determine only the role of each tensor,
+which decides whether a quantizer replaces it and in which group its bytes are counted.
 
-This fallback is slower than an adapter by the import of torch and transformers. It plans one rank only, because
-it is not known how an engine would divide these modules. Remote code is never run.
+This fallback is slower than an adapter, because it imports torch and transformers. It plans a single rank only,
+because it is not known how an engine would divide these modules. Remote code is never run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import LIMITS, shown
 from tonnage.planner.model.tensor import Role, TensorSpec
 
-# These cache layers keep only keys and values; other cache classes of transformers also keep states.
+# Cache classes of transformers that keep only keys and values; its other classes also keep recurrent states.
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 # Auto classes of models that generate text, and their class tables in modeling_auto (transformers 5.19)
 _AUTO = {
@@ -41,8 +41,8 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
     """Return the architecture of a model_type that transformers knows but no adapter does.
 
     Raises:
-        UnsupportedArchitecture: ``refusal`` itself when transformers does not know the type, or an error that
-            names the part of the model that the planner does not support.
+        UnsupportedArchitecture: ``refusal`` itself if transformers does not know the model_type; otherwise an
+            error that names the unsupported part of the model.
     """
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise UnsupportedArchitecture(refusal.message, field=refusal.field, hint=f"{refusal.hint}; {_INSTALL}")
@@ -77,7 +77,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
 
 
 def _build(config: dict[str, Any], model_type: str) -> Architecture:
-    """Return the architecture of the model that transformers builds of ``config`` on the meta device."""
+    """Return the architecture of the model that transformers builds from ``config`` on the meta device."""
     import torch
 
     transformers: Any = import_module("transformers")
@@ -118,7 +118,7 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
 
 
 def _auto_class(model_type: str, names: list[str]) -> Any:
-    """Return the auto class that builds the class named in ``architectures``, without building it."""
+    """Return the auto class (such as AutoModelForCausalLM) that builds the class named in ``architectures``."""
     modeling = import_module("transformers.models.auto.modeling_auto")
     known: dict[str, None] = {}
     for auto, mapping in _AUTO.items():
@@ -135,7 +135,7 @@ def _auto_class(model_type: str, names: list[str]) -> Any:
 
 
 def _path(model: Any, wanted: Any) -> str:
-    """Return the path of module ``wanted`` inside ``model``."""
+    """Return the dotted path of the module object ``wanted`` inside ``model``."""
     return next(str(path) for path, module in model.named_modules() if module is wanted)
 
 
@@ -163,9 +163,9 @@ def _field(config: Any, name: str) -> int:
 def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
     """Return parameters and buffers in the modules' order; a shared parameter is counted once.
 
-    ``inside`` is the path of the language model. from_pretrained keeps a dtype that a constructor names, and
-    fp32 where the class asks for it (transformers 5.19, core_model_loading.py). Every other tensor has the
-    dtype that the model is built in, given as None.
+    ``inside`` is the path of the language model. from_pretrained keeps the dtype of a tensor whose constructor
+    sets a dtype, and fp32 where the class requests it (transformers 5.19, core_model_loading.py). All other
+    tensors have the model's dtype, which is returned as None.
     """
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -226,12 +226,15 @@ def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
 
 
 def _layer(name: str) -> int | None:
-    """Return the first number in a tensor's name, its layer, or None."""
+    """Return the layer of a tensor, which is the first number in its name; None without a number."""
     return next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
 
 
 def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
-    """Return the cache that one forward pass fills: [1, heads, tokens, size] of keys and values per layer."""
+    """Return one CacheLayer per layer, with the shapes of the cache that one forward pass fills.
+
+    The keys and values of a layer must have the shape [1, heads, tokens, head size].
+    """
     import torch
     from transformers import DynamicCache
 
@@ -266,7 +269,7 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
 
 
 def _rotary(model: Any, config: Any) -> Rotary | None:
-    """Return the rotary table that vLLM would keep: twice as wide as transformers' buffer of frequencies."""
+    """Return the rotary table that vLLM would keep, which is twice as wide as transformers' ``inv_freq``."""
     found = [buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
     if not found:
         return None

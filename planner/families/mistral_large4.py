@@ -1,7 +1,7 @@
 """Mistral Large 4: latent attention with sparse indexers, experts and a Pixtral tower.
 
-Some layers have no rotary positions and so cache the latent alone, without a rotary key. A layer may read the
-latent of an earlier layer. Shapes after transformers 5.23, models/mistral_large4/ and pixtral/.
+Layers without rotary positions cache only the latent, without a rotary key. A layer may use the cached latent
+of an earlier layer. Shapes follow transformers 5.23, models/mistral_large4/ and pixtral/.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def text(fields: Fields, model_type: str) -> Architecture:
 
 
 def _scaling(at: str, heads: int) -> tuple[TensorSpec, ...]:
-    """Return the learned scale and bias of each head's softmax."""
+    """Return the tensors with the learned scale and bias of each head's softmax."""
     names = (f"{at}.softmax_scaling.scale", f"{at}.softmax_scaling.bias")
     return tuple(TensorSpec(name, (heads,), "attention", "SoftmaxScaling", shard_dim=0) for name in names)
 
 
 def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """Return the indexer's tensors; its queries are made of the layer's input, not of compressed queries."""
+    """Return the tensors of a sparse indexer, whose queries are projected from the layer's hidden states."""
     at = "self_attn.indexer"
     return (
         TensorSpec(f"{at}.wq_b.weight", (heads * size, hidden), "attention", "Linear"),
@@ -107,7 +107,8 @@ def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has rotary positions.
 
-    ``no_rope_layers`` lists 1 or 0 for at least every layer; without it, every fourth layer has none.
+    ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field, every fourth layer has
+    no rotary positions.
     """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     listed = fields.raw("no_rope_layers")
@@ -121,9 +122,9 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Return for each layer the layer whose latent it reads.
+    """Return for each layer the index of the layer whose cached latent it uses.
 
-    It is the layer itself or an earlier layer that ``kv_source_layers`` names.
+    It is the layer itself, or an earlier layer listed in ``kv_source_layers``.
     """
     listed = fields.raw("kv_source_layers")
     if listed is None:
@@ -167,7 +168,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     return replace(inside, model_type=model_type, class_name=name, tensors=tensors)
 
 
-# This is MistralLarge4Config's tower, for a file without vision_config.
+# default vision tower of MistralLarge4Config, for a config without vision_config
 _TOWER = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 30, "num_attention_heads": 16,
     "patch_size": 14,

@@ -1,7 +1,7 @@
 """Multi-head latent attention: K and V are cached as one compressed latent and one rotary key per token.
 
 Families: DeepSeek-V2 / V3 / V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, MiniCPM3, Mistral 4 and LongCat-Flash. Shapes
-after transformers 5.19 and 5.23, models/<family>/. One layer caches kv_lora_rank + qk_rope_head_dim elements
+follow transformers 5.19 and 5.23, models/<family>/. One layer caches kv_lora_rank + qk_rope_head_dim elements
 per token on every tensor-parallel rank (DeepSeek-V2, section 2.1).
 """
 
@@ -39,14 +39,15 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 
     Args:
         fields: the config.
-        defaults: whether missing sizes are DeepSeek-V3's, for config classes that have these defaults.
-        value_default: v_head_dim when it is missing and ``defaults`` is False.
+        defaults: whether missing sizes default to those of DeepSeek-V3, as in some config classes.
+        value_default: default of v_head_dim if ``defaults`` is False.
     """
 
     def size(name: str, default: int) -> int:
         return fields.integer(name, default if defaults else None, limit="width")
 
-    # K and V of every head are made from the latent, so these fields change no shape.
+    # K and V of all heads are computed from the latent, so no shape depends on num_key_value_heads and
+    # head_dim.
     fields.ignore("num_key_value_heads", "head_dim")
     return LatentAttention(
         fields.integer("hidden_size", limit="width"),
@@ -62,7 +63,7 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
-    """Return the latent cache of ``layers``.
+    """Return the cache entries of ``layers`` with latent attention.
 
     ``index_sizes`` gives the key size of the sparse indexer of each layer that has one.
     """
@@ -75,14 +76,15 @@ def cache(
 
 @dataclass(frozen=True, slots=True)
 class LatentVariant:
-    """How one family with latent attention and experts differs from DeepSeek-V3.
+    """Options by which a family with latent attention and experts differs from DeepSeek-V3.
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        dense_layers: first_k_dense_replace when the file does not say.
+        dense_layers: default of first_k_dense_replace.
         indexer: whether layers have sparse indexers.
         correction: whether the router has e_score_correction_bias.
-        softmax: whether the router is a softmax, grouped only if topk_method says so. False: a grouped sigmoid.
+        softmax: True if the router applies a softmax (over groups of experts only if topk_method is not
+            greedy), False if a sigmoid over groups.
         complex_rope: whether rotary positions are computed as complex numbers.
         mlp_bias: whether the class reads the config field mlp_bias.
         taped: whether training activations can be derived from the recipe (the description of layers).
@@ -104,7 +106,7 @@ class LatentVariant:
 
 def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a model with latent attention and experts; ``v`` describes its family."""
-    # DeepSeek's small vision models switch latent attention off and have ordinary heads.
+    # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
     plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
     if plain is not None:
         fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
@@ -191,7 +193,9 @@ def _groups(fields: Fields) -> tuple[int, int]:
 def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
     """Return the projections and the norm of a sparse-attention indexer."""
     if d.q_rank is None:
-        raise ConfigError("missing, and the indexer reads its output", field="q_lora_rank")
+        raise ConfigError(
+            "missing; the sparse indexer needs the compressed query of this rank", field="q_lora_rank"
+        )
     at = "self_attn.indexer"
     return (
         TensorSpec(f"{at}.wq_b.weight", (heads * size, d.q_rank), "attention", "Linear"),
@@ -205,9 +209,10 @@ def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpe
 def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     """Return (heads, key size, which layers have their own indexer) of the sparse attention.
 
-    ``indexer_types`` lists the layers, else the letters of ``index_topk_pattern``, else every
-    ``index_topk_freq`` layers behind ``index_skip_topk_offset`` (configuration_glm_moe_dsa.py, transformers
-    5.19; vLLM 0.32 derives the same, models/deepseek_v2.py).
+    ``indexer_types`` states which layers, else the letters of ``index_topk_pattern`` (F for a layer with an
+    indexer). Without both fields, the first ``index_skip_topk_offset`` layers have an indexer, and then one
+    layer in ``index_topk_freq`` (configuration_glm_moe_dsa.py, transformers 5.19; models/deepseek_v2.py, vLLM
+    0.32).
     """
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")
@@ -260,10 +265,11 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
 def _longcat(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a LongCat-Flash model from its checked config.
 
-    Each layer has two attention modules, two dense MLPs and one routed MLP; some of its experts are empty.
+    Each layer has two attention modules, two dense MLPs and one routed MLP. Some experts are empty: they return
+    their input.
     """
     d = read_latent(fields, defaults=True)
-    # only the config class of this family reads qk_head_dim
+    # qk_head_dim is read only by the config class of this family
     stated = fields.optional_integer("qk_head_dim", limit="width")
     if stated not in (None, d.head_size):
         raise ConfigError(
@@ -283,7 +289,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
     for _, at in t.layers(layers, "model.layers"):
-        # transformers allocates the first matrix for the empty experts too (modeling_longcat_flash.py)
+        # transformers allocates gate_up_proj for the empty experts too (modeling_longcat_flash.py)
         t.add(
             f"{at}.mlp.experts.gate_up_proj", (count + empty, 2 * inner, d.hidden), "expert", "Experts",
             shard=1, matrices=2,
@@ -307,7 +313,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
 
 
 def _axk1(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an A.X-K1 model: DeepSeek-V3 with a norm behind the experts."""
+    """Return the architecture of an A.X-K1 model: DeepSeek-V3 with a norm after the experts."""
     found = LatentVariant("AXK1ForCausalLM", 1, taped=False).build(fields, model_type)
     layers = sorted({spec.layer for spec in found.tensors if spec.role == "expert" and spec.layer is not None})
     norms = [
@@ -339,7 +345,7 @@ FAMILIES = {
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "kimi_k2": Family(
-        # the model was first published with remote code
+        # class name in files published with remote code
         LatentVariant("DeepseekV3ForCausalLM", 3, taped=False).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),

@@ -1,6 +1,6 @@
 """ModernBERT: an encoder with rotary positions whose layers alternate between full and sliding attention.
 
-Shapes after transformers 5.19, models/modernbert/.
+Shapes follow transformers 5.19, models/modernbert/.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count
 from tonnage.planner.model.recipe import Heads
 
-# These config fields concern training and heads, and change no shape.
+# Config fields about training and heads. No tensor shape depends on them.
 _NO_SHAPE = (
     "classifier_activation", "classifier_dropout", "classifier_pooling", "decoder_bias", "classifier_bias",
     "deterministic_flash_attn", "initializer_cutoff_factor", "local_attention", "mlp_dropout", "pooling_mode",
@@ -41,7 +41,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary(f"{at}embeddings.tok_embeddings", vocab, hidden)
     t.norm(f"{at}embeddings.norm", hidden, norm)
     for index, layer in t.layers(layers, f"{at}layers"):
-        if index:  # the first layer has no attention norm, since the embedding is normed
+        if index:  # layer 0 has no attention norm, because a norm follows the embedding
             t.norm(f"{layer}.attn_norm", hidden, norm)
         t.linear(f"{layer}.attn.Wqkv", 3 * hidden, hidden, bias=attention_bias, shard="column")
         t.linear(f"{layer}.attn.Wo", hidden, hidden, bias=attention_bias, shard="row")
@@ -62,7 +62,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer: listed, or full at every ``global_attn_every_n_layers`` (3 by default)."""
+    """Return the attention kind of each layer.
+
+    ``layer_types`` states it; otherwise every ``global_attn_every_n_layers``-th layer (default 3), from layer 0
+    on, has full attention.
+    """
     every = fields.integer("global_attn_every_n_layers", 3, limit="layers")
     listed = fields.layer_types(layers)
     if listed is not None:
@@ -73,8 +77,8 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
     """Return how many distinct rotary tables an engine keeps.
 
-    ``rope_parameters`` states them by kind of layer. The first published files state two thetas instead
-    (160,000 and 10,000 when missing).
+    ``rope_parameters`` states the parameters per attention kind. The first published files state
+    global_rope_theta and local_rope_theta instead (defaults 160,000 and 10,000).
     """
     fields.ignore("rope_theta", "rope_scaling")
     given = fields.raw("rope_parameters")
@@ -92,7 +96,7 @@ def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
 
 
 def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hidden: int) -> None:
-    """Add the tensors of the head: a dense layer and its norm, then the matrix to the vocabulary or labels."""
+    """Add the tensors of the head: a dense layer, its norm, and the projection to vocabulary or labels."""
     t.linear("head.dense", hidden, hidden, "head", bias=fields.boolean("classifier_bias", False))
     t.norm("head.norm", hidden, norm)
     if class_name.endswith("ForMaskedLM"):

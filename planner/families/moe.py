@@ -1,4 +1,4 @@
-"""Families of mixture-of-experts decoders with ordinary attention: one table row per family."""
+"""Mixture-of-experts decoders with ordinary attention: a table with the options of each family."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def _granite_swa(fields: Fields, model_type: str) -> Architecture:
 
 
 def _cohere2_moe(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Cohere 2 model with experts; dense prefix layers are refused."""
+    """Return the architecture of a Cohere 2 model with experts in every layer.
+
+    Raises:
+        UnsupportedArchitecture: the first layers are dense.
+    """
     for name in ("prefix_dense_intermediate_size", "first_k_dense_replace"):
         if fields.raw(name):
             raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
@@ -80,7 +84,7 @@ FAMILIES = {
             "Qwen3MoeForCausalLM", qk_norm="head", window="qwen", sparse=stepped_layers,
             ignored=("use_qk_norm",),
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # the name that transformers 5.19 writes
+        aliases={"num_experts": "num_local_experts"},  # field name in files written by transformers 5.19
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "mellum": Family(
@@ -132,7 +136,7 @@ FAMILIES = {
             "MiniMaxM2ForCausalLM", "num_local_experts", inner_field="intermediate_size", routing="sigmoid",
             normed=True, rope="joined", correction="e_score_correction_bias", correction_dtype=None,
             qkv_bias=False, out_bias=False, qk_norm="full", rotary_field="rotary_dim", jitter=True,
-            # the headers of MiniMax-M2.7 state float32; transformers loads both tensors in bf16
+            # MiniMax-M2.7's files store router and correction bias in float32; transformers loads both in bf16
             router_stored="float32",
             ignored=(
                 "use_qk_norm", "qk_norm_type", "use_routing_bias", "use_mtp", "mtp_transformer_layers",
@@ -200,7 +204,7 @@ FAMILIES = {
         MoeVariant(
             "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size", per_token_field="moe_topk",
             router="gate.wg", routing="softmax", normed=True,
-            router_linear=True, router_dtype="float32",  # the router's constructor creates it in float32
+            router_linear=True, router_dtype="float32",  # the constructor creates the router in float32
             shared="mlp.shared_mlp", shared_count=None, qk_norm="head", normed_last=True,
             qk_norm_names=("query_layernorm", "key_layernorm"),
         ).build,

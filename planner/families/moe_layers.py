@@ -1,4 +1,4 @@
-"""Rules that name the layers of a mixture-of-experts decoder whose tokens are routed to experts."""
+"""Rules that determine which layers of a mixture-of-experts decoder have routed experts."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from tonnage.planner.model.fields import Fields, shown
 
 
 def every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer: all layers route to experts."""
+    """Return True for each layer, for a model whose layers all have routed experts."""
     return (True,) * layers
 
 
 def behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it routes to experts: all but the first ``first_k_dense_replace``."""
+    """Return for each layer whether it has routed experts: all but the first ``first_k_dense_replace``."""
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     return tuple(i >= first for i in range(layers))
 
 
 def listed_layers(fields: Fields, layers: int, dense: int = 1) -> tuple[bool, ...]:
-    """Return for each layer whether it routes: as ``mlp_layer_types`` lists, else as behind_dense."""
+    """Return for each layer whether it has routed experts, by ``mlp_layer_types``.
+
+    Without this field, all layers but the first ``first_k_dense_replace`` have routed experts.
+    """
     listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
     return listed or behind_dense(fields, layers, dense)
 
 
 def interval_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it routes to experts, by ERNIE's start, end and interval of MoE layers."""
+    """Return for each layer whether it has routed experts, by ERNIE's start, end and interval of MoE layers."""
     start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
     end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
     step = fields.integer("moe_layer_interval", 1, limit="layers")
@@ -34,9 +37,10 @@ def interval_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def stepped_layers(fields: Fields, layers: int, dense: tuple[int, ...] = ()) -> tuple[bool, ...]:
-    """Return for each layer whether it routes: every ``decoder_sparse_step``-th layer, except dense layers.
+    """Return for each layer whether it has routed experts, by ``decoder_sparse_step``.
 
-    ``mlp_only_layers`` lists the dense layers; without it they are ``dense``.
+    Every ``decoder_sparse_step``-th layer has routed experts, except the layers in ``mlp_only_layers``;
+    ``dense`` is the default of this field.
     """
     step = fields.integer("decoder_sparse_step", 1, limit="layers")
     listed = fields.raw("mlp_only_layers")
@@ -48,7 +52,7 @@ def stepped_layers(fields: Fields, layers: int, dense: tuple[int, ...] = ()) -> 
 
 
 def all_listed(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer; a list with dense layers is refused."""
+    """Return True for each layer; raise an error if ``mlp_layer_types`` lists a dense layer."""
     if not all(fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True}) or (True,)):
         raise UnsupportedArchitecture("dense layers are not supported", field="mlp_layer_types")
     return (True,) * layers

@@ -1,7 +1,7 @@
-"""Mixture-of-experts decoders whose layers differ in kind, one builder per family.
+"""Mixture-of-experts decoders with several kinds of layers, and one builder function per family.
 
-gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE; shapes after transformers 5.19 / 5.23,
-models/<family>/.
+Families: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE. Shapes follow transformers 5.19 /
+5.23, models/<family>/.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("experts_per_token", "initial_context_length")
     kinds = fields.layer_types(layers)
-    if kinds is None:  # the first layer has a sliding window (configuration_gpt_oss.py)
+    # by default full and sliding layers alternate, starting with sliding (configuration_gpt_oss.py)
+    if kinds is None:
         kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
     window = fields.integer("sliding_window", 128, limit="positions")
     table = Table("model.rotary_emb.", dims.head_size, half=True)
@@ -74,7 +75,7 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
 def laguna(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Laguna model from its checked config.
 
-    Full and sliding layers have different numbers of query heads, and a gate weighs the attention output.
+    Full and sliding layers have different numbers of query heads, and a gate scales the attention output.
     """
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -130,7 +131,8 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
 def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a MiMo-V2-Flash model from its checked config.
 
-    Sliding layers have sinks and their own KV heads and head sizes; V may be narrower than K.
+    Sliding layers have attention sinks, and their own number of KV heads and head sizes. V may be narrower than
+    K.
     """
     full = common.heads_of(fields)
     full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
@@ -143,7 +145,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = _layers(fields), _vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
-    kinds = fields.layer_types(layers)  # transformers 5 writes layer_types
+    kinds = fields.layer_types(layers)  # files written by transformers 5 state layer_types
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
@@ -249,7 +251,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
 def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a MiniMax-M3 model from its checked config.
 
-    A block-sparse indexer runs beside grouped-query attention, and its key is cached too.
+    Besides grouped-query attention there is a block-sparse indexer, whose keys are cached too.
     """
     dims = common.heads_of(fields)
     layers, vocab = _layers(fields), _vocab(fields)
@@ -311,11 +313,11 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
 
 
 def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int, tuple[bool, ...]]:
-    """Return (heads, key size, which layers have an indexer) of the sparse attention."""
+    """Return (heads, key size, whether each layer has one) of the sparse-attention indexer."""
     sparse = fields.mapping("sparse_attention_config")
     words = {"full_attention": False, "minimax_m3_sparse": True}
     indexed = fields.listed("layer_types", layers, words) if sparse is None else None
-    if indexed is not None:  # transformers 5 writes other fields
+    if indexed is not None:  # files written by transformers 5 have other field names
         fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
         return (
             fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
@@ -334,8 +336,8 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
 def dbrx(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a DBRX model from its checked config.
 
-    The file has its own field names, with attention and experts in two sub-objects. Experts are stored as
-    [experts x inner, hidden].
+    The config has its own field names, with the fields of attention and experts in two nested objects. Experts
+    are stored as [experts x inner, hidden].
     """
     attention, ffn = fields.mapping("attn_config"), fields.mapping("ffn_config")
     if attention is None or ffn is None:
@@ -430,9 +432,9 @@ def _four(dims: Heads) -> tuple[int, int, int, int]:
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
-    """Return a list of one positive integer per layer, None when the field is missing.
+    """Return the positive integers, one per layer, in config field ``name``, or None without this field.
 
-    ``zero`` allows 0 as well.
+    With ``zero``, 0 is valid too.
     """
     value = fields.raw(name)
     if value is None:
@@ -448,9 +450,9 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
 
 
 def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
-    """Return the rotated share of each head by kind of layer.
+    """Return attention kind -> fraction of each head that is rotated.
 
-    ``rope_parameters`` states it by kind, ``partial_rotary_factor`` for all kinds.
+    ``rope_parameters`` states it per kind, else ``partial_rotary_factor`` for all kinds.
     """
     parameters = fields.raw("rope_parameters")
     base = fields.number("partial_rotary_factor", default)

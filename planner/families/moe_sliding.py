@@ -1,6 +1,6 @@
 """Mixtures of experts with sliding windows in most layers: AFMoE, Kolibri 1, Flint and Beam.
 
-Each head of Q and K has a norm. Shapes after transformers 5.23, models/<family>/.
+Each head of Q and K has a norm. Shapes follow transformers 5.23, models/<family>/.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class SlidingMoeVariant:
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        window: sliding window in tokens when the file does not say.
-        kinds: function from the number of layers to their kinds, for a file without layer_types.
-        sparse: function that returns for each layer whether it routes to experts; None: all route.
+        window: default sliding window in tokens.
+        kinds: function: number of layers -> attention kind of each layer, for a config without layer_types.
+        sparse: function that returns for each layer whether it has routed experts; None means all layers have.
         norms: norms of a layer.
-        shared: module and default inner size of the shared expert; None: there is none.
+        shared: (module, default inner size) of the shared expert; None means there is none.
         biased: whether the attention reads attention_bias.
         sinks: whether every head has a learned sink score.
-        gated: whether a matrix and a bias per head weigh the attention output.
+        gated: whether a gate (a matrix, and a bias per head) scales the attention output.
         corrected: whether the router has a correction bias per expert, in fp32.
-        wide_router: whether the router is kept in fp32 (_keep_in_fp32_modules_strict, as the correction bias).
-        by_kind: whether full and sliding layers have rotary tables of their own.
+        wide_router: whether the router is kept in fp32 (_keep_in_fp32_modules_strict).
+        by_kind: whether full layers and sliding layers have different rotary tables.
     """
 
     class_name: str
@@ -56,7 +56,7 @@ class SlidingMoeVariant:
 
 
 def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Kolibri, Flint or Beam model; ``v`` says how these differ."""
+    """Return the architecture of a Kolibri, Flint or Beam model; ``v`` holds the options of its family."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -70,7 +70,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
     bias = v.biased and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds = fields.layer_types(layers) or v.kinds(layers)
-    # Without the field the window is the config class's default. With a sliding layer, null is refused.
+    # Without the field, the window is the default of the config class. Null is refused if a layer is sliding.
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
     gate = "float32" if v.wide_router else None
@@ -107,7 +107,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
 
 
 def afmoe(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an AFMoE model (Trinity), whose attention is gated."""
+    """Return the architecture of an AFMoE model (Trinity), whose attention output is gated."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -150,15 +150,18 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
 
 
 def _beam_sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each of Beam's layers whether it routes: as listed, else all but the first three."""
+    """Return for each Beam layer whether it has routed experts, by ``mlp_layer_types``.
+
+    Without this field, all layers but the first three have routed experts.
+    """
     listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
     return listed or tuple(i >= 3 for i in range(layers))
 
 
 def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the prefixes of the rotary tables, one per kind of layer with rotary parameters.
+    """Return the name prefixes of the rotary tables, one per attention kind that has rotary positions.
 
-    Kinds in ``unrotated`` have no rotary positions when the file has no rotary parameters for them.
+    Kinds in ``unrotated`` have no rotary positions if the config has no rotary parameters for them.
     """
     parameters = fields.raw("rope_parameters")
     out = []
@@ -172,7 +175,7 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
         if own is None and kind in unrotated:
             continue
         where = f"rope_parameters.{kind}"
-        # The rope type "proportional" has a table over the whole head (modeling_rope_utils.py).
+        # The rope type "proportional" has a table as wide as the whole head (modeling_rope_utils.py).
         if isinstance(own, dict) and own.get("rope_type") == "proportional":
             out.append(f"{kind}_")
             continue
@@ -218,7 +221,7 @@ FAMILIES = {
             "Kolibri1ForCausalLM", 513, _kolibri, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
             ("shared_experts", 512), biased=False,
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # the name that transformers writes
+        aliases={"num_experts": "num_local_experts"},  # field name in files written by transformers
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),
     "flint": Family(

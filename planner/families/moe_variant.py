@@ -1,6 +1,6 @@
-"""The builder of mixture-of-experts decoders with ordinary attention, and how a family may differ from Mixtral.
+"""The builder of mixture-of-experts decoders with ordinary attention, and a family's options (``MoeVariant``).
 
-Shapes after transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
+Shapes follow transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
 [experts, 2 x inner, hidden] and [experts, hidden, inner]; checkpoints store one matrix per expert.
 """
 
@@ -34,12 +34,12 @@ from tonnage.planner.model.recipe import (
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
 
-_PATTERN_WINDOW = 4096  # sliding_window of ExaoneMoeConfig
+_PATTERN_WINDOW = 4096  # default of sliding_window in ExaoneMoeConfig
 
 
 @dataclass(frozen=True, slots=True)
 class MoeVariant:
-    """How one mixture-of-experts family differs from Mixtral.
+    """Options by which a mixture-of-experts family differs from Mixtral.
 
     Attributes:
         class_name: the causal language model's class in transformers.
@@ -48,43 +48,44 @@ class MoeVariant:
         inner_field: config field with an expert's inner size.
         mlp: module of the MLP in a layer.
         router: module of the router below the MLP.
-        routing: how the experts of a token are chosen.
-        normed: whether the weights of the chosen experts are divided by their sum.
+        routing: name of the method by which the router selects the experts of a token.
+        normed: whether the routing weights of the selected experts are divided by their sum.
         router_linear: whether the router is an nn.Linear.
         router_bias: whether the router has a bias.
-        router_dtype: dtype of the loaded router; None: the model's.
-        router_stored: dtype of the router in published files; None: the model's.
-        correction: name of e_score_correction_bias below the MLP; None: there is none.
-        correction_dtype: dtype of the loaded correction bias; None: the model's.
+        router_dtype: dtype of the loaded router; None means the dtype of the model.
+        router_stored: dtype of the router in published files; None means the dtype of the model.
+        correction: name of e_score_correction_bias below the MLP; None means there is none.
+        correction_dtype: dtype of the loaded correction bias; None means the dtype of the model.
         correction_parameter: whether the correction bias is a parameter [1, experts] instead of a buffer.
-        shared: module of the shared expert in a layer; None: there is none.
+        shared: module of the shared expert in a layer; None means there is none.
         shared_names: matrices of the shared expert: gate, up and down, or gate-and-up and down.
-        shared_gate: whether a gate weighs the shared expert.
-        shared_size: config field with the shared expert's inner size, and its default (None: required).
-        shared_count: without ``shared_size``, config field with the number of shared experts, each as large as
-            a routed expert; None: one.
-        sparse: function that returns for each layer whether it routes to experts.
-        jitter: whether router_jitter_noise adds noise in training, so that training activations cannot be
-            derived.
-        experts_bias: config field that would give the experts biases; a config that sets it is refused.
+        shared_gate: whether a gate scales the output of the shared expert.
+        shared_size: (config field with the shared expert's inner size, its default); with default None the
+            field is required.
+        shared_count: if ``shared_size`` is None: config field with the number of shared experts, each as large
+            as a routed expert; None means one shared expert.
+        sparse: function that returns for each layer whether it has routed experts.
+        jitter: whether training adds noise to the router (router_jitter_noise); training activations then
+            cannot be derived.
+        experts_bias: config field that would add biases to the experts; a config that sets it is refused.
         qkv_bias: whether the q, k and v projections have biases.
         out_bias: whether the attention's output projection has a bias.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
         qk_norm_names: modules of these norms.
         qk_norm_field: config field that adds a norm per head.
         normed_last: whether q and k are normed after their rotation.
-        rope: name of the rotary embedding's form in dense.ROPES.
-        rotary_share: partial_rotary_factor when the file does not say.
-        rotary_field: config field with the number of rotated values of a head, which precedes
+        rope: key in dense.ROPES of the rotary embedding's implementation.
+        rotary_share: default of partial_rotary_factor.
+        rotary_field: config field with the number of rotated values of a head; it has priority over
             partial_rotary_factor.
-        rounded_heads: whether, without head_dim, hidden_size / num_attention_heads is rounded down instead of
-            checked.
+        rounded_heads: whether head_dim defaults to hidden_size / num_attention_heads rounded down; if False,
+            the division must have no remainder.
         clipped_field: config field that, when set, limits the values of q, k and v.
         flow: order of norms, branches and residual additions in a layer.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
         head_bias: whether the head has a bias.
-        tied: tie_word_embeddings when the file does not say.
+        tied: default of tie_word_embeddings.
         window: rule of ``common.kinds_of`` that says which layers have a sliding window, or ``pattern``:
             layer_types, else sliding_window_pattern.
         ignored: config fields of this family that change no shape.
@@ -232,7 +233,7 @@ def _shared(v: MoeVariant, hidden: int, size: int, act: str) -> Mlp | None:
 
 
 def _correction(v: MoeVariant, count: int) -> tuple[TensorSpec, ...]:
-    """Return e_score_correction_bias, or no tensor where the family has none."""
+    """Return the tensor e_score_correction_bias, or an empty tuple if the family has none."""
     if v.correction is None:
         return ()
     name = f"{v.mlp}.{v.correction}"
@@ -242,7 +243,7 @@ def _correction(v: MoeVariant, count: int) -> tuple[TensorSpec, ...]:
 
 
 def _experts(fields: Fields, v: MoeVariant) -> int:
-    """Return the number of experts; a number per layer is refused."""
+    """Return the number of experts; raise an error if the config states a number per layer."""
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
         raise UnsupportedArchitecture(
@@ -252,7 +253,7 @@ def _experts(fields: Fields, v: MoeVariant) -> int:
 
 
 def _share(fields: Fields, v: MoeVariant, dims: Heads) -> float:
-    """Return the share of each head's values that the rotary embedding rotates."""
+    """Return the fraction of each head's values that the rotary embedding rotates."""
     rotated = fields.optional_integer(v.rotary_field, limit="width") if v.rotary_field else None
     if rotated is None:
         return common.rotary_share(fields, v.rotary_share)

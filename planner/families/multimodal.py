@@ -1,7 +1,9 @@
-"""Multimodal wrappers: a text model from its own adapter, renamed to its place in the wrapper, and a tower.
+"""Multimodal models: a vision or audio tower, and a text model from the text model's own adapter.
 
-Shapes after transformers 5.19 / 5.23, models/<family>/. Vision and projector parameters are counted apart
-(``Architecture.tower_parameters``); the KV cache is the text model's.
+The names of the text model's tensors get the prefix that they have in the multimodal model.
+
+Shapes follow transformers 5.19 / 5.23, models/<family>/. The parameters of towers and projectors are counted
+separately (``Architecture.tower_parameters``). Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -40,18 +42,19 @@ def text_of(
     fields: Fields, text_type: str, config: Mapping[str, Any] | None, *, tie: bool = True, tied: bool = False,
     either: bool = False,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of the language model that a wrapper contains.
+    """Return the architecture of the language model inside a multimodal model.
 
-    The wrapper's tie_word_embeddings, or its config class's default, says whether the head is tied
+    The head is tied if the multimodal config's tie_word_embeddings, or the default of its class, is true
     (transformers 5.19, modeling_utils.py).
 
     Args:
-        fields: the wrapper's config.
+        fields: the config of the multimodal model.
         text_type: model_type of the language model.
-        config: the language model's config; None is refused.
-        tie: whether the wrapper decides if the head is tied.
-        tied: default of the wrapper's config class.
-        either: whether the head is also tied when the language model's own config says so.
+        config: the language model's config; None raises ConfigError.
+        tie: whether the multimodal config decides if the head is tied; if False, the language model's config
+            decides.
+        tied: default of tie_word_embeddings in the multimodal config class.
+        either: whether the head is also tied if only the config of the language model says so.
     """
     if config is None:
         raise ConfigError("missing", field="text_config")
@@ -69,12 +72,12 @@ def text_of(
 
 
 def _vision(fields: Fields) -> Mapping[str, Any]:
-    """Return ``vision_config``, empty when the file has none."""
+    """Return the object ``vision_config`` of the config, empty without this field."""
     return fields.mapping("vision_config") or {}
 
 
 def moved(specs: tuple[TensorSpec, ...], old: str, new: str) -> list[TensorSpec]:
-    """Return the tensors with prefix ``old`` replaced by ``new``; other names stay."""
+    """Return the tensors with the name prefix ``old`` replaced by ``new``; other names are unchanged."""
 
     def name(at: str) -> str:
         return new + at[len(old) :] if at.startswith(old) else at
@@ -86,9 +89,9 @@ def joined(
     text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model.",
     *, vision: Vision | None = None,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of a wrapper of a language model.
+    """Return the architecture of a multimodal model made of ``text`` and the tower's tensors ``t``.
 
-    Its tensors are the tower's, then the text model's below prefix ``new``.
+    The tower's tensors come first. The text model's tensors follow, with the name prefix ``new``.
     """
     tensors = (*t.specs, *moved(text.tensors, "model.", new))
     return replace(
@@ -160,16 +163,16 @@ _LLAMA = {
 
 @dataclass(frozen=True, slots=True)
 class LlavaVariant:
-    """How one of the LLaVA model types differs from LLaVA 1.5.
+    """Options by which a LLaVA model type differs from LLaVA 1.5.
 
     Attributes:
         class_name: the model's class in transformers.
         texts: model types that the language model may have; the first is the default.
         towers: types that the tower may have; the first is the default.
-        strategy: vision_feature_select_strategy when the file does not say.
-        either: whether the head is also tied when the language model's own config says so.
-        tiles: function from config, limits of one tile and its side in pixels to the limits of an image that is
-            cut into tiles; None: an image is one tile.
+        strategy: default of vision_feature_select_strategy.
+        either: whether the head is also tied if only the config of the language model says so.
+        tiles: function (config, image limits of one tile, side of a tile in pixels) -> image limits of the
+            model; None if images are not cut into tiles.
     """
 
     class_name: str
@@ -185,9 +188,10 @@ class LlavaVariant:
 
 
 def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
-    """Return the language model of a LLaVA file.
+    """Return the architecture of a LLaVA model's language model.
 
-    The first published configs have Llama's fields at the top level, and name the tower without its fields.
+    The first published configs have Llama's fields at the top level, and state only the name of the tower, not
+    its sizes.
     """
     config = fields.mapping("text_config")
     if config is None:
@@ -227,7 +231,8 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     kind = vision.get("model_type", variant.towers[0])
     if kind not in variant.towers:
         raise UnsupportedArchitecture(f"{shown(kind)} is not supported", field="vision_config.model_type")
-    # without vision_config the tower is CLIP large; a stated one has CLIPVisionConfig's defaults
+    # without vision_config the tower is CLIP large; fields missing in a vision_config have CLIPVisionConfig's
+    # defaults
     defaults = towers.CLIP if vision else towers.LLAVA_CLIP
     seen: Vision | None
     if kind == "clip_vision_model":
@@ -243,14 +248,14 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
-    # the outputs of all layers are kept until the listed layers are selected
+    # the outputs of all tower layers stay in memory until the listed layers are selected
     if seen is not None and isinstance(layers, list):
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
     whole = (fields.raw("vision_feature_select_strategy") or variant.strategy) != "default"
     if whole == (kind == "clip_vision_model") and kind != "pixtral":
-        seen = None  # CLIP's class token becomes an embedding; SigLIP, without one, loses a patch
+        seen = None  # CLIP's class token is an extra embedding; SigLIP has none and drops a patch
     if variant.tiles is not None:
         t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
         size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
@@ -259,7 +264,10 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
 
 
 def _tiles_and_frames(fields: Fields, vision: Vision | None, size: int) -> None:
-    """Return None: vLLM profiles as many video frames as fit in a prompt (models/llava_next_video.py)."""
+    """Return None, because the image limits of LLaVA-NeXT-Video are not known in advance.
+
+    vLLM profiles as many video frames as fit into a prompt (models/llava_next_video.py).
+    """
     fields.ignore("spatial_pool_mode", "spatial_pool_stride", "video_seq_length")
 
 
@@ -272,7 +280,10 @@ _MINISTRAL3 = {
 
 
 def mistral3(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Mistral Small 3.1, 3.2 or another model with a merging Pixtral tower."""
+    """Return the architecture of Mistral Small 3.1, 3.2 or a similar model.
+
+    Its Pixtral tower is followed by a projector that merges neighbouring patches.
+    """
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
     if kind not in ("mistral", "ministral3"):
@@ -280,9 +291,10 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
             f"{shown(kind)} is not supported; language models of this type are mistral and ministral3",
             field="text_config.model_type",
         )
-    if kind == "ministral3":  # Mistral's tensors, and a window only if the file states one
+    if kind == "ministral3":  # same tensors as Mistral, and a sliding window only if the config states it
         config = {**_MINISTRAL3, **(config or {})}
-    # published files store a head without stating tie_word_embeddings (Mistral-Small-3.1: 24.0 B parameters)
+    # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
+    # parameters)
     text = text_of(fields, "mistral", config)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture(
@@ -308,7 +320,7 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
 
 def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi-VL model from its checked config."""
-    # In the remote code, the language model's own config says whether the head is tied.
+    # In the model's remote code, the language model's config determines whether the head is tied.
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
@@ -343,10 +355,10 @@ def qwen(
         model_type: type of the model.
         class_name: the model's class in transformers.
         text_type: model_type of the language model.
-        tower: form of the vision tower.
-        kv_heads: num_key_value_heads when the text config does not say; None: the language model's default.
+        tower: version of the vision tower, such as ``qwen2_5``.
+        kv_heads: default of num_key_value_heads; None means the default of the language model.
         deepstack: whether a qwen3 tower also gives the language model the outputs of some of its layers.
-        either: whether the head is also tied when the language model's own config says so.
+        either: whether the head is also tied if only the config of the language model says so.
     """
     config = fields.mapping("text_config")
     if config is None:
@@ -377,9 +389,9 @@ def mllama(fields: Fields, model_type: str) -> Architecture:
 
 
 def mllama_text(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Llama 3.2's text model, a Llama with gated cross-attention layers.
+    """Return the architecture of Llama 3.2's text model: Llama with gated cross-attention layers.
 
-    Their K and V come from the image, once per sequence.
+    The K and V of these layers come from the image and are computed once per sequence.
     """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -394,7 +406,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
     crossing = common.numbers_in(crossed)
     fields.ignore("dropout")
     t = Tensors()
-    # the head has no rows for the eight image tokens
+    # the embedding has eight more rows than the head, for image tokens
     t.vocabulary("model.embed_tokens", vocab + 8, dims.hidden)
     cache = []
     for i, at in t.layers(layers, "model.layers"):
@@ -417,7 +429,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
 
 def llama4(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Llama 4 from its checked config."""
-    # the wrapper's class ignores its tie_word_embeddings and ties nothing
+    # transformers' multimodal class ignores tie_word_embeddings and ties no head
     text = text_of(fields, "llama4_text", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
@@ -481,8 +493,8 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of DeepSeek-OCR-2 from its checked config.
 
-    The older DeepSeek-VL2 has the same model_type. Its tower is timm's, whose shapes are not in the file, so it
-    is refused.
+    The older DeepSeek-VL2 has the same model_type and is refused: its tower comes from the package timm, so
+    config.json does not state the tower's shapes.
     """
     names = fields.raw("architectures")
     if names != ["DeepseekOCR2ForCausalLM"]:
@@ -503,8 +515,8 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
 
 
-# Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). It uses them for a file without
-# text_config and does not read the flat fields of such a file.
+# Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). The class uses these defaults
+# for a file without text_config; it does not read text fields at the file's top level.
 _STEP = {
     "vocab_size": 128_815, "hidden_size": 4096, "intermediate_size": 11_264, "num_hidden_layers": 45,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 65_536,
@@ -542,7 +554,7 @@ _family = partial(Family, ignored=_TOP)
 
 
 def _qwen_row(name: str, text_type: str, tower: Tower, vllm: VLLMTraits = NO_TRAITS, **more: Any) -> Family:
-    """Return the row of a Qwen vision-language model; ``more`` are further arguments of ``qwen``."""
+    """Return the ``Family`` of a Qwen vision-language model; ``more`` are further arguments of ``qwen``."""
     class_name = f"{name}ForConditionalGeneration"
     build = partial(qwen, class_name=class_name, text_type=text_type, tower=tower, **more)
     return _family(build, vllm=vllm, files=RENAMED)

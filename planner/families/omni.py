@@ -1,10 +1,10 @@
 """Qwen's Omni models: only the thinker (the multimodal language model), which engines serve.
 
-Talker and vocoder turn its answers into sound. They are separate models and are not loaded (vLLM 0.32.0,
-models/qwen2_5_omni_thinker.py).
+The talker and the vocoder turn the thinker's answers into sound. They are separate models that engines do not
+load (vLLM 0.32.0, models/qwen2_5_omni_thinker.py).
 
-Shapes after transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. vLLM's processing info treats images as
-Qwen2.5-VL's in both; an audio clip has fewer embeddings than an image.
+Shapes follow transformers 5.19, models/qwen2_5_omni and qwen3_omni_moe. In both models, vLLM counts images as
+in Qwen2.5-VL. An audio clip has fewer embeddings than an image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tonnage.planner.model.vision import Tower
 
 _IGNORED = (
     "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
-    "enable_audio_output_",  # the name in Qwen2.5-Omni-7B-AWQ
+    "enable_audio_output_",  # spelling in Qwen2.5-Omni-7B-AWQ
     "assistant_token_id", "im_end_token_id", "im_start_token_id", "system_token_id", "tts_bos_token_id",
     "tts_eos_token_id", "tts_pad_token_id", "user_token_id", "preprocessor_config", "video_preprocessor_config",
 )  # fmt: skip
@@ -41,9 +41,9 @@ def thinker(
         model_type: type of the model.
         class_name: the whole model's class in transformers.
         text_type: model_type of the language model.
-        tower: form of the vision tower.
+        tower: version of the vision tower, such as ``qwen2_5``.
         audio: function that adds the audio encoder's tensors.
-        either: whether the head is also tied when the language model's own config says so.
+        either: whether the head is also tied if only the config of the language model says so.
     """
     config = fields.mapping("thinker_config")
     if config is None:
@@ -74,7 +74,7 @@ def _sizes(f: Fields) -> tuple[int, int, int, int]:
 def encoder_layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
     """Add the tensors of an audio encoder's layers, positions and last norm.
 
-    ``key_bias`` says whether the k projection has a bias.
+    ``key_bias`` is whether the k projection has a bias.
     """
     for i in range(f.integer("encoder_layers", 32, limit="layers")):
         here = f"{at}.layers.{i}"
@@ -92,7 +92,7 @@ def encoder_layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_
 
 
 def downsampling(t: Tensors, at: str, f: Fields) -> tuple[int, int]:
-    """Add the three convolutions of stride two and their output matrix; return (width, output width)."""
+    """Add the three convolutions of stride two and their output matrix; return (hidden size, output width)."""
     hidden, _, mels, out = _sizes(f)
     wide = f.integer("downsample_hidden_size", 480, limit="width")
     for number, into in ((1, 1), (2, wide), (3, wide)):

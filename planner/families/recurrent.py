@@ -1,4 +1,4 @@
-"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4 and xLSTM. Shapes after transformers 5.19, models/."""
+"""Recurrent decoders: RecurrentGemma (Griffin), RWKV-4 and xLSTM. Shapes follow transformers 5.19, models/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tonnage.planner.model.recipe import Heads
 
 
 def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a RecurrentGemma model: two RG-LRU layers, then a sliding-attention one."""
+    """Return the architecture of a RecurrentGemma model.
+
+    By default, two recurrent layers (RG-LRU) alternate with one sliding-attention layer.
+    """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -113,7 +116,10 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
 
 
 def xlstm(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an xLSTM model of mLSTM blocks: per head a matrix, a vector and a scalar."""
+    """Return the architecture of an xLSTM model of mLSTM blocks.
+
+    The state of a block is a matrix, a vector and a scalar per head.
+    """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")

@@ -1,4 +1,4 @@
-"""The registry: model_type -> ``Family`` from the modules of this folder, and config -> ``Architecture``."""
+"""Registry of model families: find the ``Family`` of a model_type, build the ``Architecture`` of a config."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
 from tonnage.planner.model.fields import Fields, label_count, shown
 from tonnage.planner.model.tensor import TensorSpec
 
-# Modules with the most common families, searched first: importing all modules takes 28 ms of CPU time,
-# importing llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).
+# Modules with the most common families, which are searched first. Importing all modules takes 28 ms of CPU time
+# (Python 3.11, with cached bytecode); importing llama.py, or the module named like the model type, takes much
+# less.
 _FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
-    """Yield the modules of this folder, first the module that ``model_type`` may name."""
+    """Yield the modules of this folder, starting with modules whose name is a prefix of ``model_type``."""
     return modules_in(__package__, _FIRST, model_type)
 
 
@@ -54,7 +55,7 @@ def known_model_types() -> tuple[str, ...]:
 
 
 def _known(model_type: str) -> str:
-    """Return an error's hint: similar model types, and how many are known."""
+    """Return the hint of an error: known model types similar to ``model_type``, and how many are known."""
     known = known_model_types()
     close = get_close_matches(model_type, known, 5, 0.5)
     also = f"close to it: {', '.join(close)}; " if close else ""
@@ -62,7 +63,10 @@ def _known(model_type: str) -> str:
 
 
 class ArchitectureCache:
-    """A cache of the last config's architecture, because advice plans one model with a dozen sets of flags."""
+    """A cache with one entry: the last config and its architecture.
+
+    Advice on a plan needs the architecture of one config about a dozen times, with different flags.
+    """
 
     def __init__(self) -> None:
         self._config = ""
@@ -80,7 +84,7 @@ _ARCHITECTURES = ArchitectureCache()
 
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the adapter's architecture of a config whose fields are all understood.
+    """Return the architecture that an adapter builds from a config, if the adapter understands all fields.
 
     Raises:
         UnsupportedArchitecture: the ``model_type`` or a field is unknown.
@@ -97,16 +101,16 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _adapted(config: Mapping[str, Any]) -> Architecture:
-    """Return the adapter's architecture, from the cache for the same config as last time."""
+    """Return the architecture that an adapter builds, from the cache if the config is the last one."""
     small = {key: value for key, value in config.items() if key != "quantization_config"}
     return _ARCHITECTURES.get(small, lambda: _build(config))
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config, even with switches that no builder reads or without an adapter.
+    """Return the architecture of a config, also if some fields are unknown or the model has no adapter.
 
-    A model_type without an adapter is planned from transformers' own modules where transformers is installed
-    and knows it (meta.py).
+    Unknown fields are listed in ``Architecture.unread``. Without an adapter, the architecture comes from
+    transformers' own modules, if transformers is installed and knows the model_type (meta.py).
 
     Raises:
         UnsupportedArchitecture: the ``model_type`` or a field is unknown.
@@ -157,7 +161,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
 
 
 def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
-    """Return the architecture that a family's builder makes of the config ``fields``."""
+    """Return the architecture that a family's adapter builds from the config ``fields``."""
     if family.build is None:
         raise _unknown(model_type)
     fields.ignore(*family.ignored)
@@ -165,7 +169,7 @@ def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
 
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
-    """Return the architecture of a multimodal config's text model; its own ``architectures`` is not checked."""
+    """Return the architecture of a multimodal model's text model, without a check of ``architectures``."""
     family = family_of(model_type)
     fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
     architecture = _read(fields, model_type, family)
@@ -175,19 +179,19 @@ def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
 
 @cache
 def _sizes(model_type: str) -> Mapping[str, int]:
-    """Return the basic sizes that transformers' config class of a model type has without arguments."""
+    """Return the default sizes in transformers' config class of a model type, by field name."""
     defaults = json.loads(Path(__file__).with_name("config_defaults.json").read_text())["defaults"]
     sizes: Mapping[str, int] = defaults.get(model_type, {})
     return sizes
 
 
 def _assumed(fields: Fields, model_type: str) -> tuple[str, ...]:
-    """Return the sizes that the file leaves out, as text."""
+    """Return, as text, the sizes that config.json leaves out and the defaults used for them."""
     return tuple(f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
 
 
 def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:
-    """Return the architecture with the names of the fields that its builder did not read in ``unread``."""
+    """Return the architecture, with the config fields that the adapter did not read added to ``unread``."""
     unread = fields.check_unread(model_type, family.leftovers or {})
     return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
@@ -204,9 +208,9 @@ def _check_class(
 ) -> Architecture:
     """Return the architecture for the class named in ``architectures``.
 
-    It must be the causal language model, its body (``MistralModel``), which has no head, or a classifier of its
+    Supported are the causal language model, its body without a head (``MistralModel``), and classifiers on the
     body (``MistralForSequenceClassification``), whose head has one row per label. Other classes have other
-    tensors.
+    tensors and are refused.
     """
     names = config.get("architectures")
     if names is None or family.reads_class:

@@ -1,7 +1,8 @@
-"""Models published with their own code on the hub (remote code), which is never run.
+"""Models published with code on the Hugging Face hub (remote code). The planner never runs this code.
 
-Qwen 1, ChatGLM, EXAONE 3, MiMo, Phi-2's first release, Phi-3-small and Nemotron-NAS. Shapes after the names of
-the published tensors and the checkpoint sizes in tests/data/configs/checkpoint_sizes.tsv.
+Families: Qwen 1, ChatGLM, EXAONE 3, MiMo, Phi-2's first release, Phi-3-small and Nemotron-NAS. Shapes are
+derived from the published tensor names and checked against the checkpoint sizes in
+tests/data/configs/checkpoint_sizes.tsv.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Qwen 1 model, whose ``intermediate_size`` counts gate and up together."""
+    """Return the architecture of a Qwen 1 model, whose ``intermediate_size`` is the width of gate plus up."""
     dims, layers, vocab = sizes(fields)
     size = fields.integer("kv_channels", dims.head_size, limit="width")
     dims = Heads(dims.hidden, dims.heads, dims.heads, size)
@@ -101,7 +102,7 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
 
 
 def exaone(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an EXAONE 3 model: Llama's shapes under GPT-2's names."""
+    """Return the architecture of an EXAONE 3 model: Llama's shapes with GPT-2's module names."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
@@ -123,9 +124,9 @@ def exaone(fields: Fields, model_type: str) -> Architecture:
 
 
 def mimo(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a MiMo-7B model: Qwen2's shapes and layers for speculation.
+    """Return the architecture of a MiMo-7B model: Qwen2's shapes and MTP layers for speculative decoding.
 
-    The class always builds the ``num_nextn_predict_layers`` layers.
+    The model class always builds the ``num_nextn_predict_layers`` MTP layers.
     """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -159,7 +160,7 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
 def mixformer(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Phi-1.5 or Phi-2 as first published.
 
-    It is a list of modules, where attention and MLP are parallel behind one norm.
+    The modules form one flat list. In each layer, attention and MLP are parallel and follow one norm.
     """
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
@@ -196,7 +197,7 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
 def phi3small(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Phi-3-small model from its checked config.
 
-    Block-sparse layers read fewer tokens but cache K and V of all tokens.
+    Block-sparse layers attend to fewer tokens, but cache K and V of all tokens.
     """
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -209,7 +210,7 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     if fields.boolean("gegelu_pad_to_256", True):
         inner = 256 * -(-inner // 256)
     tied = fields.boolean("tie_word_embeddings", True)
-    # every linear layer has a bias: the class passes it as an argument and ignores attention_bias of the file
+    # Every linear layer has a bias: the model class ignores attention_bias of config.json.
     fields.ignore(
         "attention_bias", "blocksparse_block_size", "blocksparse_homo_head_pattern",
         "blocksparse_num_local_blocks",
@@ -236,9 +237,9 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
 
 
 def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Nemotron-NAS model (DeciLM), a Llama pruned block by block.
+    """Return the architecture of a Nemotron-NAS model (DeciLM): a Llama whose layers were pruned separately.
 
-    Every layer has its own KV heads and MLP width.
+    Every layer has its own number of KV heads and its own MLP width.
     """
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")

@@ -1,11 +1,12 @@
-"""Encoder-decoder models and parts of them.
+"""Encoder-decoder models, and decoders of such models.
 
-BART, mBART, Pegasus, Whisper, T5, mT5, UMT5, T5Gemma and Moonshine, and the decoders of MusicGen and Moshi,
-which were made to follow an encoder. Shapes after transformers 5.19 / 5.23.
+Families: BART, mBART, Pegasus, Whisper, T5, mT5, UMT5, T5Gemma and Moonshine, and the decoders of MusicGen and
+Moshi, whose encoders are separate models. Shapes follow transformers 5.19 / 5.23.
 
-A decoder layer keeps its own K and V per generated token, and K and V of the encoder's output once per sequence
-(``cross``). If the config has no ``architectures``, the planner plans the decoder alone where transformers has
-such a class (BartForCausalLM, WhisperForCausalLM), as AutoModelForCausalLM builds it.
+A decoder layer caches K and V of each generated token, and K and V of the encoder's output once per sequence
+(cache kind ``cross``). If the config has no ``architectures``, the plan is for the decoder alone, if
+transformers has a class for it (BartForCausalLM, WhisperForCausalLM). AutoModelForCausalLM builds the same
+class.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ IGNORED = (
 
 
 def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
-    """Return the class named in ``architectures`` and its kind; ``default`` when the file names none.
+    """Return (class named in ``architectures``, its kind); without a name, those of the class ``default``.
 
     Raises:
         UnsupportedArchitecture: the class is not among ``known``.
@@ -57,7 +58,7 @@ def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, K
 def _self_attention(t: Tensors, at: str, dims: Heads, k_bias: bool) -> None:
     """Add the tensors of the q, k, v and output projections, which have biases.
 
-    With ``k_bias`` False the k projection has no bias, as in Whisper.
+    If ``k_bias`` is False, the k projection has no bias, as in Whisper.
     """
     width = dims.heads * dims.head_size
     for name, bias in (("k_proj", k_bias), ("v_proj", True), ("q_proj", True)):
@@ -75,7 +76,7 @@ def bart(
         fields: the config.
         model_type: type of the model.
         name: prefix of the class names in transformers.
-        offset: rows of the position table in front of the first position.
+        offset: number of unused rows at the start of the position table.
         first_norm: whether a norm follows the embedding.
         last_norm: whether a norm follows the layers.
         speech: whether the encoder reads audio through convolutions (Whisper), not tokens.
@@ -166,9 +167,9 @@ def bart(
 
 
 def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
-    """Return the cache of a decoder layer for the encoder's keys and values.
+    """Return the cache entry for the cross attention of a decoder layer: K and V of the encoder's output.
 
-    ``tokens`` is the number of the encoder's output tokens, None if it varies.
+    ``tokens`` is the number of output tokens of the encoder, None if it varies.
     """
     return CacheLayer(layer, "cross", None, heads, size, source_tokens=tokens)
 
@@ -176,13 +177,13 @@ def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
 def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> Architecture:
     """Return the architecture of a T5, mT5 or UMT5 model, or of its encoder alone.
 
-    Relative positions are a table of buckets in the first layer. There is no length limit.
+    Relative positions are an embedding table of distance buckets in the first layer. The length has no limit.
 
     Args:
         fields: the config.
         model_type: type of the model.
         name: prefix of the class names in transformers.
-        tables: whether each layer has a table of buckets, as in UMT5.
+        tables: whether every layer has its own table of buckets, as in UMT5.
     """
     known: dict[str, Kind] = {
         f"{name}ForConditionalGeneration": "encoder-decoder", f"{name}Model": "encoder-decoder",
@@ -210,7 +211,7 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
     def stack(side: str, count: int, cross: bool) -> None:
         """Add the tensors of the layers of one side (encoder or decoder) below module ``side``.
 
-        With ``cross`` the layers also attend to the encoder's output.
+        With ``cross``, the layers also have cross attention to the encoder's output.
         """
         t.vocabulary(f"{side}.embed_tokens", vocab, hidden, "shared.weight")
         for i in range(count):
@@ -258,9 +259,10 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
 
 
 def t5gemma(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a T5Gemma model: Gemma 2 layers on both sides.
+    """Return the architecture of a T5Gemma model: encoder and decoder consist of Gemma 2 layers.
 
-    The decoder's cross attention reads vectors of the encoder's width.
+    The decoder's cross attention reads the encoder's hidden states, which may be wider or narrower than its
+    own.
     """
     known: dict[str, Kind] = {"T5GemmaForConditionalGeneration": "encoder-decoder"}
     class_name, kind = wanted(fields, known, "T5GemmaForConditionalGeneration")
@@ -271,7 +273,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             raise ConfigError("missing", field=side)
         sides[side] = Fields(found)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore("vocab_size")  # encoder and decoder configs each state a vocab_size
+    fields.ignore("vocab_size")  # not read: the encoder's and the decoder's config state their own vocab_size
     t = Tensors()
     cache: list[CacheLayer] = []
     widths: dict[str, int] = {}
@@ -304,7 +306,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # the loop above ends with the decoder, so the decoder's kinds are set
+    assert kinds is not None  # set by the last iteration of the loop, for the decoder
     for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)
@@ -316,7 +318,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
 
 
 def _wide_cross(t: Tensors, at: str, dims: Heads, width: int, bias: bool) -> None:
-    """Add the tensors of a cross attention that makes keys and values of vectors of ``width`` values."""
+    """Add the tensors of a cross attention whose K and V are projected from vectors of ``width`` values."""
     kv = dims.kv_heads * dims.head_size
     t.linear(f"{at}.q_proj", dims.heads * dims.head_size, dims.hidden, bias=bias, shard="column")
     for name in ("k_proj", "v_proj"):
@@ -351,7 +353,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
         counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
-    if encoder != decoder:  # transformers' classes would give encoder and decoder the encoder's size
+    if encoder != decoder:  # transformers' classes would use the encoder's size for both
         raise UnsupportedArchitecture(
             f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
             field="decoder_num_key_value_heads",

@@ -1,6 +1,6 @@
 """Vision-language models of a SigLIP tower and a linear connector: PaliGemma, Idefics 3, SmolVLM, LFM2-VL.
 
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
-# These config fields name tokens, training options and the objects that the builders read. None adds a tensor.
+# Config fields that hold token ids, training options, or objects that the builders read separately. No tensor
+# depends on these fields.
 _TOP = (
     "text_config", "vision_config", "image_token_id", "image_token_index", "video_token_id", "vocab_size",
     "hidden_size", "ignore_index", "projector_hidden_act", "use_image_special_tokens", "encoder_patch_size",
@@ -29,21 +30,27 @@ _TOP = (
 
 
 def _text(fields: Fields, default: str, types: tuple[str, ...], tied: bool) -> Architecture:
-    """Return the language model in ``text_config``, whose model_type is ``default`` or another of ``types``."""
+    """Return the language model in ``text_config``.
+
+    Its model_type must be one of ``types``; ``default`` is the type if the config states none.
+    """
     config = fields.mapping("text_config") or {}
     kind = config.get("model_type", default)
     if kind not in types:
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not one of {', '.join(types)}", field="text_config.model_type"
         )
-    # A prefix that attends in both directions changes no tensor and no byte of the cache.
+    # Bidirectional attention within the prefix changes neither tensors nor cache size.
     unused = ("use_bidirectional_attention", "num_image_tokens")
     kept = {name: value for name, value in config.items() if name not in unused}
     return text_of(fields, kind, kept, tied=tied)
 
 
 def _tower(t: Tensors, at: str, fields: Fields, sizes: Mapping[str, int], *, head: bool) -> int:
-    """Add the SigLIP tower and return its hidden size; ``head``: vision_use_head when the file has none."""
+    """Add the tensors of a SigLIP tower and return its hidden size.
+
+    ``head`` is the default of vision_use_head.
+    """
     t.role = "vision"
     vision: dict[str, Any] = {**(fields.mapping("vision_config") or {})}
     vision.setdefault("vision_use_head", head)
@@ -64,7 +71,7 @@ def paligemma(fields: Fields, model_type: str) -> Architecture:
 
 
 def _idefics3(name: str, patch: int) -> Any:
-    """Return the builder of class ``name``; ``patch``: patch_size when the file has none."""
+    """Return the builder function of the model class ``name``; ``patch`` is the default of patch_size."""
 
     def build(fields: Fields, model_type: str) -> Architecture:
         text = _text(fields, "llama", ("llama",), False)
@@ -89,7 +96,7 @@ def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     side = isqrt(patches) * vision.integer("patch_size", 16, limit="width")
     hidden = _tower(t, "model.vision_tower", fields, {"image_size": side}, head=True)
-    # SigLIP 2 embeds flattened patches by a matrix.
+    # SigLIP 2 embeds flattened patches with a matrix instead of a convolution.
     t.specs = [
         replace(spec, shape=(hidden, prod(spec.shape[1:])), module_class="Linear")
         if spec.name.endswith("patch_embedding.weight")

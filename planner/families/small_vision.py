@@ -1,6 +1,6 @@
-"""Small vision-language models with their own towers: Molmo 2, LFM3-VL, Granite Docling and MiniCPM-OCR.
+"""Small vision-language models: Molmo 2, LFM3-VL, Granite Docling, MiniCPM-OCR, MiniCPM-V 4.6 and PaddleOCR-VL.
 
-Shapes after transformers 5.23, models/<family>/. The KV cache is the text model's.
+Shapes follow transformers 5.23, models/<family>/. Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _text(
 ) -> Architecture:
     """Return the architecture of the language model in ``text_config``.
 
-    The wrapper's tie_word_embeddings says whether the head is tied.
+    The tie_word_embeddings of the multimodal config determines whether the head is tied.
 
     Args:
-        fields: the wrapper's config.
+        fields: the config of the multimodal model.
         text_type: model_type of the language model.
-        tied: tie_word_embeddings of the wrapper's config class.
-        alias: another model_type that the text config may state.
-        kv_heads: num_key_value_heads when the text config does not say.
+        tied: default of tie_word_embeddings in the multimodal config class.
+        alias: another valid model_type in the text config.
+        kv_heads: default of num_key_value_heads.
     """
     config = fields.mapping("text_config")
     if config is not None:
@@ -54,7 +54,7 @@ def _text(
 
 
 def _of(fields: Fields, name: str) -> Mapping[str, Any]:
-    """Return the object in config field ``name``, empty when the file has none."""
+    """Return the object in config field ``name``, empty without this field."""
     return fields.mapping(name) or {}
 
 
@@ -136,7 +136,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     norm = fields.raw("qk_norm_type")
     if norm not in (None, "qwen3", "olmo"):
         raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
-    if fields.boolean("use_qk_norm", True) is False:  # only the model's remote code reads use_qk_norm
+    if fields.boolean("use_qk_norm", True) is False:  # use_qk_norm is read only by the model's remote code
         raise UnsupportedArchitecture("false is not supported", field="use_qk_norm")
     common.never_tied(fields)
     fields.ignore("rope_scaling_layers", "norm_after")
@@ -207,7 +207,7 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
 def _siglip(t: Tensors, at: str, vision: Mapping[str, Any], side: int) -> int:
     """Add the tensors of a SigLIP tower without its pooling head, and return its hidden size.
 
-    ``side`` is the image size in pixels when the file has none.
+    ``side`` is the default of image_size, in pixels.
     """
     return towers.siglip(t, at, {**vision, "vision_use_head": False}, {**towers.SIGLIP, "image_size": side})
 
@@ -215,8 +215,8 @@ def _siglip(t: Tensors, at: str, vision: Mapping[str, Any], side: int) -> int:
 def granite_docling(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Granite Docling model from its checked config.
 
-    SigLIP is followed by a connector with one or two paths. The connector also passes outputs of early tower
-    layers to early layers of the text model.
+    A connector with one or two paths (coarse and fine) follows the SigLIP tower. The connector also passes
+    outputs of early tower layers to early layers of the text model.
     """
     text = _text(fields, "granite", True, alias="granite_docling_text", kv_heads=4)
     vision = _of(fields, "vision_config")
@@ -238,7 +238,8 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     for name, by in paths.items():
         if by < 1 or side < by:
             raise ConfigError(
-                f"{factor} does not fit {side} patches a side", field="vision_config.scale_factor"
+                f"{factor} is not valid for a tower of {side} patches per side",
+                field="vision_config.scale_factor",
             )
         here, merged = f"{at}.{name}", hidden * by * by
         t.linear(f"{here}.projection", out, merged)
@@ -265,8 +266,8 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
 def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> Architecture:
     """Return the architecture of a MiniCPM-OCR or MiniCPM-V 4.6 or 4.7 model from its checked config.
 
-    A merger of windows stands between SigLIP's layers, and more mergers follow the tower. ``class_name`` is
-    the whole model's class in transformers, and ``tied`` its config class's tie_word_embeddings.
+    One merger of neighbouring patches is inside the SigLIP tower, and more mergers follow the tower.
+    ``class_name`` is the model's class in transformers, and ``tied`` the default of tie_word_embeddings.
     """
     text = _text(fields, "qwen3_5_text", tied)
     if fields.boolean("drop_vision_last_layer", False):
@@ -278,7 +279,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     t.role = "vision"
     at = "model.vision_tower"
     hidden = _siglip(t, at, vision, 224)
-    # positions are computed from each image's size, not stored
+    # positions are computed from the image size, not stored as buffers
     t.specs = [spec for spec in t.specs if spec.role != "buffer"]
     inner = v.integer("intermediate_size", 3072, limit="width")
     pair = v.raw("window_kernel_size")
@@ -310,7 +311,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
 def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a PaddleOCR-VL model: SigLIP with rotary positions, and ERNIE 4.5.
 
-    The published files are flat; transformers writes a text_config.
+    In published files the text model's fields are at the top level; transformers writes a text_config.
     """
     config = fields.mapping("text_config")
     if config is None:
@@ -338,7 +339,7 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
 
 
 def _minicpm(class_name: str, tied: bool) -> Family:
-    """Return the family of a MiniCPM vision model with Qwen3.5's language model."""
+    """Return the ``Family`` of a MiniCPM vision-language model with a Qwen3.5 language model."""
     return Family(
         partial(minicpm, class_name=class_name, tied=tied), ignored=_TOP, hf="recurrent",
         vllm=VLLMTraits(float32_states=True), files=RENAMED,

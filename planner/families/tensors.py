@@ -1,6 +1,7 @@
-"""The tensors of a model under the names of transformers' state dict.
+"""The tensors of a model, named as in transformers' state dict.
 
-``Tensors`` collects them one by one; ``tensors_of`` makes all tensors of a recipe (model/recipe.py).
+``Tensors`` has methods that add the tensors of one module each. ``tensors_of`` returns all tensors of a model
+that a recipe (model/recipe.py) describes.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from tonnage.planner.model.tensor import Role, TensorSpec
 
 Shard = Literal["column", "row"] | None
 
-# An upper bound far above every published model. DeepSeek-V4-Pro has the most tensors, 2,201; with 1,000 layers
-# (the limit of planner/model/fields.py) it would have 36,000. A config beyond the bound multiplies sizes,
-# such as adapters of every layer in every layer. A TensorSpec takes 300 bytes and costs 10 us of a plan.
+# Maximum number of tensors, which protects the planner from configs that multiply sizes. DeepSeek-V4-Pro has
+# the most tensors of all published models, 2,201; with 1,000 layers (the limit in planner/model/fields.py) it
+# would have 36,000. A TensorSpec takes 300 bytes of memory and 10 us of planning time.
 MAX_TENSORS = 60_000
 
-# Kind of a recipe's norm -> its parameters, as a kind of Tensors.norm; other kinds have a weight
+# Kind of norm in a recipe -> ``kind`` argument of Tensors.norm; all other kinds have only a weight
 _LEARNED = {"layer": "layer", "layer-one": "layer", "layer-weight": "layer-weight",
             "layer-written": "layer-weight", "layer-none": "none"}  # fmt: skip
 
 
 class Tensors:
-    """The tensors of a model in order, collected by methods that add one module each.
+    """A growing list of a model's tensors, with methods that add the tensors of one module each.
 
     Attributes:
         specs: the tensors so far.
         layer: model layer of the tensors added next, None outside the layers.
-        role: role that replaces every other role while it is set (towers and encoders).
+        role: while set, the role of all tensors added, for towers and encoders (except buffers).
         linear_class: class name of linear layers.
     """
 
@@ -57,10 +58,10 @@ class Tensors:
         transposed: bool = False,
         stored: str | None = None,
     ) -> None:
-        """Add one tensor, named ``name``.
+        """Add one tensor with the name ``name``.
 
-        Tensor parallelism divides its dimension ``shard``. ``kv`` is (number of rows of the KV heads in that
-        dimension, number of KV heads).
+        ``shard`` is the dimension that tensor parallelism divides, None for no division. If this dimension
+        contains KV heads, ``kv`` is (number of rows that belong to KV heads, number of KV heads).
         """
         if len(self.specs) >= MAX_TENSORS:
             raise UnsupportedArchitecture(f"the config gives more than {MAX_TENSORS:,} tensors", field=name)
@@ -99,9 +100,10 @@ class Tensors:
     ) -> None:
         """Add the weight [out, into] of a linear layer and, with ``bias``, its bias [out].
 
-        ``shard`` says what tensor parallelism divides: ``column`` the outputs, ``row`` the inputs.
+        ``shard`` is what tensor parallelism divides: ``column`` for the outputs, ``row`` for the inputs, or
+        None.
         """
-        if out < 1 or into < 1:  # a size computed as a quotient was rounded down to 0
+        if out < 1 or into < 1:  # a size that is a quotient may have been rounded down to 0
             raise ConfigError(f"the config gives it the shape [{out}, {into}]", field=f"{module}.weight")
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
@@ -115,8 +117,8 @@ class Tensors:
     def norm(self, module: str, size: int, kind: str = "rms") -> None:
         """Add the parameters of a norm over ``size`` values.
 
-        ``rms`` and ``layer-weight`` (a LayerNorm without bias) have a weight, ``layer`` a weight and a bias,
-        ``none`` nothing.
+        The kinds ``rms`` and ``layer-weight`` (LayerNorm without bias) have a weight, ``layer`` has a weight
+        and a bias, and ``none`` has no parameters.
         """
         if kind == "none":
             return
@@ -130,12 +132,12 @@ class Tensors:
     ) -> None:
         """Add an embedding table [rows, width].
 
-        ``shard`` is 0 for a vocabulary, whose rows tensor parallelism divides, and None for positions.
+        ``shard`` is 0 for a vocabulary, because tensor parallelism divides its rows. It is None for positions.
         """
         self.add(f"{module}.weight", (rows, width), "embedding", "Embedding", tied_to=tied_to, shard=shard)
 
     def vocabulary(self, module: str, rows: int, width: int, tied_to: str | None = None) -> None:
-        """Add an embedding table whose rows tensor parallelism divides."""
+        """Add the embedding table of a vocabulary, whose rows tensor parallelism divides."""
         self.embedding(module, rows, width, tied_to, 0)
 
     def head(self, module: str, vocab: int, width: int, tied_to: str | None, bias: bool = False) -> None:
@@ -186,7 +188,7 @@ class Tensors:
     ) -> None:
         """Add separate q, k, v and output projections under ``at``, and norms of q and k.
 
-        ``qk_norm`` is ``head`` (a weight for one head), ``full`` (for all heads) or ``none``.
+        ``qk_norm`` is ``head`` (one weight of head size), ``full`` (a weight over all heads) or ``none``.
         """
         kv_rows, value_rows = dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size
         for name, rows, kv in (
@@ -290,17 +292,17 @@ class Tensors:
     ) -> None:
         """Add the router's matrix [experts, hidden].
 
-        With ``linear`` it is an nn.Linear, which bitsandbytes replaces.
+        With ``linear`` the router is an nn.Linear, which bitsandbytes replaces.
         """
         kind = "Linear" if linear else "Router"
         self.linear(module, count, hidden, "router", bias=bias, module_class=kind, dtype=dtype, stored=stored)
 
     def correction_bias(self, name: str, shape: tuple[int, ...], dtype: str | None = "float32") -> None:
-        """Add e_score_correction_bias, a buffer of the models' own classes.
+        """Add the router's buffer e_score_correction_bias.
 
-        Files publish it in fp32 (headers of DeepSeek-V3 and MiniMax-M2). In transformers 5.19 the buffer stays
-        in fp32 where _keep_in_fp32_modules_strict or the constructor says so. Otherwise it is loaded in the
-        model's dtype (``dtype`` None).
+        Published files store it in fp32 (headers of DeepSeek-V3 and MiniMax-M2). transformers 5.19 keeps it in
+        fp32 if _keep_in_fp32_modules_strict or the constructor requires it. Otherwise the buffer is loaded in
+        the model's dtype, which is given as ``dtype`` None.
         """
         self.buffer(name, shape, "Router", dtype, "float32")
 
@@ -321,7 +323,7 @@ class Tensors:
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
-        """Add the inverse frequencies of a rotary table over ``dim`` values of a head, once per prefix."""
+        """Add the inverse frequencies of a rotary table for ``dim`` values of a head, once per name prefix."""
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
 
 
@@ -379,9 +381,9 @@ def tensors_of(recipe: Recipe) -> Tensors:
 
 
 def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
-    """Add a recipe's norm below module ``at``, or nothing for None.
+    """Add the tensors of ``norm`` below module ``at``; do nothing if ``norm`` is None.
 
-    The weight of a norm with a row per head is divided like the ``kv_heads`` KV heads.
+    If the norm's weight has a row per head, tensor parallelism divides it like ``kv_heads`` KV heads.
     """
     if norm is None:
         return
@@ -416,7 +418,8 @@ def _attention(t: Tensors, layer: str, a: Attention) -> None:
 def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
     """Add the tensors of latent attention below module ``layer``.
 
-    Every rank holds the latent and rotary projections in full; the heads are divided among the ranks.
+    Every tensor-parallel rank holds the projections to the latent and the rotary key in full. The projections
+    per head are divided among the ranks.
     """
     at, q = f"{layer}.{a.name}", a.heads * a.head_size
     if a.q_rank is None:

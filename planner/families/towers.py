@@ -1,6 +1,6 @@
-"""Vision towers and projectors, counted apart from the text model (roles ``vision`` and ``projector``).
+"""Vision towers and projectors, whose tensors (roles ``vision`` and ``projector``) are counted separately.
 
-Each function adds the tensors of one kind of tower below a prefix. Shapes after transformers 5.19 / 5.23,
+Each function adds the tensors of one kind of tower below a prefix. Shapes follow transformers 5.19 / 5.23,
 models/<family>/.
 """
 
@@ -30,13 +30,13 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return the tower sizes named in ``defaults``, from the config where it states them."""
+    """Return name -> size of the tower, for the names in ``defaults``; values in the config have priority."""
     limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 
 
 def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[str, str]) -> None:
-    """Add the tensors of CLIP's layer: q, k, v, out_proj, fc1 and fc2 with biases, and two LayerNorms."""
+    """Add the tensors of a layer of CLIP or SigLIP: q, k, v, out_proj, fc1, fc2 with biases; two LayerNorms."""
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
     for name in norms:
@@ -86,7 +86,8 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
 def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = CLIP) -> int:
     """Add the tensors of a CLIP tower and return its hidden size.
 
-    It is SigLIP with a class token, a norm in front of the layers and no bias in the patch embedding.
+    A CLIP tower is a SigLIP tower with a class token, a norm before the layers and no bias in the patch
+    embedding.
     """
     v = _sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
@@ -138,15 +139,15 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepstack: bool = True) -> None:
     """Add the tensors of the vision tower of Qwen2-VL to Qwen3.5.
 
-    It has an embedding of patches of two frames, layers with a fused projection of q, k and v, and a merger.
-    Missing sizes are the defaults of the vision config class.
+    The tower has a patch embedding over two frames, layers with a fused qkv projection, and a merger of
+    neighbouring patches. Sizes missing in the config have the defaults of the vision config class.
 
     Args:
         t: receives the tensors.
         at: module of the tower.
         config: the vision config.
         tower: ``qwen2`` (Qwen2-VL), ``qwen2_5`` or ``qwen3`` (Qwen3-VL and later).
-        deepstack: a qwen3 tower has further mergers behind some of its layers, as in Qwen3-VL.
+        deepstack: whether a qwen3 tower has further mergers after some of its layers, as in Qwen3-VL.
     """
     f = Fields(config)
     old = tower == "qwen2"
@@ -186,7 +187,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
-            listed = [8, 16, 24]  # These are the default layers of Qwen3VLVisionConfig.
+            listed = [8, 16, 24]  # default of Qwen3VLVisionConfig
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(
                 f"{shown(listed)} is not a list of layer indices", field="deepstack_visual_indexes"
@@ -209,7 +210,7 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
     """Add the tensors of DeepSeek-OCR-2's tower and return its output width.
 
     The tower is SAM ViT-B, three convolutions and a Qwen2-0.5B whose 256 (or 144) learned queries read the
-    image. The model's remote code (deepencoderv2) fixes all sizes.
+    image. All sizes are constants in the model's remote code (deepencoderv2).
     """
     if config.get("model_name") != "deepencoderv2":
         raise UnsupportedArchitecture(
@@ -225,7 +226,8 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
         t.norm(f"{here}.norm2", hidden, "layer")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
-        places = 64 if i in (2, 5, 8, 11) else 14  # patches a side in a full or a windowed layer
+        # patches per side in a layer with full or with windowed attention
+        places = 64 if i in (2, 5, 8, 11) else 14
         for side in "hw":
             t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")
         t.plain_mlp(f"{here}.mlp", hidden, 4 * hidden, bias=True, names=("lin1", "lin2"))
@@ -288,7 +290,7 @@ def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Llama 3.2's vision tower and return its output width.
 
-    Tiles have their own position tables; a second, gated transformer follows the first.
+    There are separate position tables for tiles. A second, gated transformer follows the first one.
     """
     f = Fields(config)
     v = _sizes(
@@ -371,7 +373,7 @@ MOONVIT = {
 def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Kimi-K2.5's MoonViT tower and return its hidden size.
 
-    The config has the published field names or transformers' names.
+    The config may have the field names of the published files or those of transformers.
     """
     f = Fields(config, MOONVIT)
     hidden = f.integer("hidden_size", 1152, limit="width")
@@ -433,7 +435,7 @@ MINIMAX = {
 def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of MiniMax-M3's vision tower and return its hidden size.
 
-    It has CLIP layers on patches of two frames, with rotary positions.
+    The tower has CLIP layers with rotary positions, and a patch embedding over two frames.
     """
     f = Fields(config)
     v = _sizes(f, MINIMAX)
@@ -444,14 +446,14 @@ def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         _encoder_layer(t, f"{at}.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2"))
     t.rotary(
         2 * (hidden // v["num_attention_heads"] // 2 // 3), f"{at}.rotary_emb."
-    )  # positions have three axes
+    )  # rotary positions have three axes
     return hidden
 
 
 def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Step-3.7's vision tower and return its output width.
 
-    Its layers have learned scales, and two strided convolutions follow them.
+    The layers have learned scales, and two strided convolutions follow the layers.
     """
     f = Fields(config)
     v = _sizes(

@@ -1,4 +1,4 @@
-"""Model types that no adapter of the planner supports, with other known facts, such as engine support.
+"""Model types for which the planner has no adapter, with known facts about them, such as engine support.
 
 Their plans come from transformers' own modules (planner/families/meta.py).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family, Paged
 
-# Whether the Hugging Face engine serves these types, or the reason why not
+# "served", or the reason why the Hugging Face engine cannot serve a type -> model types
 _PAGED: dict[Paged, str] = {
     "served": "biogpt ctrl ministral modernbert-decoder nanochat",
     "encoder-decoder": (
@@ -26,8 +26,8 @@ _PAGED: dict[Paged, str] = {
 _TOWERS = "its towers and connectors have no adapter"
 _NO_TEXT = "it generates no text"
 _ENCODER = "its encoder has no adapter"
-# These model types came with transformers 5.23 (models/<family>/); the text says why no adapter supports them.
-# With that version installed, types that generate text are planned from transformers' modules.
+# Model type, new in transformers 5.23 (models/<family>/) -> reason why there is no adapter. With that version
+# installed, types that generate text are planned from transformers' modules.
 _REFUSED = {
     **dict.fromkeys(
         ("dots3_note", "dots3_note_text"),

@@ -1,6 +1,6 @@
 """Zamba 1 and 2: Mamba layers, and attention blocks whose weights several layers share.
 
-Shapes after transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py.
+Shapes follow transformers 5.19, models/zamba/ and models/zamba2/; Zamba 2's mixer is in mamba.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tonnage.planner.model.recipe import Heads
 def zamba(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Zamba model from its checked config.
 
-    Every layer has a Mamba-1 mixer with heads. One attention block of twice the width is shared by all hybrid
-    layers.
+    Every layer has a Mamba-1 mixer with heads. All hybrid layers use the same attention block, whose input is
+    twice as wide as the hidden size.
     """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -107,9 +107,10 @@ def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
-    """Tie the tensors added since ``begin`` below ``here`` to the same tensors below ``first``.
+    """Tie the tensors below module ``here`` to those of the earlier module ``first``; return the owner's name.
 
-    Returns the owner of the weights: ``first``, or ``here`` when no earlier layer has them.
+    Only tensors from index ``begin`` on are tied. If ``first`` is None, no earlier module has the weights, and
+    ``here`` owns them.
     """
     if first is None:
         return here
@@ -122,8 +123,8 @@ def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
 def zamba2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Zamba 2 model from its checked config.
 
-    Several layers share each of the ``num_mem_blocks`` attention blocks; each layer has its own low-rank
-    adapters.
+    There are ``num_mem_blocks`` attention blocks, and several layers use the same block. Each of these layers
+    has its own low-rank adapters on the block.
     """
     hidden = fields.integer("hidden_size", limit="width")
     layers = fields.integer("num_hidden_layers", limit="layers")

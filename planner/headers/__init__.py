@@ -1,1 +1,1 @@
-"""Readers of checkpoint headers (safetensors, GGUF), which give names, shapes and dtypes but never weights."""
+"""Readers of checkpoint headers (safetensors, GGUF): names, shapes and dtypes of tensors, but no weights."""

@@ -1,4 +1,4 @@
-"""Comparison of a checkpoint with its config.json: names and shapes, tensor by tensor."""
+"""Check that a checkpoint has the tensors that its config.json requires, by name and shape."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def check_tensors(
     """Raise CheckpointError for the first tensor that is missing or, with `shapes`, has another shape.
 
     - A quantized weight must exist, but its packed shape is not compared.
-    - Routed experts are stored one by one. All must exist, with the elements of the fused tensor.
-    - Towers, and families whose files use other names than transformers (`FileTraits.renamed`), are compared
-      only where the names agree.
+    - Checkpoints store each routed expert separately, the loaded model all experts in one tensor. All experts
+      must exist, and their numbers of elements must add up.
+    - Tensors of towers, and of families whose files do not use transformers' names (`FileTraits.renamed`), are
+      compared only if the names agree.
 
     Args:
         architecture: the tensors that the config requires.
@@ -62,8 +63,7 @@ def check_tensors(
         name = spec.name
         if found_format is not None and found_format.kind.suffix is not None:
             name = spec.module + found_format.kind.suffix
-        # A checkpoint may store only the tied copy instead of the original; transformers' tie_weights accepts
-        # both.
+        # Of two tied tensors, a checkpoint may store either one; transformers' tie_weights accepts both.
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
         )
@@ -88,7 +88,7 @@ def check_tensors(
 
 
 def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[HeaderTensor]]:
-    """Return the expert weights by module: the normalized `<module>.experts` -> tensors of all its experts."""
+    """Return a dict: normalized module name (`<module>.experts`) -> weights of all experts in this module."""
     out: dict[str, list[HeaderTensor]] = {}
     for tensor in tensors:
         module, mark, rest = tensor.name.partition(".experts.")
@@ -119,9 +119,10 @@ def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: 
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
-    """Return a tensor by its full name, its old name, or its name without the base model's prefix.
+    """Return the tensor `name` of a checkpoint, which may store it under one of three names; None if absent.
 
-    A checkpoint of a `...Model` class has names without that prefix. Returns None if the tensor is absent.
+    The names are `name` itself, its old name, and `name` without its first part (such as `model.`), which
+    checkpoints of a `...Model` class leave out.
     """
     if name in found:
         return found[name]
@@ -134,8 +135,8 @@ def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
 def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> tuple[TensorSpec, ...]:
     """Return the tied tensors that the checkpoint stores although they share another tensor's storage.
 
-    transformers 5.19 ties them only if the values are equal (modeling_utils.py, tie_weights), which a header
-    does not show.
+    transformers 5.19 ties such tensors only if their values are equal (modeling_utils.py, tie_weights). The
+    header does not show the values.
     """
     found = {tensor.name: tensor for tensor in tensors}
     return tuple(
@@ -146,12 +147,12 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
 
 
 def tied_copies_in_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
-    """Return the tied tensors that a checkpoint stores as additional copies, from its index alone."""
+    """Return the tied tensors that a checkpoint stores as additional copies, found from its index alone."""
     return stored_tied_copies(architecture, _named(index))
 
 
 def unknown_modules(architecture: Architecture, index: CheckpointIndex) -> list[str]:
-    """Return descriptions of modules that an index has and the config does not, with their tensor counts.
+    """Return texts about modules that are in the index but not in the config's model, with tensor counts.
 
     The largest modules come first. Layer indices that occur several times are replaced by `*`. The list is
     empty for a family whose files use other names than transformers.
@@ -185,7 +186,7 @@ def unknown_modules(architecture: Architecture, index: CheckpointIndex) -> list[
 def floating_dtype(tensors: tuple[HeaderTensor, ...]) -> str | None:
     """Return the dtype of the first floating-point tensor, or None without one.
 
-    transformers uses it for `auto` when config.json has no dtype.
+    With dtype `auto`, transformers uses this dtype if config.json states none.
     """
     for tensor in tensors:
         if tensor.dtype in SAFETENSORS_NAMES:

@@ -25,17 +25,18 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-_KEPT_ITEMS = 4096  # longer arrays (vocabularies) are skipped; per-layer arrays are much shorter
+# maximum items of an array that is kept; vocabularies are longer, per-layer arrays much shorter
+_KEPT_ITEMS = 4096
 _MAX_TENSORS = MAX_TENSORS
-_MAX_HEADER = 100_000_000  # bytes; vocabulary and merges of 256,000 tokens take 12 MB
+_MAX_HEADER = 100_000_000  # maximum bytes; vocabulary and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # ggml's limit on the dimensions of a tensor (GGML_MAX_DIMS)
-_MAX_METADATA = 10_000  # maximum metadata entries; published files have some 50
+_MAX_METADATA = 10_000  # maximum number of metadata entries; published files have about 50
 _MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFArray:
-    """A GGUF metadata array that is too long to keep, represented by its length."""
+    """A metadata array of a GGUF file that is too long to keep; only its length is stored."""
 
     length: int
 
@@ -58,11 +59,11 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """A reader of GGUF values at a moving byte position; it raises CheckpointError at the end of the data."""
+    """A reader of the values in a GGUF header, in file order; it raises CheckpointError at the data's end."""
 
     def __init__(self, data: mmap.mmap, where: str, longest: int) -> None:
         self.data, self.where, self.at = data, where, 0
-        self.longest = longest  # longest array in items that is kept
+        self.longest = longest  # maximum number of items of an array that is kept
 
     def fail(self, what: str) -> CheckpointError:
         """Return a CheckpointError that names the current byte position."""
@@ -113,7 +114,7 @@ class _Cursor:
                 self.skip(length * size)
                 return GGUFArray(length)
             return [self.scalar(kind) for _ in range(length)]
-        # Each item takes at least a byte, so the array is longer than the remaining data.
+        # Each item takes at least one byte, so this length exceeds the remaining data.
         if length > len(self.data) - self.at:
             raise self.fail(f"an array claims {length:,} items")
         if kind == _STRING and length > self.longest:
@@ -123,7 +124,7 @@ class _Cursor:
         return items if length <= self.longest else GGUFArray(length)
 
     def skip_strings(self, count: int) -> None:
-        """Skip an array of strings without a function call per string, since vocabularies are long."""
+        """Skip an array of strings in one loop, because a function call per string of a vocabulary is slow."""
         unpack, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
         end = min(len(data), _MAX_HEADER)
         for _ in range(count):
@@ -142,7 +143,7 @@ def read_gguf(path: Path, longest: int = _KEPT_ITEMS) -> GGUFHeader:
 
     Args:
         path: the file.
-        longest: largest number of items of an array that is kept in full.
+        longest: maximum number of items of a metadata array that is kept; a longer array becomes a GGUFArray.
 
     Raises:
         CheckpointError: the file is not GGUF, is truncated or contradicts itself.

@@ -1,6 +1,6 @@
-"""Conversion of a GGUF header to a config, and the check that the file has the tensors of that config.
+"""Conversion of a GGUF header to config.json fields, and the check that the file has that config's tensors.
 
-The config has the fields that transformers 5.19 derives (integrations/ggml.py).
+The fields are those that transformers 5.19 derives from a GGUF file (integrations/ggml.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
         value = get(key)
         if isinstance(value, list):
             if not value or any(item != value[0] for item in value):
-                raise UnsupportedArchitecture("differs between layers", field=f"{name}.{key}")
+                raise UnsupportedArchitecture(
+                    "differs between layers, which is not supported", field=f"{name}.{key}"
+                )
             value = value[0]
         if value is None and key != "attention.head_count_kv":
             raise CheckpointError(f"{name}.{key} is missing", field=where)
@@ -95,8 +97,8 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
 def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> None:
     """Raise CheckpointError unless the file has exactly the tensors of the model, with their shapes.
 
-    Unlike in safetensors, an additional tensor is an error. The config was derived from the file, so that such
-    a tensor means a model that the config does not describe.
+    An additional tensor is an error, unlike in safetensors files. The config was derived from the GGUF file, so
+    an additional tensor means that the config does not describe the model.
     """
     wanted = {
         spec.name: spec.shape for spec in architecture.tensors if spec.is_parameter and spec.tied_to is None
@@ -109,7 +111,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         shape = wanted.pop(name, None)
         if shape is None:
             raise CheckpointError(
-                f"{tensor.name[:80]} has no place in a {architecture.model_type} model", field="gguf"
+                f"{tensor.name[:80]} is not a tensor of a {architecture.model_type} model", field="gguf"
             )
         if shape != tensor.shape:
             raise CheckpointError(
@@ -120,7 +122,9 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
 
 
 def gguf_name(name: str, model_type: str) -> str:
-    """Return the name in a GGUF file of a tensor of transformers' state dict, or the name itself if not known.
+    """Convert a tensor name in transformers' state dict to the name in a GGUF file.
+
+    An unknown name is returned unchanged.
 
     This function is the inverse of `state_dict_name`.
     """
@@ -138,7 +142,7 @@ def gguf_name(name: str, model_type: str) -> str:
 
 
 def state_dict_name(name: str, model_type: str) -> str:
-    """Return a GGUF tensor's name in transformers' state dict, or the name itself if it has none there."""
+    """Convert a tensor name in a GGUF file to the name in transformers' state dict; keep an unknown name."""
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{suffix}"

@@ -1,8 +1,8 @@
-"""Tensors of a GGUF file that llama.cpp's quantization would make of a model, by file type such as Q4_K_M.
+"""Tensors of the GGUF file that llama.cpp would create from a model, for a file type such as Q4_K_M.
 
-A file type mixes tensor types: some matrices keep more bits. The rules are those of src/llama-quant.cpp
+A file type mixes tensor types, because some matrices keep more bits. The rules are those of src/llama-quant.cpp
 (llama.cpp, 2026-11: tensor_allows_quantization, llama_tensor_get_type_impl, tensor_type_fallback) without an
-importance matrix and without overrides. Published files that were made with either may differ.
+importance matrix and without overrides. Published files made with an importance matrix or overrides may differ.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tonnage.planner.headers.gguf_config import gguf_name
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES, HeaderTensor, TensorSpec
 
-# File type -> type of most of its matrices (llama_ftype_get_default_type). The types below three bits, the
-# ternary and the IQ3 types need an importance matrix or other rules, and are not planned.
+# File type -> tensor type of most of its matrices (llama_ftype_get_default_type). Other types, such as IQ types
+# of up to three bits and ternary types, are not planned: they need an importance matrix or other rules.
 FILE_TYPES = {
     "F32": "F32", "F16": "F16", "BF16": "BF16", "Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K",
     "Q5_K_S": "Q5_K", "Q5_1": "Q5_1", "Q5_0": "Q5_0", "Q4_K_M": "Q4_K", "Q4_K_S": "Q4_K", "IQ4_NL": "IQ4_NL",
     "IQ4_XS": "IQ4_XS", "Q4_1": "Q4_1", "Q4_0": "Q4_0", "Q3_K_L": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_S": "Q3_K",
     "Q2_K": "Q2_K",
 }  # fmt: skip
-_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # tools/quantize/quantize.cpp
+_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # short names in tools/quantize/quantize.cpp
 _SIZES = {name: (values, size) for name, values, size in GGML_TYPES.values()}
 _FALLBACK = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
 }  # fmt: skip
-# End of a matrix' name in the state dict -> its category in llama-quant.cpp.
+# Last part of a matrix's name in the state dict -> its category in llama-quant.cpp.
 _CATEGORIES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "v", "o_proj": "output", "out_proj": "output",
     "gate_proj": "gate", "up_proj": "up", "gate_up_proj": "up", "down_proj": "down",
@@ -46,7 +46,7 @@ def file_type(name: str) -> str | None:
 
 
 def gguf_tensors(architecture: Architecture, kind: str) -> tuple[HeaderTensor, ...]:
-    """Return the tensors of the GGUF file that llama.cpp makes of a model.
+    """Return the tensors of the GGUF file of type ``kind`` that llama.cpp creates from a model.
 
     Args:
         architecture: the model.
@@ -92,8 +92,8 @@ def _type_of(tensor: TensorSpec, architecture: Architecture, kind: str, columns:
         tensor: the tensor.
         architecture: the model.
         kind: the file type.
-        columns: values of a row.
-        tied: whether the output head is this tensor.
+        columns: number of values per row.
+        tied: whether this tensor is also the output head.
     """
     if len(tensor.shape) < 2 or tensor.role in ("norm", "router"):
         return "F32"
@@ -125,7 +125,7 @@ def _category(tensor: TensorSpec, architecture: Architecture) -> str:
 
 
 def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> str | None:
-    """Return the type by which a file type makes an exception for a matrix, or None for its usual type."""
+    """Return the ggml type of a matrix if it deviates from the file type's usual type, else None."""
     layers, falcon = architecture.layers, architecture.model_type == "falcon"
     more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     # n_gqa in llama-quant.cpp: at least 4 query heads share a KV head
@@ -154,9 +154,9 @@ def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> 
 
 
 def _values(layer: int, architecture: Architecture, kind: str, *, more: bool, shared: bool) -> str | None:
-    """Return the exceptional type of the matrix attn_v, or None for its usual type.
+    """Return the ggml type of the matrix attn_v if it deviates from the file type's usual type, else None.
 
-    In models of 80 layers with shared KV heads (70B) it has more bits.
+    In models with 80 layers and grouped KV heads (70B) the matrix has more bits.
     """
     found = {"Q2_K": "Q4_K" if shared else "Q3_K", "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K", "Q3_K_L": "Q5_K"}
     if shared:
@@ -172,7 +172,7 @@ def _values(layer: int, architecture: Architecture, kind: str, *, more: bool, sh
 
 
 def refuse_unknown(name: str, field: str) -> None:
-    """Raise DeploymentError for a name that looks like a GGUF file type and is not planned."""
+    """Raise DeploymentError for a name that looks like a GGUF file type but is not supported."""
     if re.fullmatch(r"(?:UD[-_])?(?:I?Q\d|TQ\d|MXFP4_MOE)\w*", name, re.IGNORECASE) and file_type(name) is None:
         raise DeploymentError(
             f"{name[:40]!r} is no GGUF file type whose rules are planned", field=field,

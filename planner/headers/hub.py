@@ -1,8 +1,8 @@
 """Settings of the model hub, by the rules of huggingface_hub: address, local cache and token.
 
-The rules are in constants.py and utils/_auth.py of huggingface_hub 1.x. If that library is installed, it
-supplies tokens that need more than reading a file: logins that expire and logins of CI jobs. Where vLLM or
-SGLang is configured to load from ModelScope, the rules are in config.py and _download.py of modelscope_hub 0.4.
+The rules are those of huggingface_hub 1.x (constants.py, utils/_auth.py). Tokens that expire, and tokens of CI
+jobs, come from this library if it is installed. If vLLM or SGLang is configured to load models from ModelScope,
+the rules are those of modelscope_hub 0.4 (config.py, _download.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODELSCOPE = "https://modelscope.cn"
 # Environment variables of vllm/envs.py and sglang/srt/environ.py.
 _SWITCHES = ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE")
 
-_explicit = False  # whether --hf-token was given, to which HF_HUB_DISABLE_IMPLICIT_TOKEN does not apply
+_explicit = False  # whether --hf-token was given; HF_HUB_DISABLE_IMPLICIT_TOKEN does not apply to it
 
 
 def modelscope() -> bool:
@@ -36,7 +36,7 @@ def _on(switch: str) -> bool:
 def endpoint() -> str:
     """Return the hub's address without a trailing slash: `HF_ENDPOINT` if set, else huggingface.co.
 
-    For ModelScope it is `MODELSCOPE_ENDPOINT` or the public address, followed by the path of all models.
+    For ModelScope, the address is `MODELSCOPE_ENDPOINT` or the public address, followed by `/models`.
     """
     if not modelscope():
         return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
@@ -63,9 +63,10 @@ def hub_cache() -> Path:
 
 
 def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
-    """Return the folders in which the ModelScope package may keep a snapshot.
+    """Return the folders in which the package modelscope may keep a snapshot of `repo`.
 
-    They are the current folder and two of releases before 1.38, which keep a single revision.
+    They are the folder of current releases, and two folders of releases before 1.38, which kept only one
+    revision of a model.
     """
     base = _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope")
     org, _, name = repo.partition("/")
@@ -77,8 +78,8 @@ def token() -> str | None:
     """Return the hub token, or None if there is none or it must not be sent implicitly.
 
     The token comes from `--hf-token`, `HF_TOKEN` or the file that `hf auth login` writes.
-    `HF_HUB_DISABLE_IMPLICIT_TOKEN` disables the last two. ModelScope's token is `MODELSCOPE_API_TOKEN`, because
-    its login stores a pickle, which is not read.
+    `HF_HUB_DISABLE_IMPLICIT_TOKEN` disables the variable and the file. For ModelScope, only
+    `MODELSCOPE_API_TOKEN` is read: its login stores a pickle file, which would be unsafe to load.
 
     Raises:
         ModelNotFound: the token cannot be read or is invalid; the message does not contain it.
@@ -107,8 +108,8 @@ def token() -> str | None:
 def add_token_flag(parser: argparse._ActionsContainer) -> None:
     """Add the option `--hf-token`, which every command that reads a model has.
 
-    The value goes into the environment, where huggingface_hub reads it, also in an engine's process. It is not
-    part of the parsed arguments, which may be printed and stored.
+    The token is stored in an environment variable, where huggingface_hub reads it, also in an engine's process.
+    It is not in the parsed arguments, because these may be printed and stored.
     """
     parser.add_argument(
         "--hf-token", action=_TokenFlag, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="TOKEN",
@@ -141,7 +142,7 @@ class _TokenFlag(argparse.Action):
 def _by_library() -> str | None:
     """Return the token that huggingface_hub finds, or None if the library is not installed."""
     try:
-        from huggingface_hub import get_token  # optional dependency, needed only for some logins
+        from huggingface_hub import get_token  # huggingface_hub is optional, needed only for some logins
     except ImportError:
         return None
     try:
@@ -156,8 +157,8 @@ def _by_library() -> str | None:
 def _checked(text: str, source: str) -> str | None:
     """Return a token without line ends, or None if it is empty, as _clean_token of utils/_auth.py does.
 
-    Characters that an HTTP header cannot have are rejected here, because http.client's error would quote the
-    token.
+    Characters that are invalid in an HTTP header are rejected here, because the error message of http.client
+    would contain the token.
     """
     found = text.replace("\r", "").replace("\n", "").strip()
     if not found.isascii() or not found.isprintable() or " " in found:

@@ -16,8 +16,8 @@ from tonnage.planner.headers.safetensors import read_header
 from tonnage.planner.model.tensor import HeaderTensor
 
 INDEX = "model.safetensors.index.json"
-# Kimi-K2-Thinking (60 layers of 384 experts, each with three matrices of three tensors) has 207,000 tensors in
-# 62 shards. A tensor's line in an index takes 120 bytes.
+# Limits of an index. The largest published model has 207,000 tensors in 62 shards (Kimi-K2-Thinking: 60 layers
+# of 384 experts, each with three matrices of three tensors). An index needs about 120 bytes per tensor.
 MAX_TENSORS_OF_MODEL = 524_288
 MAX_INDEX_BYTES = 64_000_000
 _MAX_SHARDS = 10_000
@@ -29,7 +29,7 @@ class CheckpointIndex:
 
     Attributes:
         files: name of each tensor -> name of its shard.
-        total_bytes: bytes of all tensors, or None if the index does not say.
+        total_bytes: bytes of all tensors, or None if the index does not state them.
     """
 
     files: dict[str, str]
@@ -38,11 +38,11 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The readable parts of a safetensors checkpoint: headers, or an index alone.
+    """What is readable of a safetensors checkpoint: the headers of all files, or only the index.
 
     Attributes:
         tensors: tensors from the headers, or None if no header is available.
-        index: the index, if only that is available.
+        index: the index, if no header is available.
     """
 
     tensors: tuple[HeaderTensor, ...] | None = None
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def read_folder(folder: Path) -> Checkpoint:
-    """Read the headers of `model.safetensors` or of all shards; the index alone if no shard is in the folder.
+    """Read a folder's safetensors headers, or only the index if no shard is in the folder.
 
     Raises:
         CheckpointError: some shards are missing, a header is broken, or index and shards disagree.
@@ -72,7 +72,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 def _read(index: Path) -> bytes:
     try:
-        if not index.is_file():  # reading a pipe would block, and a device never ends
+        if not index.is_file():  # reading a pipe may block, and a device has no end
             raise CheckpointError("is not a regular file", field=INDEX)
         with index.open("rb") as file:
             text = file.read(MAX_INDEX_BYTES + 1)
@@ -105,7 +105,8 @@ def parse_index(text: bytes) -> CheckpointIndex:
 
 def _total(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if isinstance(total, float) and total.is_integer():  # some versions of transformers wrote a float
+    # some versions of transformers wrote total_size as a float
+    if isinstance(total, float) and total.is_integer():
         total = int(total)
     return total if type(total) is int and total > 0 else None
 
@@ -118,7 +119,7 @@ def shards_of(index: CheckpointIndex) -> list[str]:
     """
     shards = sorted(set(index.files.values()))
     if len(shards) > _MAX_SHARDS:
-        raise CheckpointError(f"names {len(shards):,} shards", field=INDEX)
+        raise CheckpointError(f"names {len(shards):,} shards; {_MAX_SHARDS:,} are read at most", field=INDEX)
     for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointError(f"{shard[:80]!r} points outside the folder", field=INDEX)

@@ -21,7 +21,7 @@ _ID = re.compile(rf"({_REPO})(?:@({_REVISION}))?(?::([\w.-]+))?", re.ASCII)
 _DEFAULT_GGUF = "Q4_K_M"  # llama.cpp's default tag (common/download.cpp)
 _REFS = re.compile(r"(refs/(?:convert/[\w.-]+|pr/\d+))(?:/(.*))?", re.ASCII)  # a revision that contains slashes
 _ROUTES = ("tree", "blob", "raw", "resolve", "blame")
-_TABS = ("summary", "files")  # names of the tabs on a model's ModelScope page
+_TABS = ("summary", "files")  # last parts of the addresses of a model's tabs on ModelScope
 _OTHER_KINDS = ("datasets", "spaces", "buckets", "kernels")
 _HINT = 'name it "org/name" or "org/name@revision"'
 
@@ -31,7 +31,8 @@ class HubModel:
     """A model on the hub: `repo` is org/name, `revision` a branch, a tag or a commit.
 
     Attributes:
-        gguf: the model's GGUF file, as a path in the repository or as a file type such as Q4_K_M; else empty.
+        gguf: the GGUF file to load, as a path in the repository or a file type such as Q4_K_M; empty for other
+            formats.
     """
 
     repo: str
@@ -44,7 +45,7 @@ class HubModel:
 
 
 def names_gguf(name: str) -> bool:
-    """Return whether a model's name means a GGUF file: a path, a tag of a repository, or a hub address."""
+    """Return whether a model's name refers to a GGUF file, by its ending, its tag or its repository's name."""
     if name.lower().endswith(".gguf"):
         return True
     found = _ID.fullmatch(name)
@@ -56,7 +57,10 @@ def _is_gguf_repo(repo: str) -> bool:
 
 
 def revision_of(model: HubModel) -> str:
-    """Return the revision's name on the hub in use; ModelScope's main branch is called master."""
+    """Return the name of the model's revision on the configured hub.
+
+    The main branch is called master on ModelScope.
+    """
     return "master" if modelscope() and model.revision == "main" else model.revision
 
 

@@ -1,6 +1,6 @@
-"""Registry of files of which only the first bytes are available.
+"""Registry of incomplete files: only their first bytes are available, and their full size is known.
 
-The planner in a browser receives only the first bytes of a checkpoint of many GB.
+The planner in a browser receives only the first bytes of a checkpoint, which may have many GB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def register(path: Path, size: int) -> None:
 
 
 def size_of(path: Path, here: int) -> int:
-    """Return the length in bytes of the whole file, which `register` may have stored; else `here`.
+    """Return the size in bytes of the whole file, if `register` has stored it; otherwise `here`.
 
     `here` is the number of bytes available at `path`.
     """

@@ -1,9 +1,9 @@
 """Model files over HTTP by range request: config, index and safetensors headers, never weights.
 
-Every size is limited before anything is read. It is an error if a server answers a range request with the whole
-file. A redirect to another host is an error too, except to the hub's own storage. The token is sent to the hub
-only, never to the target of a redirect. No text of a server's answer appears in an error, because it may repeat
-the request.
+Every read has a size limit. A server that answers a range request with the whole file is an error. A redirect
+to another host is an error too, except to the hub's own storage. The token is sent to the hub only, never to
+the target of a redirect. Error messages contain no text of the server's response, because the response may
+repeat the request and its token.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from tonnage.planner.headers.safetensors import MAX_HEADER_BYTES, parse_header
 from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
-_TIMEOUT_SECONDS = 10.0  # time limit of one response
-_FIRST_BYTES = 1 << 16  # most headers of single files fit; a longer one takes a second request
-_MAX_SHARDS = 64  # two requests each; larger models are planned from config.json and the index
+_TIMEOUT_SECONDS = 10.0  # timeout of one HTTP response
+# bytes of the first request; most headers are shorter, a longer one takes a second request
+_FIRST_BYTES = 1 << 16
+# each shard takes two requests; models with more shards are planned from config.json and the index
+_MAX_SHARDS = 64
 _THREADS = 8
 # Hosts to which huggingface.co, its mirrors and ModelScope redirect requests for large files (LFS, Xet storage)
 _HUB_STORAGE = (".huggingface.co", ".hf.co", ".modelscope.cn", ".modelscope.ai")
@@ -65,7 +67,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
                 f"is redirected from {old.hostname} to another host, {new.hostname}", field=old.path[-80:]
             )
         following = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if same and following is not None:  # the same host redirects, for example, a renamed model
+        if same and following is not None:  # a redirect on the same host, for example for a renamed model
             for name in _CREDENTIALS & req.unredirected_hdrs.keys():
                 following.add_unredirected_header(name, req.unredirected_hdrs[name])
         return following
@@ -73,7 +75,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
 
 @contextmanager
 def _as_model_not_found(name: str) -> Iterator[None]:
-    """Convert connection errors to ModelNotFound; an HTTPError is a valid answer and passes unchanged."""
+    """Convert connection errors to ModelNotFound; an HTTPError, which is a response, passes unchanged."""
     try:
         yield
     except urllib.error.HTTPError:
@@ -87,7 +89,7 @@ def _as_model_not_found(name: str) -> Iterator[None]:
         elif isinstance(error, HTTPException):  # the text of an HTTPException may quote the server's answer
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
-            reason = getattr(error, "reason", error)  # the reason without the system's error number
+            reason = getattr(error, "reason", error)  # the reason without the operating system's error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
         raise kind(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
@@ -101,7 +103,8 @@ class Remote:
 
         Args:
             model: the model.
-            open: function that sends a request, as an opener of urllib does; the browser page passes its own.
+            open: function that sends a request and returns the response, like the `open` of a urllib opener;
+                the planner in a browser passes its own.
 
         Raises:
             ModelNotFound: the hub token is invalid.
@@ -190,9 +193,9 @@ class Remote:
         return data, total
 
     def _get(self, name: str, span: str | None, address: str | None = None) -> Any:
-        """Return the response to a request for a file, or None if the model has no such file.
+        """Return the response to a request for a file of the model, or None if the file does not exist.
 
-        `address` replaces the file's own.
+        The request goes to `address` if it is given, else to the file's own address.
         """
         address = self._base + quote(name) if address is None else address
         try:
@@ -200,7 +203,7 @@ class Remote:
                 request = urllib.request.Request(address, headers={"User-Agent": "tonnage"})
                 if self._token is not None:
                     request.add_unredirected_header("Authorization", f"Bearer {self._token}")
-                    if modelscope():  # ModelScope reads the token from header or cookie
+                    if modelscope():  # ModelScope accepts the token in the header or in a cookie
                         request.add_unredirected_header("Cookie", f"m_session_id={self._token}")
                 if span is not None:
                     request.add_header("Range", span)
@@ -256,14 +259,17 @@ class Remote:
 
 
 def _bytes(header: str | None) -> int | None:
-    """Return the number of bytes that a header gives, or None if it gives none."""
+    """Return the number of bytes that an HTTP header states, or None if it states none."""
     if header is None or not (header.isascii() and header.isdecimal() and len(header) < 20):
         return None
     return int(header)
 
 
 def _seconds(retry_after: str | None) -> int | None:
-    """Return the seconds that a Retry-After header gives as a number or a date (RFC 9110, 10.2.3), or None."""
+    """Return the seconds to wait by a Retry-After header (RFC 9110, 10.2.3), or None if it is invalid.
+
+    The header is a number of seconds or a date.
+    """
     if retry_after is None:
         return None
     if retry_after.isdecimal() and retry_after.isascii():
@@ -276,7 +282,7 @@ def _seconds(retry_after: str | None) -> int | None:
 
 
 def fetch_config(remote: Remote) -> dict[str, Any] | None:
-    """Return config.json, extended by ModelOpt's and the processor's files, or None if there is none."""
+    """Return config.json with ModelOpt's and the processor's files added, or None without a config.json."""
     data = remote.read("config.json", MAX_CONFIG_BYTES)
     if data is None:
         return None
@@ -286,7 +292,8 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
         found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
         if isinstance(found, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **found}
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # these files limit image sizes
+    # the processor's files, which limit image sizes
+    for name in ("preprocessor_config", "video_preprocessor_config"):
         if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
             config[name] = parse_config(beside, f"{name}.json")
     return config

@@ -1,4 +1,4 @@
-"""Reader of the safetensors header: 8 bytes of length, followed by JSON. Nothing else is read.
+"""Reader of the safetensors header: 8 bytes with the length, followed by JSON. The tensor data is not read.
 
 Format and limits: safetensors 0.6, README and safetensors/src/tensor.rs (MAX_HEADER_SIZE 100,000,000; offsets
 are contiguous from 0 without holes or overlaps; the data ends where the file ends).
@@ -17,12 +17,13 @@ from tonnage.planner.model.dtypes import SAFETENSORS_BITS
 from tonnage.planner.model.tensor import HeaderTensor
 from tonnage.planner.units import ceil_div
 
-# The format allows 100,000,000 bytes, but parsed JSON takes up to 24 times its text in memory (a list of empty
-# lists), and such a header takes half a minute. A list of empty lists of 16 MB takes 410 MiB. DeepSeek-V3 in
-# one file (58 layers of 256 experts with three matrices, each a weight and a scale: 90,000 tensors) has 11 MB.
+# Maximum bytes of a header. The format allows 100,000,000 bytes, but parsed JSON may take 24 times the size of
+# its text (a list of empty lists), and parsing may take half a minute. A list of empty lists of 16 MB takes 410
+# MiB. The header of DeepSeek-V3 as one file (58 layers of 256 experts with three matrices, each a weight and a
+# scale: 90,000 tensors) would have 11 MB.
 MAX_HEADER_BYTES = 16_000_000
 MAX_TENSORS = 131_072
-_MAX_DIMENSIONS = 64  # limit of torch's TensorIterator (2.13); only a malicious file has more
+_MAX_DIMENSIONS = 64  # maximum dimensions of torch's TensorIterator (2.13); only a malicious file has more
 
 
 def read_header(path: Path) -> tuple[HeaderTensor, ...]:
@@ -33,7 +34,7 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
     """
     where = path.name
     try:
-        if not path.is_file():  # reading a pipe would block
+        if not path.is_file():  # reading a pipe may block
             raise CheckpointError("is not a regular file", field=where)
         size = size_of(path, path.stat().st_size)
         with path.open("rb") as file:
@@ -67,7 +68,8 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor
     Raises:
         CheckpointError: the header contradicts itself or the file.
     """
-    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:  # the count is checked before the JSON is parsed
+    # the number of tensors is checked before the JSON is parsed, which takes memory
+    if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:
         raise CheckpointError(f"describes {count:,} tensors; {MAX_TENSORS:,} are read at most", field=where)
     try:
         header = json.loads(text)

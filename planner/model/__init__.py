@@ -1,1 +1,1 @@
-"""Descriptions of a model from its config: tensors, each layer's cache, and the layout of the KV block pool."""
+"""Data types that describe a model: its tensors, the cache of each layer, and the layout of the KV pool."""

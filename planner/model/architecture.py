@@ -1,4 +1,4 @@
-"""Architecture: the shapes of a model, tensor by tensor, before any engine or flag is known."""
+"""Architecture: the tensor shapes and cache layers of a model, independent of engine and flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # imported only for types: most families need neither module
 
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
-"""Suffixes of the classes that read labels of hidden states (transformers 5.23)."""
+"""Suffixes of classes whose head predicts labels from hidden states (transformers 5.23)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StateTensor:
         dtype: the tensor's dtype, or None for the model's dtype.
         shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
             tensor.
-        chunk: tokens that the kernel processes at a time (Mamba-2), or None.
+        chunk: chunk size: tokens that the Mamba-2 kernel processes at a time; None for other states.
     """
 
     name: str
@@ -46,15 +46,17 @@ class CacheLayer:
     nothing per token.
 
     Attributes:
-        window: tokens that a query attends to, itself included; the chunk size of a `chunked` layer.
-        transformers_kv_heads: KV heads that transformers caches if it repeats K and V before caching; else
-            None.
+        window: number of tokens that a query attends to, including its own; for a `chunked` layer, the chunk
+            size.
+        transformers_kv_heads: number of KV heads that transformers caches, if it repeats K and V for all query
+            heads before caching; else None.
         value_head_size: elements of V per head; None if it equals head_size.
         shares: index of the layer whose cache this layer reads instead of storing its own; else None.
         compression: tokens per cached entry.
-        index_size: elements per token of the sparse indexer's key, stored beside K and V; 0 without an indexer.
-        source_tokens: most tokens of a cross-attention cache (the encoder's output); None if the request
-            determines the number.
+        index_size: elements per token of the sparse indexer's key, which is cached in addition to K and V; 0
+            without an indexer.
+        source_tokens: maximum number of tokens in a cross-attention cache (the encoder's output); None if it
+            depends on the request.
     """
 
     layer: int
@@ -72,7 +74,7 @@ class CacheLayer:
 
     @property
     def elements_per_entry(self) -> int:
-        """Return the number of values in a cached entry of `compression` tokens, without the indexer's key."""
+        """Return the number of values in one cache entry (`compression` tokens), without the indexer's key."""
         if self.kind == "mla":
             return self.head_size
         value = self.head_size if self.value_head_size is None else self.value_head_size
@@ -87,7 +89,7 @@ class Rotary:
         dim: rotated dimensions per head.
         tables: number of distinct frequency tables (Gemma 3: one for full and one for sliding layers).
         mrope: whether a position has three axes: time, height and width.
-        positions: rows of the table; None if it has max_model_len rows.
+        positions: number of rows of the frequency table; None for max_model_len rows.
     """
 
     dim: int
@@ -98,23 +100,24 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The shapes of a model; `tensors` and `cache_layers` are in layer order.
+    """The tensor shapes and sizes of a model; `tensors` and `cache_layers` are in layer order.
 
     `layers`, `hidden_size` and the other sizes describe the language model. In an encoder-decoder model, they
     describe the decoder.
 
     Attributes:
-        intermediate_size: width of the MLP that one token passes; with MoE, of the token's experts and the
-            shared experts together.
+        intermediate_size: MLP width used per token; with MoE, the summed width of the selected experts and the
+            shared experts.
         max_model_len: longest sequence in tokens.
         cache_layers: caches of the layers; empty for an encoder.
         declared: names of the classes that the config declares.
         assumed: basic sizes that the config leaves out, with the defaults of transformers' config class.
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
-        experts_per_token: routed experts that one token passes.
-        index_topk: tokens that sparse attention reads for each query; 0 without sparse attention.
-        unread: switches in the config that no adapter knows and that may add biases or norms to `tensors`.
+        experts_per_token: number of routed experts selected per token.
+        index_topk: number of tokens that sparse attention selects for each query; 0 without sparse attention.
+        unread: boolean config fields that no adapter knows, and that may add biases or norms missing in
+            `tensors`.
         via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
         recipe: the decoder's modules as data, or None if the family has no recipe.
         vision: the vision tower, or None if the image sizes of its processor are not known.
@@ -148,7 +151,7 @@ class Architecture:
 
     @property
     def is_classifier(self) -> bool:
-        """Return whether the head reads labels of the hidden states, not the next token."""
+        """Return whether the head predicts labels (a classifier) instead of the next token."""
         return self.class_name.endswith(CLASSIFIERS)
 
     @property
@@ -158,7 +161,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Return the parameters that one token passes: of the routed experts, only those it chooses."""
+        """Return the number of parameters used per token, with only the selected ones of the routed experts."""
         if not self.experts:
             return self.parameters
         routed = sum(t.elements for t in self.tensors if t.role == "expert" and t.tied_to is None)

@@ -13,26 +13,28 @@ from tonnage.planner.units import gib
 
 
 def at_most(held: float, limit: int | None) -> float:
-    """Return the number of running sequences: `held`, which the pool can hold, limited by --max-num-seqs."""
+    """Return how many sequences run: the pool can hold `held`, and --max-num-seqs allows `limit`."""
     return held if limit is None else min(held, limit)
 
 
 def capacity_by_growth(usable: int, peak: int, each: int) -> int:
-    """Return how many requests fit if admitted one by one, each growing until no block is free.
+    """Return how many equal requests fit if they are admitted one after another, until no block is free.
+
+    At the moment that counts, one request holds `peak` blocks and all others hold `each`.
 
     Args:
         usable: number of usable blocks in the pool.
         peak: blocks of the request that holds the most.
-        each: blocks of each other request.
+        each: blocks of each of the other requests.
     """
     return 0 if peak > usable else 1 + (usable - peak) // each
 
 
 def capacity_without_preemption(usable: int, blocks: RequestBlocks, together: int) -> int:
-    """Return how many requests run at once without any preemption, whatever step each of them is in.
+    """Return how many equal requests run at once without preemption, for any combination of their steps.
 
-    Requests whose prompt is being computed hold their arrival blocks. All other requests hold the blocks of the
-    fullest step of their decode, so that a decode that needs a block finds one.
+    In the worst case, `together` requests are in prefill and hold their arrival blocks, and all others are at
+    the decode step with the most blocks. If all these blocks fit, a decode step always finds a free block.
 
     Args:
         usable: number of usable blocks in the pool.
@@ -52,14 +54,16 @@ class RequestCapacity:
     """The number of requests with the same prompt and output length that a pool holds at once.
 
     Attributes:
-        bytes: bytes of one request at the fullest step of its decode.
+        bytes: bytes of one request at the decode step with the most blocks.
         at_once: requests that run without any preemption (`capacity_without_preemption`).
         bounds: lower and upper bound of `at_once`, from the interval of the pool's size.
-        at_last: requests that fit if they are admitted one by one and have grown to their last tokens.
-        started: requests that fit once their prompts are processed; above `at_once`, some are preempted later.
+        at_last: requests that fit if they are admitted one after another and have all reached their last
+            tokens.
+        started: requests that fit when their prompts have just been processed; if more than `at_once`, some are
+            preempted later.
         together: prompts that may be computed at the same time.
         limit: --max-num-seqs, which does not limit the counts above.
-        share: text naming the share of a trace's requests that need no more blocks than this request.
+        share: text with the percentage of a trace's requests that need at most as many blocks as this request.
     """
 
     prompt_tokens: int
@@ -88,8 +92,8 @@ class MixCapacity:
         name: name of the trace.
         requests: number of requests of the trace that were counted.
         longer: number of requests left out because they are longer than max_model_len.
-        blocks: mean blocks per request at the fullest step of its decode; a request weighs as much as it has
-            steps.
+        blocks: mean blocks per request at the decode step with the most blocks, weighted by each request's
+            number of steps.
         at_once: number of requests that run at once.
         bounds: lower and upper bound of `at_once`.
     """
@@ -142,7 +146,7 @@ def hold(
 
 
 def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
-    """Return lines of text that say how much memory a request needs and how prefixes are reused.
+    """Return lines of text about the memory that a request needs and the reuse of prefixes.
 
     Args:
         law: rule for the blocks of a request.

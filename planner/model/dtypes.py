@@ -23,7 +23,7 @@ HF_KV_DTYPE_BYTES = {
 """Bytes per element of the hf engine's --kv-cache-dtype values, which have vLLM's names."""
 
 KV_SCALE_BYTES = {"fp8_per_token_head": 4, "int8_per_token_head": 4}
-"""Bytes of the fp32 scale that K, and V, of one token and head has in a cache of this dtype."""
+"""KV cache dtype -> bytes of the fp32 scale stored per token and head, once for K and once for V."""
 
 SAFETENSORS_BITS = {
     "F64": 64,
@@ -53,7 +53,7 @@ def config_dtype(name: object) -> str | None:
     """Return the config's `dtype` or `torch_dtype` as a key of DTYPE_BYTES, or None if absent or "auto".
 
     Raises:
-        ConfigError: the config names another dtype.
+        ConfigError: the config names a dtype that is not supported.
     """
     if name is None or name == "auto":
         return None

@@ -10,10 +10,9 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 
-# Upper bound of the size of a config.json. The largest file seen has 0.1 MiB, id2label tables included.
-# ModelOpt's list of quantized modules would have 5 MiB for the largest model (each expert of Kimi-K2). Parsed
-# JSON takes up to 24 times the size of its text (a list of empty lists), so planning a file of this size takes
-# up to 250 MiB.
+# Maximum bytes of a config.json. The largest published file has 0.1 MiB, with its id2label table. ModelOpt's
+# list of quantized modules would take 5 MiB for the largest model (every expert of Kimi-K2). Parsed JSON takes
+# up to 24 times the size of its text (a list of empty lists), so a config of this size takes up to 250 MiB.
 MAX_CONFIG_BYTES = 8 << 20
 MAX_NESTING = 32  # maximum nesting; real configs nest three deep
 
@@ -21,16 +20,16 @@ MAX_NESTING = 32  # maximum nesting; real configs nest three deep
 # A larger value means a broken file, and building a million TensorSpecs would hang the planner.
 LIMITS = {"layers": 1_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
 
-# Words in field names that indicate a shape or a cache rule. If no adapter reads such a field and its value is
-# not neutral, the field changes the model in a way that the planner does not know.
+# Words in the names of config fields that may change a shape or the KV cache. If no adapter reads such a field
+# and its value is not neutral (None, 0, false), the model may differ from the plan, so the config is refused.
 _SHAPE_WORDS = (
     "expert", "moe", "lora", "rank", "num_", "n_", "_size", "_dim", "layer", "head", "shared", "vision",
     "audio", "mamba", "ssm", "conv", "bias", "norm", "window", "sliding", "chunk", "cross", "encoder",
     "adapter", "memory", "altup", "index", "latent", "compress", "sink", "hyper", "mtp", "nextn", "block",
     "alibi", "parallel", "attention",
 )  # fmt: skip
-# Boolean fields with these words in their name add only a bias or a norm to existing matrices. Tables of
-# relative positions are also called biases; _POSITION_WORDS excludes them.
+# Boolean fields with these words in their names only add a bias or a norm to existing matrices. Tables of
+# relative positions are also called biases; _POSITION_WORDS excludes such fields.
 _SWITCHED = {"bias", "norm"}
 _POSITION_WORDS = ("pos", "rel")
 _NEUTRAL = (None, False, 0, "", "none")
@@ -84,7 +83,7 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError("nested too deeply", field=where) from None
-    except ValueError as error:  # the text has an integer with more digits than Python converts
+    except ValueError as error:  # an integer in the text has more digits than Python converts
         raise ConfigError(str(error).partition(";")[0], field=where) from None
     if not isinstance(config, dict):
         raise ConfigError(f"must be a JSON object, not {type(config).__name__}", field=where)
@@ -96,13 +95,14 @@ def _check_finite(value: object, path: tuple[str | int, ...]) -> None:
     """Raise ConfigError for a number that is not finite, or for nesting beyond `MAX_NESTING`.
 
     Args:
-        value: the value to check, with everything in it.
-        path: keys and indices that lead to `value`. They are joined only for an error, because a key may have a
-            megabyte and hold a million items.
+        value: the value to check, including all nested values.
+        path: keys and indices that lead to `value`. They are joined to text only for an error message, because
+            a key may be 1 MB long and contain a million items.
     """
     if len(path) > MAX_NESTING:
         raise ConfigError(f"nested more than {MAX_NESTING} deep", field=_written(path)[:80])
-    # Mamba's limits on the time step are (0, Infinity) in published files and affect no shape.
+    # Infinity is valid in time_step_limit of published Mamba files, which is (0, Infinity) and affects no
+    # shape.
     if isinstance(value, float) and not math.isfinite(value) and "time_step_limit" not in _written(path):
         raise ConfigError(f"{value} is not a finite number", field=_written(path))
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -145,9 +145,9 @@ class Fields:
         Args:
             config: the parsed config.json.
             aliases: standard field name -> name in this family's files.
-            absent: values of fields that the file leaves out.
-            sizes: function that returns the config class's basic sizes, for fields that neither the file nor
-                `absent` has. It is called only for such a field.
+            absent: field -> default value if config.json leaves the field out.
+            sizes: function that returns the default sizes of the config class, for fields that neither
+                config.json nor `absent` has. It is called only if such a field is read.
         """
         self.config = config
         self._aliases = dict(aliases or {})
@@ -157,7 +157,7 @@ class Fields:
         self.assumed: dict[str, int] = {}
 
     def name(self, field: str) -> str:
-        """Return the name under which the config file has a field.
+        """Return the name that a field has in config.json: the family's own name or the standard name.
 
         Raises:
             ConfigError: the file has the field under both names, with different values.
@@ -183,7 +183,7 @@ class Fields:
         return value
 
     def ignore(self, *fields: str) -> None:
-        """Mark config fields as read that change neither shapes nor the cache."""
+        """Mark fields as read, because they change neither shapes nor the KV cache."""
         self._read.update(fields)
 
     def integer(self, field: str, default: int | None = None, *, limit: str, minimum: int = 1) -> int:
@@ -235,7 +235,7 @@ class Fields:
         """
         value = self.raw(field)
         if value is None:
-            return default and self.name(field) not in self.config  # a null in the file means False
+            return default and self.name(field) not in self.config  # null in config.json means False
         if not isinstance(value, bool):
             raise ConfigError(f"{shown(value)} is not true or false", field=self.name(field))
         return value
@@ -257,7 +257,7 @@ class Fields:
             raise ConfigError(f"{shown(value)} is too large a number", field=self.name(field)) from None
 
     def share(self, field: str, default: float, of: int) -> int:
-        """Return a width: the number in `field` times `of`, rounded down.
+        """Return a width: the number in the config field `field` times `of`, rounded down.
 
         Raises:
             ConfigError: the width is out of range.
@@ -305,7 +305,7 @@ class Fields:
         return tuple(value)
 
     def listed(self, field: str, layers: int, words: Mapping[Any, bool]) -> tuple[bool, ...] | None:
-        """Return a field with one word per layer as booleans, or None if the field is absent.
+        """Return one boolean per layer from a field that lists one word per layer, or None if it is absent.
 
         Args:
             field: name of the field.
@@ -327,16 +327,17 @@ class Fields:
     def check_unread(
         self, model_type: str, harmless: Mapping[str, tuple[object, ...] | str]
     ) -> tuple[str, ...]:
-        """Return the names of unread boolean fields that can add no more than biases and norms.
+        """Return the names of true boolean fields that no adapter read and that can add only biases and norms.
 
-        planning/weights.py bounds the bytes that these fields may add.
+        planning/weights.py computes an upper bound of the bytes that these fields may add.
 
         Args:
             model_type: the model type, for error messages.
-            harmless: fields that change nothing, with the values for which that is true (Family.leftovers).
+            harmless: field -> values for which the field has no effect (Family.leftovers).
 
         Raises:
-            UnsupportedArchitecture: the name of another unread field indicates a shape.
+            UnsupportedArchitecture: the name of another unread field suggests that it changes a shape or the KV
+                cache.
         """
         known = self._read | _PRETRAINED_FIELDS | _COMPUTE_FIELDS
         bounded = []
@@ -367,8 +368,8 @@ def _is_neutral(value: object) -> bool:
     return not value if isinstance(value, list | dict) else value in _NEUTRAL
 
 
-# Fields for routing, scaling, rotation and training change what is computed, not what is stored. Sources: the
-# published files of tests/data/configs and the config classes of transformers 5.19.
+# Fields about routing, scaling, rotation and training. They change computed values, but no stored tensor.
+# Sources: the published files of tests/data/configs and the config classes of transformers 5.19.
 _COMPUTE_FIELDS = frozenset(
     """
     attention_multiplier attn_logit_softcapping attn_scale attn_temperature_tuning aux_loss_alpha aux_loss_coef
@@ -381,8 +382,8 @@ _COMPUTE_FIELDS = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# Fields of transformers' PreTrainedConfig (transformers 5.19, configuration_utils.py) and common leftovers in
-# published files. None of them changes a shape or the KV cache.
+# Fields of transformers' PreTrainedConfig (transformers 5.19, configuration_utils.py), and unused fields that
+# are common in published files. No shape and no KV cache depends on them.
 _PRETRAINED_FIELDS = frozenset(
     """
     architectures attention_dropout attention_probs_dropout_prob attention_softmax_in_fp32 attn_dropout_prob

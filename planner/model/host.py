@@ -1,4 +1,4 @@
-"""Host memory that an engine uses in addition to its GPUs' memory: its parts and their totals."""
+"""Host memory that an engine uses in addition to GPU memory: the parts of this memory and their totals."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class HostMemory:
 
     Attributes:
         parts: the parts of this memory.
-        page_cache_bytes: bytes that reading the model adds to the page cache. A container is charged with them,
-            but the kernel reclaims them when needed, so they are not part of the sums.
-        unknown: the reason why the memory is not known, or empty; if set, the sums are meaningless.
+        page_cache_bytes: bytes that reading the model adds to the page cache. They count towards a container's
+            memory, but the kernel frees them when needed, so the sums do not include them.
+        unknown: the reason why the host memory is not known, or empty. If it is set, the sums are meaningless.
     """
 
     parts: tuple[HostPart, ...] = ()

@@ -1,4 +1,4 @@
-"""KVLayout: the contents and the size of one block of the KV pool.
+"""KVLayout: what one block of the KV pool contains, and its size.
 
 There is one physical pool, and a block id may belong to any group of layers. A block has `layer_slots` layer
 slots; the group that owns the block stores its i-th layer in slot i. All groups therefore have the same bytes
@@ -20,9 +20,9 @@ class KVGroup:
 
     Attributes:
         layers: indices of the layers in the model; the position in the tuple is the layer slot.
-        window: tokens that a query attends to, itself included; None for full attention.
-        block_size: tokens per block of this group; None for the layout's. Engines use larger blocks where
-            layers with different bytes per token share a pool.
+        window: number of tokens that a query attends to, including its own; None for full attention.
+        block_size: tokens per block of this group; None for the layout's block size. A group has larger blocks
+            if its layers need fewer bytes per token than other layers of the same pool.
     """
 
     kind: GroupKind
@@ -36,8 +36,8 @@ class KVLayout:
     """Geometry of the block pool, stored as [block, layer slot, K or V, slot in block, KV head, head size].
 
     Attributes:
-        page_bytes: bytes of one layer slot where it does not hold K and V of kv_heads x head_size (MLA latents,
-            states, padded pages); else None.
+        page_bytes: bytes of one layer slot, if it holds something other than K and V of kv_heads x head_size
+            (MLA latents, states, padded pages); else None.
     """
 
     groups: tuple[KVGroup, ...]
@@ -60,29 +60,29 @@ class KVLayout:
     def bytes_per_block(self) -> int:
         """Return the bytes of one block, which are the same for every group.
 
-        A block of a group with fewer layers has unused layer slots, which count too.
+        In a group with fewer layers than slots, the unused layer slots of a block count too.
         """
         return self.layer_slots * self.slot_bytes
 
     def token_bytes(self, group: KVGroup) -> int:
         """Return the bytes of one token in all layers of a group, padding included.
 
-        Pages of different sizes (MLA latents and the indexer's keys) count as one slot together.
+        If a layer has pages of several sizes (MLA latents and indexer keys), they count as one slot together.
         """
         slots = min(len(group.layers), self.layer_slots)
         return slots * self.slot_bytes // (group.block_size or self.block_size)
 
     @property
     def slides(self) -> bool:
-        """Return whether a group has sliding-window layers, which stop growing at their window."""
+        """Return whether any group has sliding-window layers, whose cache stops growing at the window size."""
         return any(group.kind == "sliding" for group in self.groups)
 
     @property
     def bytes_per_token(self) -> int | None:
-        """Return the bytes that each further token needs in a long sequence.
+        """Return the KV cache bytes per additional token of a sequence.
 
-        Returns None for a hybrid model, where this figure is not constant, and 0 for an encoder, which caches
-        nothing.
+        Returns None for a hybrid model, where the number depends on the length, and 0 for an encoder, which has
+        no cache.
         """
         if not self.groups:
             return 0

@@ -1,11 +1,12 @@
-"""A decoder as data: names, sizes and order of its modules.
+"""Recipe: a description of a decoder as data, with the names, sizes and order of its modules.
 
-Model families (families/llama.py, gemma.py and others) write recipes, and two interpreters read them.
-families/tensors.py derives the tensors of the loaded model, and training/activations.py the tensors that
+Model families (families/llama.py, gemma.py and others) create recipes, and two modules interpret them.
+families/tensors.py derives the tensors of the loaded model. training/activations.py derives the tensors that
 autograd keeps in a training step. Operations without a tensor (residual and logit multipliers, scaled
 embeddings) are not part of a recipe.
 
-Names are the names in transformers' state dict, relative to the layer (`self_attn`) or the module (`q_proj`).
+All names are parts of names in transformers' state dict, relative to the layer (`self_attn`) or to the module
+(`q_proj`).
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Norm:
     """A normalization layer over `size` values.
 
     Attributes:
-        groups: number of groups of `size` values per token.
-        each: whether each group has a module of its own (`name.norms.0`).
+        groups: number of groups per token that are normalized separately, each of `size` values (such as one
+            per head).
+        each: whether each group has a separate module (`name.norms.0`).
         own: whether the weight has one row per group.
     """
 
@@ -79,12 +81,12 @@ class Rope:
     """Rotary embedding of the first `dim` values of each head.
 
     Attributes:
-        tables: name of the model's frequency table that this module uses.
-        joined: whether rotated and unrotated values are concatenated into a new tensor, stored in the order of
-            heads.
+        tables: name of the model's rotary frequency table that this module uses.
+        joined: whether rotated and unrotated values are concatenated into a new tensor, with the head dimension
+            before the token dimension.
         fresh: whether each layer makes its own interleaved copy of the frequency tables.
-        apart: whether q and k are rotated separately, in their own dtype (`typed`) or in fp32 (`wide`), and
-            stay stored in the order of tokens (GPT-J); empty if not.
+        apart: `typed` or `wide` if q and k are rotated separately, in their own dtype or in fp32, and keep the
+            token dimension before the head dimension (GPT-J); empty otherwise.
         restored: whether the result is cast back to q's dtype.
     """
 
@@ -103,15 +105,16 @@ class Attention:
     Attributes:
         qkv: name of a fused projection of q, k and v, or None.
         copied: which of q, k and v are copied out of the fused projection; the others are views.
-        repeated: whether that copy also repeats K and V to all heads.
+        repeated: whether that copy also repeats K and V for all query heads.
         normed_last: whether q and k are normalized after the rotation.
         clipped: whether q, k and v are clamped in place.
         softcap: whether eager attention caps the scores by tanh.
         masked: whether an attention mask is passed even if none is needed.
-        broadcast: whether SDPA gets fewer KV heads than query heads, which its fused kernels do not support.
+        broadcast: whether SDPA receives fewer KV heads than query heads; its fused kernels do not support this.
         narrow: whether the softmax of eager attention runs in the model's dtype instead of fp32.
         upcast: whether eager attention computes the scores from fp32 copies of q and k.
-        filled: whether eager attention fills the scores under a boolean mask, which all layers keep.
+        filled: whether eager attention overwrites masked scores by means of a boolean mask that all layers
+            keep.
         sinks: whether eager attention adds a learned score per head (attention sink).
         before_out: a norm before the output projection, or None.
         extra: tensors outside the modules above, named relative to the layer.
@@ -227,9 +230,9 @@ class Router:
 
     Attributes:
         name: name below the module of the experts.
-        normed: whether the weights of the chosen experts are divided by their sum.
-        groups: number of groups of experts and how many of them are chosen; (0, 0) without groups.
-        noisy: whether noise multiplies the input of the MoE block and the input of the router.
+        normed: whether the routing weights of the selected experts are divided by their sum.
+        groups: (number of groups of experts, number of groups selected per token); (0, 0) without groups.
+        noisy: whether the inputs of the MoE block and of the router are multiplied by random noise.
         linear: whether the router is an nn.Linear.
         dtype: the parameter's dtype as in TensorSpec; None for the model's dtype.
         stored: the dtype in checkpoints as in TensorSpec.
@@ -253,8 +256,8 @@ class Experts:
     Attributes:
         inner: width of each expert.
         count: number of experts.
-        chosen: number of experts that one token passes.
-        shared: an MLP that every token passes, named relative to the layer, or None.
+        chosen: number of experts selected per token.
+        shared: the shared expert, an MLP used for every token and named relative to the layer; or None.
         shared_gate: name of the sigmoid gate that weights the shared MLP, or None.
         extra: tensors outside the modules above, named relative to the layer.
         first: whether the experts precede the router in the state dict.
@@ -280,8 +283,8 @@ class Branch:
     """A residual branch: `residual + dropout(after(module(before(x))))`.
 
     Attributes:
-        weighted: name of a learned vector that multiplies the residual, or None.
-        summed: a norm of the sum, or None.
+        weighted: name of a learned vector by which the residual is multiplied, or None.
+        summed: a norm applied to the sum, or None.
     """
 
     module: Attention | LatentAttention | Mlp | Experts
@@ -312,9 +315,9 @@ class Embedding:
     """The token embedding of a decoder.
 
     Attributes:
-        positions: name and rows of a learned position table added to the embedding, or None.
-        each: whether position ids are a separate tensor row for each sequence.
-        projected: name and output size of a matrix after the embedding, or None.
+        positions: (name, number of rows) of a learned position table that is added to the embedding, or None.
+        each: whether the tensor of position ids has a separate row for each sequence.
+        projected: (name, output size) of a matrix after the embedding, or None.
         norm: a norm after embedding, positions and projection, or None.
         buffers: buffers that follow the embedding in the state dict.
     """
@@ -371,7 +374,7 @@ class Recipe:
     """A whole decoder as data: embedding, layers, final norm and head.
 
     Attributes:
-        at: name of the list of layers; the name of layer i is this name, a dot and i.
+        at: name of the list of layers, such as `model.layers`; the name of layer i is `model.layers.i`.
         layers: one entry per layer; equal layers are the same object.
         taped: whether the activations of training/activations.py are exact for this recipe; otherwise they are
             estimated.
@@ -410,9 +413,9 @@ def layer_of(
     """Return a decoder layer of one attention module and one MLP.
 
     Args:
-        flow: position of the norms. `pre` is before each module, `post` after each module, `summed` after each
-            residual sum, `sandwich` before and after each module (four norms). `parallel` is modules side by
-            side with one or two norms.
+        flow: positions of the norms: `pre` before each module, `post` after each module, `summed` after each
+            residual addition, `sandwich` before and after each module (four norms). With `parallel`, both
+            modules read the layer's input, through one norm or one norm each.
         attention: the attention module.
         mlp: the feed-forward module.
         norms: the norms in the order of computation.

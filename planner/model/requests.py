@@ -1,14 +1,15 @@
-"""Blocks that one request needs, per group of layers and step, computed from its lengths alone.
+"""Number of KV blocks that a request holds at each step, computed from its prompt and output lengths.
 
 A request is computed in steps: first its prompt in chunks of at most `step_tokens`, then one token per step.
-The last token of the answer is never computed, so that `prompt + output - 1` tokens are stored. Before a step
-takes blocks, each group frees the blocks that it no longer needs. Only *processed* tokens count for that, and
-with several steps in flight the tokens of the latest steps are not processed yet.
+The last output token is never fed back into the model, so `prompt + output - 1` tokens are stored. Before a
+step allocates blocks, each group of layers frees the blocks that it no longer needs. Only *processed* tokens
+count for freeing. With several steps in flight (asynchronous scheduling), the tokens of the latest steps are
+not processed yet.
 
 Sources: vllm 0.32.0, v1/core/kv_cache_manager.py (allocate_slots), v1/core/single_type_kv_cache_manager.py
 (managers of full, sliding, chunked and Mamba layers), v1/core/sched/scheduler.py (_mamba_block_aligned_split),
 v1/kv_cache_interface.py (is_mamba_prefill_checkpoint_valid). tests/planner/test_vllm_requests.py compares this
-module with them. No constant is fitted.
+module with vLLM's classes. No constant is fitted.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ HeldKind = Literal["all", "window", "chunk", "state", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupLaw:
-    """The rule by which one group of layers holds KV blocks of a request.
+    """The rule for the KV blocks that a request holds in one group of layers.
 
-    `kind` says which tokens' blocks are held:
+    `kind` determines for which tokens the request holds blocks:
 
     - `all`: every token.
     - `window`: the last `window` - 1 tokens and the tokens of the current step.
@@ -37,9 +38,9 @@ class GroupLaw:
 
     Attributes:
         block_size: tokens per block.
-        cap: upper bound of the blocks that must be free to admit a request, or None.
-        aligned: for `state`: whether each block in which a step ended has a state, freed once the next block is
-            processed.
+        cap: maximum number of blocks that must be free to admit a request; None for no maximum.
+        aligned: for `state`: whether a state is kept for each block in which a step ended (for prefix reuse).
+            It is freed once the next block is processed.
         checkpoint: for `state`: whether one more state is kept if the last chunk of a prompt crosses the end of
             a block.
     """
@@ -53,15 +54,15 @@ class GroupLaw:
     checkpoint: bool = False
 
     def needed(self, slots: int) -> int:
-        """Return the KV blocks that `slots` tokens need before any block is freed."""
+        """Return how many KV blocks `slots` tokens need if no block is freed."""
         if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
             return self.blocks
         return ceil_div(slots, self.block_size)
 
     def freed(self, processed: int) -> int:
-        """Return the leading blocks that can be freed once `processed` tokens are processed.
+        """Return how many blocks, from the first one on, can be freed once `processed` tokens are processed.
 
-        vLLM computes them in get_num_skipped_tokens.
+        vLLM computes the same in get_num_skipped_tokens.
         """
         if self.kind == "window":
             return max(0, processed - self.window + 1) // self.block_size
@@ -77,7 +78,7 @@ class RequestStep:
     """One step of a request, which computes the tokens from `start` to `end` - 1.
 
     Attributes:
-        processed: number of tokens whose steps have ended when this step is scheduled.
+        processed: number of tokens whose steps have finished when this step is scheduled.
         closes: whether the step computes the last token of the prompt.
     """
 
@@ -92,11 +93,12 @@ class RequestBlocks:
     """Numbers of KV blocks of one request, summed over all groups of layers.
 
     Attributes:
-        arrival: maximum until the prompt is processed, including the free blocks that admission requires.
+        arrival: maximum until the prompt is processed; at least the number of free blocks that admission
+            requires.
         peak: maximum over the whole request.
-        started: blocks once the prompt is processed.
-        fullest: maximum during the decode that follows.
-        last: blocks at the last token that is computed.
+        started: blocks held when the prompt has just been processed.
+        fullest: maximum during decode, after the prompt has been processed.
+        last: blocks held when the last token is computed.
     """
 
     arrival: int
@@ -114,11 +116,13 @@ class RequestLaw:
         groups: one rule per group of layers.
         bytes_per_block: bytes of a block on one rank.
         step_tokens: maximum number of tokens in a step.
-        in_flight: maximum number of unprocessed steps while a step is scheduled, including that step.
-        hit_tokens: prefixes are reused in multiples of this number of tokens; None without prefix caching.
-        source: the engine and version that the rules are from.
-        reserves: whether the blocks of prompt and answer are reserved at admission.
-        note: how these rules differ from the rules of the planned version, or empty.
+        in_flight: maximum number of steps that are scheduled but not yet processed, including the one being
+            scheduled.
+        hit_tokens: granularity of prefix reuse: the length of a prefix hit is a multiple of this number of
+            tokens; None without prefix caching.
+        source: the engine, with version, from which the rules were taken.
+        reserves: whether admission reserves all blocks for prompt and output.
+        note: how these rules differ from those of the engine version in the plan; empty if they do not differ.
     """
 
     groups: tuple[GroupLaw, ...]
@@ -132,14 +136,14 @@ class RequestLaw:
 
     @property
     def floor_blocks(self) -> int:
-        """Return the blocks of the shortest request; even one token needs a whole block in each group."""
+        """Return the blocks of the shortest request: one token needs a whole block in each group of layers."""
         return sum(group.needed(1) for group in self.groups)
 
     @property
     def fixed_blocks(self) -> int:
-        """Return the blocks of a request that do not depend on its length.
+        """Return how many blocks of a request do not depend on its length.
 
-        They hold running states and an encoder's output.
+        These blocks hold recurrent states and the output of an encoder.
         """
         return sum(group.needed(1) for group in self.groups if group.kind in ("state", "fixed"))
 
@@ -150,12 +154,12 @@ class RequestLaw:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes that one more token needs in the groups that keep every token."""
+        """Return the KV cache bytes per token in the groups of layers that keep all tokens."""
         return sum(self.bytes_per_block // group.block_size for group in self.groups if group.kind == "all")
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Return (window, bytes per token below the window) for groups that keep only a window of tokens."""
+        """Return (window in tokens, bytes per token within the window) of groups with windows or chunks."""
         found: dict[int, int] = {}
         for group in self.groups:
             if group.kind in ("window", "chunk"):
@@ -168,7 +172,7 @@ class RequestLaw:
         return self.fixed_blocks * self.bytes_per_block + self.token_bytes * context + windows
 
     def blocks(self, prompt: int, output: int) -> RequestBlocks:
-        """Return the KV blocks of a request that shares no prefix.
+        """Return the numbers of KV blocks of a request that reuses no prefix.
 
         Args:
             prompt: tokens of the prompt.
@@ -183,7 +187,7 @@ class RequestLaw:
         if output == 1:
             arrival = max(asked, *held)
             return RequestBlocks(arrival, arrival, held[-1], held[-1], held[-1])
-        # This many decode steps are scheduled before the prompt counts as processed.
+        # number of decode steps that are scheduled before the prompt counts as processed
         settled = min(self.in_flight, output - 1)
         history = self._history(steps, settled)
         early = [self._held(history, place) for place in range(len(steps), len(history))]
@@ -196,9 +200,9 @@ class RequestLaw:
         return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
 
     def together(self, prompt: int) -> int:
-        """Return how many prompts may be in computation or still unprocessed at the same time.
+        """Return the maximum number of prompts of this length that are in prefill at the same time.
 
-        These are the prompts of the steps in flight, one of which may have begun in the preceding step.
+        These are the prompts in the steps in flight, and one more that began in the step before.
         """
         return self.in_flight * (self.step_tokens // prompt) + 1
 
@@ -213,9 +217,9 @@ class RequestLaw:
         return RequestStep(ends[place - 1], end, ends[max(0, place - self.in_flight)], end == prompt)
 
     def _chunk_end(self, start: int, prompt: int) -> int:
-        """Return the end of the prompt chunk that begins at `start`.
+        """Return the end of the prompt chunk that begins at token `start`.
 
-        Chunks end where a recurrent state is kept.
+        If recurrent states are kept for prefix reuse, chunks end at the tokens where a state is kept.
         """
         end = min(prompt, start + self.step_tokens)
         size = self._state_block
@@ -236,7 +240,7 @@ class RequestLaw:
         return max((group.block_size for group in self.groups if group.aligned), default=0)
 
     def _exports(self, start: int, end: int) -> bool:
-        """Return whether the prompt's last chunk stores a recurrent state at the last block border in it."""
+        """Return whether the prompt's last chunk also stores the recurrent state at its last block boundary."""
         size = self._state_block
         at = (end - 1) // size * size
         return (
@@ -247,14 +251,14 @@ class RequestLaw:
         )
 
     def _admitted(self, group: GroupLaw, prompt: int) -> int:
-        """Return the blocks of one group that must be free to admit a prompt."""
+        """Return how many blocks of one group of layers must be free to admit a prompt."""
         if group.kind == "state" and group.aligned:
             return min(group.needed(prompt), 1 + int(group.checkpoint and self._exports(0, prompt)))
         return self._asked(group, prompt)
 
     @staticmethod
     def _asked(group: GroupLaw, tokens: int) -> int:
-        """Return the KV blocks that `tokens` tokens need in a group, at most the group's maximum."""
+        """Return the KV blocks that `tokens` tokens need in a group, limited by the group's `cap`."""
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 
@@ -288,15 +292,16 @@ class RequestLaw:
         return sum(block >= low for block in kept)
 
     def _held_while_decoding(self, at: int) -> int:
-        """Return the blocks that a request holds when token `at` is computed after its prompt was processed."""
+        """Return the blocks that a request holds when its token with index `at` is computed during decode."""
         processed = at - self.in_flight + 1
         return sum(group.needed(at + 1) - group.freed(processed) for group in self.groups)
 
     def _steps_taking_blocks(self, low: int, high: int) -> Iterator[int]:
-        """Yield the steps from `low` to `high` that take a block, because only these can hold a maximum.
+        """Yield the decode tokens, from `low` to `high`, at which a request may hold the most blocks.
 
-        In groups that free blocks, the number of blocks is periodic in the block size. In other groups it only
-        grows. The last period is therefore enough.
+        A maximum can only occur at a token that takes a new block. In groups that free blocks, the number of
+        held blocks is periodic in the block size; in other groups it only grows. It is therefore enough to
+        yield the tokens of the last period, and the bounds.
         """
         sizes = {group.block_size for group in self.groups if group.kind != "fixed"}
         window = max((group.window for group in self.groups), default=0)

@@ -1,4 +1,4 @@
-"""Descriptions of a tensor: in a loaded model (TensorSpec) and in a checkpoint's header (HeaderTensor)."""
+"""Descriptions of tensors: TensorSpec for a loaded model, HeaderTensor for the header of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ TOWER_ROLES = ("vision", "audio", "projector")
 class TensorSpec:
     """One tensor of the loaded model, named as in transformers' state dict.
 
-    Expert weights are one tensor [experts, out, in], or [experts, in, out] if `transposed`. A checkpoint stores
-    `matrices` matrices per expert instead (2 for a fused gate and up projection).
+    The weights of all experts of a layer are one tensor [experts, out, in], or [experts, in, out] if
+    `transposed`. A checkpoint stores each expert separately, as `matrices` matrices (2 for a fused gate and up
+    projection).
 
     Attributes:
         module_class: class of the module that owns the tensor. Quantizers select modules by class (`Linear`,
             not its subclasses).
-        tied_to: name of the tensor whose storage this tensor shares, so that it needs no memory; or None.
+        tied_to: name of the tensor whose storage this tensor shares; None if it has its own. A tied tensor
+            needs no memory.
         dtype: dtype of the loaded tensor, or None for the model's dtype. Buffers have a dtype of their own.
         shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
             tensor.
-        kv_rows: size within the dimension `shard_dim` that belongs to KV heads.
+        kv_rows: size of the part of dimension `shard_dim` that belongs to KV heads.
         kv_units: number of KV heads in `kv_rows`; a rank holds at least one whole head.
         stored: dtype in published checkpoints, `model` for the model's dtype. None means `dtype` for a
             parameter, and not stored for a buffer.

@@ -1,4 +1,4 @@
-"""A KV tier: a store of KV blocks in host memory or on disk, behind the GPU's pool."""
+"""A KV tier: a store for KV blocks in host memory or on disk, in addition to the KV pool on the GPU."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from typing import Literal
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import ceil_div, gib, parse_size
 
-# Files of the disk tier (tonnage.cache.disk): a header before each block's bytes. Besides the blocks there are
-# 256 directories of a namespace, two above them, a lock and a description.
+# Files of the disk tier (tonnage.cache.disk): a header before each block's bytes. Besides the block files there
+# are 256 directories per namespace, two parent directories, a lock file and a description file.
 HEADER_BYTES, DIRECTORIES, OTHER_FILES = 64, 258, 2
-PAGE = 4096  # bytes by which ext4, XFS and Btrfs allocate (mkfs defaults)
-# Bytes of a directory for one entry: ext4 needs 8 bytes and the name in steps of 4 (fs/ext4/ext4.h,
-# ext4_dir_entry_2), about 90, and its hash trees are at least half full.
+PAGE = 4096  # allocation unit of ext4, XFS and Btrfs in bytes (mkfs defaults)
+# Upper bound of the directory bytes per file. An entry of ext4 takes 8 bytes plus the name, rounded up to a
+# multiple of 4 (fs/ext4/ext4.h, ext4_dir_entry_2), here about 90. The directory's hash tree is at least half
+# full.
 ENTRY_BYTES = 256
-# Bytes of host memory that the disk tier's index takes for a block, without and with the learned order
-# (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). Its dicts grow by doubling.
+# Bytes of host memory per block in the disk tier's index: without and with the learned order
+# (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). The third number is the factor of the upper
+# bound: the index's dicts grow by doubling.
 INDEX_BYTES, LEARNED_INDEX_BYTES, INDEX_GROWTH = 206, 425, 2
 
 
 def file_bytes(block_bytes: int) -> int:
-    """Return the bytes that a block of ``block_bytes`` takes in the disk tier, with its directory entry."""
+    """Return the disk space in bytes of one block of ``block_bytes``, with header and directory entry."""
     return ceil_div(HEADER_BYTES + block_bytes, PAGE) * PAGE + ENTRY_BYTES
 
 
@@ -32,7 +34,7 @@ def blocks_on_disk(size: int, block_bytes: int) -> int:
 
 
 def index_bytes(blocks: int, learned: bool) -> int:
-    """Return the bytes of host memory of a disk tier's index while the folder holds ``blocks`` blocks."""
+    """Return the bytes of host memory that the index of a disk tier takes for ``blocks`` blocks."""
     return blocks * (LEARNED_INDEX_BYTES if learned else INDEX_BYTES)
 
 
@@ -52,7 +54,7 @@ def disk_tier(text: str, field: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TierGroup:
-    """The chunks of a tier that one request of max_model_len tokens takes for one group of layers.
+    """The chunks in a tier that one request of max_model_len tokens needs for one group of layers.
 
     Attributes:
         kind: kind of the group's layers, such as `full`, `sliding` or `state`.
@@ -67,7 +69,7 @@ class TierGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVTier:
-    """One KV tier of one replica, with the bytes that the engine really takes for it.
+    """One KV tier of one replica, with the bytes that the engine allocates for it.
 
     Attributes:
         name: the engine's name of the tier, such as `OffloadingConnector`.
@@ -76,8 +78,8 @@ class KVTier:
         value: expected bytes on the machine, over all ranks; None for files without an upper bound.
         low: lower bound of `value`.
         high: upper bound of `value`.
-        rank_bytes: bytes that each rank takes on its own; None for one region that all ranks share.
-        ranks: ranks that take memory.
+        rank_bytes: bytes that each rank allocates; None if all ranks share one memory region.
+        ranks: number of ranks that allocate memory for the tier.
         pinned: whether the memory is page-locked, so that the kernel can neither swap nor reclaim it.
         shared: whether the memory is in /dev/shm.
         chunk_bytes: bytes of one chunk over all ranks.
@@ -86,9 +88,9 @@ class KVTier:
         groups: chunks of one request for each group of layers.
         formula: how the bytes follow from the flags.
         source: file of the engine that the rule was read from.
-        outside: whether another process than the engine's takes the memory, such as LMCache's server.
-        note: a further fact for the reader, such as a missing limit; empty if there is none.
-        index: bytes of host memory that the index of a full folder takes; 0 if the tier has none.
+        outside: whether the memory belongs to a process other than the engine, such as LMCache's server.
+        note: a further fact to print, such as a missing limit; empty if there is none.
+        index: bytes of host memory that the index of a full disk tier takes; 0 for a tier without an index.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Vision towers, which encode images for the language model, and the image sizes of their processors."""
+"""Data types for vision towers, which encode images for the language model, and for their input limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tower = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The largest input item (image, video, audio) of one modality.
+    """The largest input item of one modality (an image, a video or an audio clip).
 
     Attributes:
         tokens: embeddings that the language model receives for the item.
@@ -38,31 +38,33 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """A vision tower, its input sizes, and the processor's limit on a picture's size.
+    """A vision tower with the sizes of its layers, and the processor's limits on image and video size.
 
-    A picture is cut into patches; merge x merge patches become one embedding of `width` elements.
+    An image is cut into patches. A square of merge x merge patches becomes one embedding of `width` elements.
 
-    `bound` says how the processor limits a picture:
+    `bound` is the kind of limit that the processor applies to images:
 
     - `pixels`: at most `image` pixels. A video has at most `video` pixels in total. If `video` is 0, a video
-      has at most `frames` frames, of which `left` remain (0: all). A frame has at most `frame` pixels (0: as
-      large as a picture).
+      has at most `frames` frames of at most `frame` pixels (0 means the limit of an image). The processor
+      scales each frame down to `left` pixels (0 means that it does not).
     - `edge`: at most `image` pixels on the longer side.
-    - `patches`: at most `image` patches, from pictures of `side` pixels.
+    - `patches`: at most `image` patches. The engine profiles an image of `side` x `side` pixels.
     - `fixed`: `image` embeddings from `patches` patches. A video has at most `frames` frames, each of `frame`
       embeddings from `left` patches.
 
     Attributes:
-        tower: the forward pass that an engine runs for this tower.
+        tower: name of the tower's implementation (forward pass) in the engine.
         hidden: width of the tower's layers.
         inner: width of the MLP in these layers.
         head_size: elements per attention head.
-        patch: pixels on the side of a patch.
+        patch: side length of a patch in pixels.
         values: input values of one patch.
-        deep: layers of the language model with picture features of their own (`width` includes these).
-        places: rows of a position table that is interpolated by a matrix product per patch; 0 without one.
-        projector: inner and outer width of a projector applied to each patch before merging.
-        pooled: number of layers whose hidden states are read at the end.
+        deep: number of language-model layers that receive additional image features; `width` includes these
+            features.
+        places: rows of a position table that is interpolated by one matrix product per patch; 0 without such a
+            table.
+        projector: (inner, output) width of a projector that is applied to each patch before merging.
+        pooled: number of layers whose hidden states are kept until the end of the forward pass.
         others: largest items of other modalities, if their size is fixed.
     """
 

@@ -1,4 +1,4 @@
-"""The command `tonnage dtype`: a table of number formats, or one value in each of them."""
+"""The command `tonnage dtype`: a table of all number formats, or one value converted to each format."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ examples:
   tonnage dtype 70000 --format fp16  what overflow does
   tonnage dtype --format bf16 --bits 1,17,3   sign, exponent and mantissa fields -> value
 """
-# Most decimal digits before or after the point. A larger number is outside every format, so it rounds as one
-# with this many digits.
+# Maximum number of decimal digits before or after the point. Numbers with more digits are beyond the range of
+# every format, so they round in the same way as a number with this many digits.
 _MOST_DIGITS = 2000
-_WIDTH = 80  # Columns of a terminal that every line fits.
+_WIDTH = 80  # maximum width of printed lines in characters
 NAMES = tuple(f.name for f in FLOATS) + tuple(b.name for b in BLOCKS) + tuple(i[0] for i in INTEGERS)
 _SPELLED = {
     "e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
@@ -79,7 +79,7 @@ def table() -> list[dict[str, Any]]:
 
 
 def read_value(text: str) -> Real:
-    """Parse the text of a number as an exact fraction; infinities, NaN and zeros are returned as floats.
+    """Parse the text of a number; return an exact fraction, or a float for infinity, NaN and zero.
 
     Raises:
         DeploymentError: the text is not a number, or is too long.
@@ -92,7 +92,7 @@ def read_value(text: str) -> Real:
     )  # fmt: skip
     try:
         number = Decimal(text.strip())
-    except InvalidOperation:  # Decimal also raises this for an exponent of more than 18 digits.
+    except InvalidOperation:  # Decimal raises this error also for an exponent of more than 18 digits.
         rough = _float(text, wrong)
         number = Decimal((math.copysign(1, rough) < 0, (1,), _MOST_DIGITS if rough else -_MOST_DIGITS))
     if not number.is_finite() or number == 0:
@@ -113,7 +113,7 @@ def _float(text: str, wrong: DeploymentError) -> float:
 
 
 def value_rows(value: Real) -> list[dict[str, Any]]:
-    """Return one row per number format with the value that it stores: bits, relative error and rounding."""
+    """Return one row per number format: the value as stored, its bits, the relative error and the rounding."""
     rows = []
     for f in FLOATS:
         rows.append(_row(f, value))
@@ -185,7 +185,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args([_as_value(word) for word in argv])
         return _run(args)
-    except SystemExit as stop:  # --help was printed.
+    except SystemExit as stop:  # argparse has printed --help
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -194,7 +194,7 @@ def run(argv: list[str]) -> int:
 def _as_value(word: str) -> str:
     """Return a negative number with a leading space, so that argparse does not take it for an option.
 
-    Python 3.11's argparse takes -7.9e-34 and -inf for options, but never a word with a space.
+    argparse of Python 3.11 parses -7.9e-34 and -inf as options, but never a word that contains a space.
     """
     try:
         float(word)
@@ -204,7 +204,7 @@ def _as_value(word: str) -> str:
 
 
 def _format(name: str | None) -> str | None:
-    """Return the number format (a name in NAMES) that the text of --format means, None without --format.
+    """Return the number format (a name in NAMES) that --format selects, or None without --format.
 
     Raises:
         DeploymentError: no format has that name.
@@ -257,7 +257,7 @@ def _of_a_block(name: str | None) -> DeploymentError:
     A block format stores no value by itself, and an integer format has neither infinity nor NaN.
     """
     block = next((b for b in BLOCKS if b.name == name), None)
-    if block is None:  # The format is an integer format, and the value is infinity or NaN.
+    if block is None:  # `name` is an integer format, and the value is infinity or NaN
         return DeploymentError(f"{name} has neither infinity nor NaN", field="VALUE")
     hint = (
         "--format fp4_e2m1 shows an element"
@@ -273,7 +273,7 @@ def _finite(value: Any) -> Any:
 
 
 def _lines(rows: list[dict[str, Any]], formats: bool) -> list[str]:
-    """Return the rows as lines of at most 80 characters; longer notes follow on a line of their own."""
+    """Format the rows as lines of at most 80 characters; a note that does not fit gets a separate line."""
     if formats:
         table = [["format", "s/e/m", "bias", "bytes", "largest", "smallest", "epsilon"]]
         for r in rows:
@@ -290,7 +290,7 @@ def _lines(rows: list[dict[str, Any]], formats: bool) -> list[str]:
 
 
 def _with_notes(table: list[list[str]], notes: list[str], right: Collection[int]) -> list[str]:
-    """Return the lines of a table, each followed by its note: on the same line where it fits."""
+    """Return the lines of a table, each followed by its note, on the same line if the note fits."""
     lines = aligned([[*row, ""] for row in table], right)
     width = max(map(len, lines))
     out = []

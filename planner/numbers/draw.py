@@ -9,16 +9,16 @@ from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, size_o
 
 
 def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
-    """Return terminal lines that show sign, exponent and mantissa of a stored value and their meaning.
+    """Return lines of text that show the sign, exponent and mantissa bits of a stored value, and their meaning.
 
     Args:
         f: the number format.
         value: the exact value before rounding to the format.
-        said: the text in which the user gave the value.
+        said: the value as the user wrote it.
     """
     sign, exponent, mantissa = f.encode(value)
     stored = f.decode(sign, exponent, mantissa)
-    after = " " * f.exponent  # These spaces align the mantissa's label under its first bit.
+    after = " " * f.exponent  # spaces that align the mantissa's label with its first bit
     lines = [
         f"{f.name}: 1 bit of sign, {f.exponent} of exponent (bias 2^{f.exponent - 1} - 1 = {f.bias}), "
         f"{f.mantissa} of mantissa",

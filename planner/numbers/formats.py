@@ -1,4 +1,4 @@
-"""Number formats bit by bit: encoding, decoding, rounding and overflow, in integers and fractions only.
+"""Number formats bit by bit: exact encoding, decoding, rounding and overflow with integers and fractions.
 
 - IEEE 754 binary32 and binary16
 - bfloat16 and TF32 (NVIDIA A100 whitepaper)
@@ -29,7 +29,7 @@ class FloatFormat:
         top_exponent_is_number: whether the largest exponent field encodes finite numbers too (E4M3, E2M1), not
             only infinity and NaN.
         nan_at_top: whether only the pattern with all exponent and mantissa bits set is NaN (E4M3).
-        scale: a note on the format, for the printed table of formats.
+        scale: text about storage or scaling, for the printed table of formats.
     """
 
     name: str
@@ -48,12 +48,12 @@ class FloatFormat:
 
     @property
     def bias(self) -> int:
-        """Return the exponent bias: an exponent field e stands for the power e - bias of 2."""
+        """Return the exponent bias: an exponent field with value e means a factor of 2^(e - bias)."""
         return int((1 << (self.exponent - 1)) - 1)
 
     @property
     def top(self) -> int:
-        """Return the largest value of the exponent's bits in a finite number of the format."""
+        """Return the largest exponent field (as an integer) of a finite number in the format."""
         return (1 << self.exponent) - (1 if self.top_exponent_is_number else 2)
 
     @property
@@ -94,11 +94,12 @@ class FloatFormat:
         sign, size = (1 if value < 0 else 0), abs(Fraction(value))
         if size == 0:
             return sign, 0, 0
-        power = size.numerator.bit_length() - size.denominator.bit_length()  # 2^(power-1) < size < 2^(power+1)
+        # so 2^(power-1) < size < 2^(power+1)
+        power = size.numerator.bit_length() - size.denominator.bit_length()
         if size < _power_of_two(power):
             power -= 1
         exponent = max(power + self.bias, 1)
-        steps = round(size * _power_of_two(self.bias + self.mantissa - exponent))  # Python rounds ties to even
+        steps = round(size * _power_of_two(self.bias + self.mantissa - exponent))  # round() rounds ties to even
         if steps >= 2 << self.mantissa:
             steps, exponent = steps >> 1, exponent + 1
         if steps < 1 << self.mantissa:
@@ -112,7 +113,7 @@ class FloatFormat:
 
     def _nan(self, sign: int) -> tuple[int, int, int]:
         if self.top_exponent_is_number and not self.nan_at_top:
-            return self._finite_top(sign)  # E2M1 has no NaN
+            return self._finite_top(sign)  # E2M1 has no NaN; use the largest number
         ones = (1 << self.exponent) - 1
         return sign, ones, (1 << self.mantissa) - 1 if self.nan_at_top else 1 << (self.mantissa - 1)
 
@@ -139,7 +140,7 @@ class FloatFormat:
 
 
 def is_finite(value: Real) -> bool:
-    """Return whether a value is a finite number; math.isfinite fails for fractions above the largest float."""
+    """Return whether a value is finite; unlike math.isfinite, it accepts fractions above the largest float."""
     return isinstance(value, Fraction) or math.isfinite(value)
 
 
@@ -157,8 +158,8 @@ FLOATS = (
     FloatFormat("tf32", 8, 10, 32, "infinity", scale="19 bits used, stored in 4 bytes"),
     FloatFormat("fp16", 5, 10, 16, "infinity"),
     FloatFormat("bf16", 8, 7, 16, "infinity"),
-    # For a too large value, OCP OFP8 1.0 allows a conversion to saturate or to give NaN. torch 2.13's .to()
-    # saturates E4M3, not E5M2.
+    # For a value above the largest number, OCP OFP8 1.0 allows a conversion either to saturate or to return
+    # NaN. The method .to() of torch 2.13 saturates for E4M3, but not for E5M2.
     FloatFormat(
         "fp8_e4m3",
         4,
@@ -185,7 +186,7 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block format, in which a group of values shares a scale.
+    """A block format: a number format in which a group of values has one common scale.
 
     Attributes:
         bits: bits of one value.
@@ -201,7 +202,7 @@ class Block:
 
     @property
     def bits_per_value(self) -> float:
-        """Return the bits of one value plus its share of the group's scale."""
+        """Return the average bits per value: the bits of one value plus scale_bits / group."""
         return self.bits + self.scale_bits / self.group
 
 

@@ -1,7 +1,7 @@
 """Deployment settings computed from a plan, for `--emit helm-values | compose-env | k8s-resources`.
 
-The settings contain the plan's bytes. A container with less memory is therefore rejected when the chart is
-rendered or the server starts. The kernel does not kill it later under load.
+The settings contain the memory that the plan needs. If a container has less memory, rendering the chart or
+starting the server fails. Without this check, the kernel would kill the server later, under load.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tonnage.planner.errors import DeploymentError, DoesNotFit, did_you_mean
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, MiB
 
-# A container's memory limit exceeds the plan's upper bound by this share, because page tables and kernel memory
-# count for its cgroup too. benchmarks/memory_limit.py runs servers under plan + 3 %.
+# Fraction by which a container's memory limit exceeds the plan's upper bound. Page tables and kernel memory
+# count towards the container's cgroup too. benchmarks/memory_limit.py runs servers with plan + 3 %.
 MEMORY_MARGIN = 0.03
-# Compose mounts /tmp and the home directory as tmpfs, which counts for the memory limit. The limit assumes 1
-# GiB for GPU kernels compiled into them.
+# With Compose, /tmp and the home directory are tmpfs mounts, whose files count towards the memory limit. 1 GiB
+# is assumed for GPU kernels that are compiled into these folders.
 SCRATCH_BYTES = GiB
 
 
@@ -33,7 +33,7 @@ def emit(plan: Plan, form: str) -> str:
 
     Raises:
         DoesNotFit: the plan does not fit.
-        DeploymentError: `form` is none of these.
+        DeploymentError: `form` is not one of these three.
     """
     if form not in FORMS:
         raise DeploymentError(
@@ -47,7 +47,8 @@ def emit(plan: Plan, form: str) -> str:
 def memory_limit_bytes(plan: Plan) -> int | None:
     """Return the memory limit of a container in bytes, in whole MiB, or None if it is not known.
 
-    The limit is the upper bound of the plan's memory plus MEMORY_MARGIN. With GPUs, only host memory counts.
+    The limit is the upper bound of the plan's memory plus the fraction MEMORY_MARGIN. With GPUs, it covers host
+    memory only.
     """
     if plan.host is None:
         _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
@@ -62,7 +63,8 @@ def memory_limit_bytes(plan: Plan) -> int | None:
 def shared_memory_bytes(plan: Plan) -> int | None:
     """Return the size of /dev/shm in bytes, in whole MiB, or None if a container's default of 64 MiB is enough.
 
-    With several ranks the size is at least 1 GiB, for every engine. Returns None also if the need is not known.
+    With several ranks the size is at least 1 GiB, for every engine. Returns None also if the required size is
+    not known.
     """
     held = 0 if plan.host is None else ceil(plan.host.shared_bytes / MiB) * MiB
     return max(held, GiB if gpus(plan) > 1 else 0) or None
@@ -74,7 +76,7 @@ def gpus(plan: Plan) -> int:
 
 
 def _settings(plan: Plan) -> dict[str, object]:
-    """Return the settings with which `tonnage serve` computes this plan again; a None means to omit it."""
+    """Return the settings with which `tonnage serve` computes the same plan; None means to omit a setting."""
     chosen = plan.deployment
     return {
         "device": chosen.device,
@@ -94,7 +96,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 
 
 def _own_quantization(plan: Plan) -> str | None:
-    """Return the quantization that the server applies on loading, None if it loads the weights as stored."""
+    """Return the quantization that the server applies while loading; None if it loads weights as stored."""
     return (
         plan.deployment.quantization if plan.deployment.quantization in ("int8", "nf4", "nf4-double") else None
     )
@@ -176,12 +178,12 @@ def _helm_values(plan: Plan) -> str:
             lines.append(f"  {name}: {_quoted(value) if isinstance(value, str) else value}")
     limit, shared = memory_limit_bytes(plan), shared_memory_bytes(plan)
     lines.append("resources:")
-    # The value 0 means no limit; it is used if the host memory is not known.
+    # 0 means no limit, for a plan whose host memory is not known.
     lines.append(f"  memoryBytes: {limit or 0}")
     if gpus(plan):
         lines.append(f"  gpus: {gpus(plan)}")
     if shared:
-        # NCCL, the workers' queues and a KV tier use /dev/shm, which has 64 MiB in a container by default.
+        # NCCL, the workers' queues and a KV tier use /dev/shm, which in a container has only 64 MiB by default.
         lines.append(f"sharedMemoryBytes: {shared}")
     if gpus(plan) and (options := engine_of(plan.deployment.engine).own_flags(plan.deployment)):
         # These are flags of `vllm serve` that `tonnage serve` does not have.

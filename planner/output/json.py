@@ -72,7 +72,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _host(host: HostMemory) -> dict[str, Any]:
-    """Return the JSON object of one replica's host memory; its figures are None if they are not known."""
+    """Return the JSON object of one replica's host memory; its numbers are None if they are not known."""
     known = not host.unknown
     return {
         "memory_bytes": host.value if known else None,
@@ -86,7 +86,7 @@ def _host(host: HostMemory) -> dict[str, Any]:
 
 
 def _law(law: RequestLaw | None) -> dict[str, Any] | None:
-    """Return the KV cache bytes that a request needs, by its lengths, or None if they are not known."""
+    """Return the JSON object of the rules for a request's KV cache bytes, or None if they are not known."""
     if law is None:
         return None
     return {

@@ -14,7 +14,7 @@ from tonnage.planner.plans import Plan
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table for CSV or Markdown; each row has one value per column, and sizes are integers in bytes."""
+    """A table for CSV or Markdown output. Each row has one value per column; sizes are integers in bytes."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]

@@ -1,4 +1,4 @@
-"""Output of a plan as text: a table with bars in a terminal, plain lines into any other file."""
+"""Output of a plan as text: a table with bars in a terminal, plain lines in all other files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
         _draw(plan, explain, file)
         return
     for line in plain_lines(plan, explain):
-        print(escaped(line), file=file)  # a model's folder may have any name
+        print(escaped(line), file=file)  # the name of a model's folder may contain any characters
 
 
 def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:
-    """Return a line that says that the plan is for a CPU as no GPU was named, or None if a flag named one.
+    """Return the line that says that the plan is for a CPU because no GPU was given; None if one was given.
 
     Args:
         plan: the plan.
@@ -58,7 +58,10 @@ def _terms(plan: Plan) -> list[str]:
 
 
 def _draw(plan: Plan, explain: bool, file: TextIO) -> None:
-    """Print the worst rank as a table with bars, the capacity, the verdict and, with `explain`, every term."""
+    """Print the memory of the fullest rank as a table with bars, the capacity and the verdict.
+
+    With `explain`, also print every term with its formula.
+    """
     screen = Screen(file)
     for line in plan.headline():
         screen.print(line)

@@ -1,4 +1,4 @@
-"""Advice for a plan: single changes of flags that make it fit, and the commands that serve it."""
+"""Advice for a plan that does not fit: changes of a single flag that make it fit; also the serve commands."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _MOST_TENSORS = 10_000
 
 
 def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> tuple[str, ...]:
-    """Return single changes of flags that make the model fit: flags first, then formats, then more memory.
+    """Return changes of a single flag, each of which makes the model fit.
 
-    The last entry is the smallest layout of GPUs that fits, unless a change before it is that layout. Each
-    entry is one line of text: the flag, how many sequences run at once, and their length in tokens. The result
-    is empty if the engine refuses the flags themselves. `sizer` may come from an earlier plan of `source`, to
-    reuse its sums of weights.
+    Flags that leave the weights unchanged come first, then other weight formats, then more memory. The last
+    entry is the smallest layout of GPUs that fits, unless an earlier entry is that layout. Each entry is one
+    line of text: the flag, how many sequences run at once, and their length in tokens. The result is empty if
+    the engine refuses the flags themselves. A `sizer` from an earlier plan of `source` saves summing the
+    weights again.
     """
     sizer = sizer or Sizer(source)
     out: list[str] = []
@@ -64,7 +65,7 @@ def _line(words: str, size: Size) -> str:
 
 
 def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
-    """Return the largest --n-gpu-layers of llama.cpp that fits as a line of advice, or None if none does."""
+    """Return a line of advice with the largest --n-gpu-layers of llama.cpp that fits, or None if none fits."""
     chosen = now.chosen.flags
     partial = engine_of(chosen.engine).sized_by_context and chosen.device == "cuda"
     if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:
@@ -84,10 +85,11 @@ def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
 
 
 def smallest_layout(flags: Deployment, sizer: Sizer) -> str | None:
-    """Return the flags of the layout with the fewest GPUs of this kind that fits, as advice; None without one.
+    """Return a line of advice with the layout that needs the fewest GPUs of this kind; None if no layout fits.
 
-    Up to one machine of 8 GPUs, every division into tensor and pipeline ranks counts. Beyond it, each pipeline
-    stage is a whole machine.
+    Up to 8 GPUs (one machine), every combination of tensor and pipeline parallel size is tried. With more GPUs,
+    each pipeline stage is a whole machine. The result is also None for engines that do not divide a model, and
+    for models with more than 10,000 tensors, whose weights take too long to sum again.
     """
     try:
         now = sizer.size(flags)
@@ -172,5 +174,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Return the commands that serve `plan`: Tonnage's own, and the engine's own if it has one."""
+    """Return the commands that serve `plan`: `tonnage serve`, and the engine's own command if it has one."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

@@ -44,7 +44,7 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
 
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
-    """Plan the model whose files `source` names, with the errors of `make_plan`.
+    """Plan the model whose files `source` names; raise the errors that `make_plan` raises.
 
     Pass the same `sizer` for several plans of one source, so that its weights are summed once.
     """
@@ -148,7 +148,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
     """Return notes about the calibration file that the plan uses, empty without --calibration."""
     if chosen.flags.calibration is None:
         return ()
-    # imported here, because few plans are calibrated and it imports statistics (4 ms)
+    # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
     from tonnage.planner.planning.calibration import calibration_notes
 
     return calibration_notes(chosen)
@@ -209,12 +209,13 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     if index is not None:
         content.append([sorted(index.files), index.total_bytes])
     if flags.calibration is not None:
-        # imported here, because few plans are calibrated and it imports statistics (4 ms)
+        # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
         from tonnage.planner.planning.calibration import read_calibration
 
         content.append(read_calibration(flags.calibration))
     whole = sizer.hash()
-    # The hashed text ends inside a JSON list of the model's parts. The flags continue and close that list.
+    # `Sizer.hash` has hashed an unclosed JSON list of the model's id, config and tensors. The flags continue
+    # and close this list.
     whole.update(f", {json.dumps(content, sort_keys=True)[1:]}".encode())
     digest: str = whole.hexdigest()
     return digest[:16]

@@ -1,15 +1,15 @@
 """Calibration of plans by measured engine starts, from the file that `tonnage fit-log --calibrate` writes.
 
 The file has one entry for each rank of each start. An entry holds the planned and the logged bytes of the
-memory terms that only a run shows. A plan uses the entries of its own engine, minor version and GPU:
+memory terms that must be measured: framework, activations and CUDA graphs. A plan uses the entries of its own
+engine, minor version and GPU:
 
 * Framework: the median of the logged values under the same tensor and pipeline parallelism.
 * Activations and CUDA graphs: the planned value times the median of logged / planned. Starts of models of the
 same shape are preferred; without one, all starts count.
 
-A calibrated interval covers all measured values. It extends beyond them by a margin: half the width of the
-plan's own interval, divided by the number of starts plus one. With one start the margin is halved, with nine it
-is a tenth.
+A calibrated interval covers all measured values and a margin on both sides of them. The margin is half the
+width of the uncalibrated interval, divided by the number of starts plus one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tonnage.planner.plans import Resolved
 
 FORMAT = 1
 TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")
-# Two memory sizes belong to the same device if they differ by at most this share. Engines log 0.01 GiB, and
-# catalogues round differently.
+# Two memory sizes belong to the same device if their relative difference is at most this value. They differ a
+# little because engines log memory in steps of 0.01 GiB and the GPU catalogue rounds differently.
 _SAME_DEVICE = 0.01
 
 Entry = dict[str, Any]
@@ -87,12 +87,15 @@ def _check(entry: Entry) -> None:
 
 
 def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
-    """Return the sizes on which the memory of one step depends, equal for every rank."""
+    """Return [class name, hidden size, vocabulary size, dtype], on which the memory of a step depends.
+
+    Measurements of a model apply to models with the same values. All ranks have the same values.
+    """
     return [architecture.class_name, architecture.hidden_size, architecture.vocab_size, flags.dtype]
 
 
 def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
-    """Return `runtime` with terms replaced by values measured in the starts of the --calibration file.
+    """Return `runtime` with terms corrected by the measured engine starts in the --calibration file.
 
     Raises:
         DeploymentError: the file is not a calibration file.
@@ -116,7 +119,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
     after = (changed.framework, changed.activation, changed.graphs)
     if runtime.sum_interval is None or after == before:
         return changed
-    # The interval of the sum narrows in proportion to the intervals of its terms.
+    # The interval of the terms' sum narrows by the same factor as the terms' intervals do together.
     width = sum(e.high - e.low for e in before)
     share = sum(e.high - e.low for e in after) / width if width else 1.0
     low, high = (int((bound - runtime.total) * min(share, 1.0)) for bound in runtime.sum_interval)
@@ -164,7 +167,7 @@ def _measured(estimate: Estimate, entries: list[Entry]) -> Estimate:
 
 
 def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
-    """Return `estimate`, the memory term named `term`, multiplied by the median of logged / planned bytes."""
+    """Return `estimate` multiplied by the median of logged / planned bytes of the memory term `term`."""
     pairs = [entry["terms"][term] for entry in entries if term in entry["terms"]]
     factors = [pair["logged"] / pair["planned"] for pair in pairs if pair["planned"] and pair["logged"] > 0]
     values = [estimate.value * factor for factor in factors]
@@ -173,7 +176,11 @@ def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
 
 
 def _around(estimate: Estimate, values: list[float], formula: str) -> Estimate:
-    """Return an estimate at the median of `values`, with bounds around all of them."""
+    """Return an estimate whose value is the median of `values` and whose bounds contain all of them.
+
+    Each bound lies beyond the measured values by a margin: half the width of `estimate`'s interval, divided by
+    the number of values plus one.
+    """
     if not values or not estimate.high:
         return estimate
     beyond = (estimate.high - estimate.low) / 2 / (len(values) + 1)

@@ -23,7 +23,10 @@ from tonnage.planner.quantization.scheme import Quantization
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
-    """Bounds of a checkpoint's bytes; they differ only for NF4, which stores some numbers as text."""
+    """Lower and upper bound of a checkpoint's bytes.
+
+    The bounds differ only for NF4 files, because those store offsets as decimal text whose length varies.
+    """
 
     low: int
     high: int
@@ -35,8 +38,8 @@ def checkpoint_size(
 ) -> CheckpointSize:  # fmt: skip
     """Return the bytes of all tensors in the checkpoint's files.
 
-    `copies` are the tied tensors that the files store in addition to the tensors they are tied to. With None,
-    they follow from the model family.
+    `copies` are tied tensors, such as an output head tied to the embedding, that the files store a second time.
+    With None, the model family determines which tied tensors are stored.
     """
     total = sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)
     total += _old_buffers(architecture, config, dtype)

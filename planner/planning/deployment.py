@@ -54,7 +54,11 @@ def deployment_of(given: Mapping[str, Any], model: str = "") -> Deployment:
 
 
 def _is_gguf(model: str, fields: Mapping[str, Any]) -> bool:
-    """Return whether the model or a flag means a GGUF file that the hf engine cannot load."""
+    """Return whether the model's name or a flag asks for a GGUF file that the hf engine cannot load.
+
+    Such flags are a GGUF type as quantization, and n_gpu_layers. Such names are GGUF files on the hub, and
+    local GGUF files if the device is a GPU.
+    """
     if file_type(fields.get("quantization") or "") is not None or fields.get("n_gpu_layers") is not None:
         return True
     if os.path.exists(model):
@@ -191,7 +195,10 @@ def _with_gpu(deployment: Deployment) -> Deployment:
 
 
 def _memory_bounds(deployment: Deployment) -> tuple[int, int] | None:
-    """Return the smallest and largest total of the GPU that --gpu names, None if the total is known."""
+    """Return the smallest and largest total memory, in bytes, of the GPU that --gpu names.
+
+    Drivers may report different totals for one kind of GPU. Returns None if the total is known.
+    """
     if deployment.gpu is None or deployment.device_memory is not None:
         return None
     low, high = find_gpu(deployment.gpu).memory_bounds or (0, 0)
@@ -199,7 +206,7 @@ def _memory_bounds(deployment: Deployment) -> tuple[int, int] | None:
 
 
 def memory_notes(asked: Deployment) -> tuple[str, ...]:
-    """Return notes on the memory that the driver of the GPU reports, none with --device-memory."""
+    """Return notes on the total memory that drivers report for the GPU of --gpu; empty with --device-memory."""
     if asked.gpu is None or asked.device_memory is not None:
         return ()
     return find_gpu(asked.gpu).notes
@@ -208,7 +215,7 @@ def memory_notes(asked: Deployment) -> tuple[str, ...]:
 def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     """Return the engine version whose rules apply, as numbers and as text.
 
-    The order is: --engine-version, the installed package, the newest version that the planner knows.
+    The version is --engine-version, else that of the installed package, else the newest that the planner knows.
     """
     given = deployment.engine_version
     if given is not None:
@@ -223,7 +230,7 @@ def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
     if found is not None:
         try:
             return version_of(engine, replace(deployment, engine_version=found))
-        except DeploymentError:  # the version of a source build may not be a release number
+        except DeploymentError:  # a source build, whose version is no release number
             pass
     return newest, _text(newest) if any(newest) else "none"
 
@@ -234,7 +241,7 @@ def _text(version: Version) -> str:
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if the engine's version is outside the known range, or if no rule depends on it."""
+    """Return a note if the planner does not know the engine's version, or if no rule depends on the version."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):
@@ -254,7 +261,8 @@ def _batch(
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.chunks_prompts(deployment, version, architecture, max_model_len):
-        # Without chunked prefill, vLLM's minimum is DEFAULT_MAX_NUM_BATCHED_TOKENS (config/scheduler.py).
+        # Without chunked prefill, vLLM sets max_num_batched_tokens to at least DEFAULT_MAX_NUM_BATCHED_TOKENS
+        # (config/scheduler.py).
         tokens = max(max_model_len, 2048)
     if tokens is None:
         tokens = max(default_tokens, seqs or 0)
@@ -282,7 +290,7 @@ def _device_memory(deployment: Deployment) -> int:
     if gpu.device == deployment.device:
         return gpu.memory_bytes
     raise DeploymentError(
-        "is required: this machine has no such GPU",
+        "is required: this machine has no GPU of this kind, so its memory is not known",
         field="--device-memory",
         hint="for example --device-memory 80GiB, or --gpu h100-80g",
     )

@@ -35,7 +35,7 @@ _EAGLE3 = {
 _EAGLE = {"EagleLlamaForCausalLM": "llama"}
 _PLAIN = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_AUX = 3  # hidden states that EAGLE-3 reads if the config does not list them
+_AUX = 3  # number of target layers whose hidden states EAGLE-3 reads if the config does not list them
 # Config fields that only drafts have. They are removed before the plain architecture is built.
 _OWN_FIELDS = (
     "draft_vocab_size", "target_hidden_size", "eagle_config", "num_aux_hidden_states", "norm_before_fc",
@@ -53,7 +53,8 @@ class Eagle:
         architecture: the draft's tensors and cache layers.
         method: vLLM's name of the method, `eagle` or `eagle3`.
         optional: an embedding stored with the draft, held only if its values differ from the target's; or None.
-        reads: number of inner target layers whose hidden states the draft reads, besides the last layer's.
+        reads: number of inner layers of the target model whose hidden states the draft reads, in addition to
+            the last layer's.
     """
 
     architecture: Architecture
@@ -63,7 +64,7 @@ class Eagle:
 
 
 def is_eagle(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether the config, or a plain class's model name, is that of an EAGLE or EAGLE-3 draft."""
+    """Return whether a model is an EAGLE or EAGLE-3 draft, by its config or, for a plain class, by its name."""
     if config.get("speculators_model_type") in ("eagle", "eagle3"):
         return True
     listed = config.get("architectures")
@@ -144,7 +145,10 @@ def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _joined_states(config: Mapping[str, Any]) -> Any:
-    """Return the number of target hidden states that `fc` joins, as the config states it, without a check."""
+    """Return the number of target hidden states that the matrix `fc` joins.
+
+    The value is the config's and is not validated.
+    """
     field = "eagle_aux_hidden_state_layer_ids"
     ids = _eagle_config(config).get(field) or config.get(field)
     return config.get("num_aux_hidden_states") or (len(ids) if isinstance(ids, list) and ids else _AUX)
@@ -156,7 +160,10 @@ def _states_read(config: Mapping[str, Any]) -> int:
 
 
 def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Architecture) -> list[TensorSpec]:
-    """Return EAGLE-3's tensors, with `fc`, its norms and the head of the draft's own vocabulary."""
+    """Return the tensors of an EAGLE-3 draft: `fc` and its norms, the decoder layers, and the output head.
+
+    The head has the draft's own vocabulary, which may be smaller than the target's.
+    """
     inner = _eagle_config(config)
     aux = _joined_states(config)
     width = config.get("target_hidden_size") or made.hidden_size

@@ -1,4 +1,4 @@
-"""Facts from a model's files besides its config: dtype, stored format, and whether expected tensors exist."""
+"""Facts from a model's weight files: dtype, stored format, and whether the expected tensors exist."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from tonnage.planner.source.resolve import ModelSource
 
 
 def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSource, Deployment]:
-    """Return a model as the GGUF file that --quantization names, such as q4_k_m, and the flags without it.
+    """Return the model as if stored in the GGUF type of --quantization, and the flags without --quantization.
 
-    Other models and flags are returned unchanged.
+    A GGUF type is for example q4_k_m. With another value of --quantization, model and flags are returned
+    unchanged.
 
     Raises:
         DeploymentError: the engine loads no GGUF files, or the model is quantized already.
@@ -43,7 +44,7 @@ def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSo
             f"{kind} is a type of GGUF files, which {deployment.engine} does not keep", field="--quantization",
             hint="--engine llama.cpp",
         )  # fmt: skip
-    from tonnage.planner.source.gguf import as_gguf  # imported here, because only this format needs it
+    from tonnage.planner.source.gguf import as_gguf  # lazy import, only for GGUF types
 
     return as_gguf(source, kind), replace(deployment, quantization=None)
 
@@ -77,7 +78,7 @@ def auto_dtype(source: ModelSource) -> str:
 
 
 def stored_format(source: ModelSource, quantization: Quantization) -> Quantization:
-    """Return the quantization format that an engine has to read from the files.
+    """Return the quantization format that an engine reads from the checkpoint's files.
 
     For a GGUF file it is GGUF's own format, although the plan counts its tensors as dequantized.
     """

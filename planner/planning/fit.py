@@ -1,4 +1,4 @@
-"""The verdict of a plan: reasons why it does not fit, each with its figures and the nearest value that fits."""
+"""Verdict on a plan: the reasons why it does not fit, each with its numbers and the nearest value that fits."""
 
 from __future__ import annotations
 

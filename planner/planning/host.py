@@ -1,4 +1,4 @@
-"""Host memory of a plan for GPUs: the inputs of the engine's estimates, and the results as memory terms."""
+"""Host memory of a plan for GPUs: the inputs for the engine's estimates, and their results as memory terms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def host_memory(
     `dtype` is the checkpoint's dtype. `bounds` are the lower and the upper bound of the pool's capacity `held`.
 
     Raises:
-        DeploymentError: a tier's flags are not understood, or a tier is larger than memory that is known.
+        DeploymentError: a tier's flags are not understood, or a tier does not fit into memory whose size is
+            known.
     """
     flags = chosen.flags
     total, largest = _files(source, architecture, dtype)
@@ -55,8 +56,12 @@ def host_memory(
 
 
 def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> None:
-    """Raise DeploymentError if tiers in memory exceed what a GPU without memory of its own leaves of it."""
-    taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks  # one GPU to a machine
+    """Raise DeploymentError if the KV tiers in memory are too large for a GPU that shares the host's memory.
+
+    The tiers must fit into the memory that the engine does not use, on each machine with its one GPU.
+    """
+    # each machine has one such GPU
+    taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks
     left = chosen.device_memory - chosen.limit
     if taken > left:
         raise DeploymentError(
@@ -67,7 +72,10 @@ def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> N
 
 
 def _files(source: ModelSource, architecture: Architecture, dtype: str) -> tuple[int, int]:
-    """Return (bytes of all tensors in the checkpoint, bytes of the largest), from headers, index or config."""
+    """Return (bytes of all tensors in the checkpoint, bytes of the largest tensor).
+
+    The numbers come from the tensor headers if they are known, else from the index or the config.
+    """
     if source.tensors is not None:
         sizes = [tensor.nbytes for tensor in source.tensors]
         return sum(sizes), max(sizes, default=0)

@@ -4,9 +4,9 @@ An MTP layer is a decoder layer of the model plus a joining matrix and norms. Th
 with the embedding of the last drafted token. config.json states how many such layers there are, not their
 tensors. The tensors get the names of the checkpoints, so that a quantization's exclusion list matches them.
 
-Embedding and head are the model's own (v1/worker/gpu/spec_decode/eagle/utils.py), with two exceptions. In some
-families the draft layers have heads of their own. Under pipeline parallelism the model's embedding is on
-another stage.
+The draft layers use the model's embedding and output head (v1/worker/gpu/spec_decode/eagle/utils.py), with two
+exceptions. In some families the draft layers have heads of their own. Under pipeline parallelism the draft has
+its own embedding, because the model's embedding is on another stage.
 
 Sources: hf_config_override in config/speculative.py and model_executor/models/*_mtp.py. Tests compare the
 tensors with vLLM's modules (tests/planner/test_drafts.py).
@@ -29,19 +29,20 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules
 
 @dataclass(frozen=True, slots=True)
 class DraftFamily:
-    """How a model family builds the draft layers (MTP) in its checkpoint.
+    """Rules by which a model family builds the draft layers (MTP) that its checkpoint contains.
 
     Attributes:
         count: config field with the number of draft layers.
         default_count: number of layers if the field is missing.
-        max_count: upper bound on the layers that vLLM builds, or None.
+        max_count: maximum number of draft layers that vLLM builds; None for no maximum.
         at: pattern of a draft layer's name in checkpoints; `{i}` is its index in the draft, `{n}` in the whole
             model.
         joined: name of the matrix that joins embedding and hidden state.
         norms: names of the norms of each layer.
-        outside: prefix of matrix and norms that exist once outside the layers; None if each layer has them.
+        outside: prefix of the joining matrix and the norms if they exist once, outside the layers; None if each
+            layer has its own.
         split: whether tensor parallelism divides the joining matrix.
-        kind: kind of the attention.
+        kind: kind of the draft layer's attention, such as `full` or `sliding`.
         dense: whether the layer's MLP is dense although the model has experts.
         heads: whether each layer has an output head of its own.
         block: prefix of the decoder layer's tensors below the draft layer's name.
@@ -112,7 +113,7 @@ def mtp_draft(
     architecture: Architecture, config: Mapping[str, Any], tensors: tuple[HeaderTensor, ...] | None,
     tokens: int, stages: int,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of the checkpoint's own draft layers alone, numbered from 0.
+    """Return an architecture that has only the draft layers (MTP) of the checkpoint, numbered from 0.
 
     Args:
         architecture: the target model.
@@ -157,7 +158,10 @@ def streams_of(architecture: Architecture, config: Mapping[str, Any]) -> int:
 
 
 def _family(architecture: Architecture, config: Mapping[str, Any]) -> DraftFamily:
-    """Return the rules by which the model's family builds its draft layers, with this config's streams."""
+    """Return the rules by which the model's family builds its draft layers.
+
+    The number of residual streams (`hc_mult`) is read from `config`.
+    """
     family = _FAMILIES[architecture.model_type]
     if not family.streams:
         return family
@@ -191,14 +195,17 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 
 
 def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
-    """Return the model's cache layer that the draft layers copy, with an indexer if any layer has one."""
+    """Return the KV cache layer of the model whose geometry the draft layers copy.
+
+    If some layers have an indexer (sparse attention), the result is such a layer.
+    """
     kinds = (family.kind, "mla") if family.kind == "full" else (family.kind,)
     compress = any(layer.compression > 1 for layer in architecture.cache_layers)
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
     if (compress and not family.plain) or not like:
         raise DeploymentError(
-            f"the draft of {architecture.model_type} layers of this kind is not planned", field=FIELD,
-            hint="leave it out",
+            f"draft layers of {architecture.model_type} with this kind of attention are not supported",
+            field=FIELD, hint="leave it out",
         )  # fmt: skip
     return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
 
@@ -279,7 +286,7 @@ def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stag
 def _beside(family: DraftFamily, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
     """Yield the joining matrix and the norms of a draft layer.
 
-    The matrix is quantized only in families whose matrix tensor parallelism divides.
+    Tensor parallelism divides the matrix in some families. Only in these families is the matrix quantized.
     """
     if family.streams:
         yield from _streams(family, at, hidden, layer)
@@ -305,7 +312,7 @@ def _streams(family: DraftFamily, at: str, hidden: int, layer: int | None) -> It
 
 
 def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
-    """Return the index of the model's layer whose MLP the draft layers repeat."""
+    """Return the index of a layer of the model whose MLP has the same shapes as that of the draft layers."""
     experts = {tensor.layer for tensor in architecture.tensors if tensor.role == "expert"}
     if not family.dense:
         return architecture.layers - 1

@@ -1,4 +1,4 @@
-"""Fit of requests with given lengths into a plan's pool (`tonnage plan --request 2000+300`, `--trace FILE`)."""
+"""How many requests a plan's KV pool holds (`tonnage plan --request 2000+300`, `tonnage plan --trace FILE`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHARES = ((0.5, "half"), (0.9, "90 %"), (0.99, "99 %"), (1.0, "all"))
 
 
 def parse_request(text: str) -> tuple[int, int]:
-    """Return (prompt tokens, output tokens) of a text such as 2000+300 or 8k+1k, each at least 1.
+    """Parse a request length such as 2000+300 or 8k+1k; return (prompt tokens, output tokens), each at least 1.
 
     Raises:
         DeploymentError: the text has another form.
@@ -37,8 +37,9 @@ def with_requests(
 ) -> Plan:
     """Return the plan, extended by how many requests of each (prompt, output) length its pool holds at once.
 
-    The errors are those of `Plan.hold`. Where the blocks of a request are not known, a request counts as a
-    sequence of its length. `planned_for` returns the plan for sequences of a number of tokens.
+    For some models it is not known how many blocks a request takes. Each request then counts as a sequence of
+    prompt + output tokens from its start. `planned_for(tokens)` returns the plan for sequences of that many
+    tokens. Raises the errors that `Plan.hold` raises.
     """
     cache = plan.kv_cache
     if cache.law is not None or planned_for is None or not cache.layout.groups:
@@ -52,7 +53,7 @@ def with_requests(
 
 
 def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestCapacity:
-    """Return the capacity for requests that take as much as sequences of the plan `other`.
+    """Return the capacity for requests, each of which takes as many blocks as one sequence of the plan `other`.
 
     Args:
         plan: the plan whose pool holds the requests.
@@ -82,9 +83,9 @@ def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
 def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
     """Return the plan, extended by how many requests of a trace its pool holds.
 
-    It counts requests with the trace's mean demand and at four quantiles (50, 90, 99 and 100 %). That share of
-    the trace's requests need no more blocks than the request at the quantile. If no request is within
-    max_model_len, the errors of `Plan.hold` are raised.
+    Capacities are given for a request with the trace's mean number of blocks, and for the requests at four
+    quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is
+    within max_model_len.
     """
     counted: dict[tuple[int, int], int] = {}
     for pair in lengths:
@@ -92,7 +93,7 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
     limit = plan.deployment.max_model_len or 0
     within = {pair: count for pair, count in counted.items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        plan.hold(*lengths[0])  # raises an error, as no request is short enough
+        plan.hold(*lengths[0])  # every request is longer than max_model_len, so this raises the error
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None
     held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())

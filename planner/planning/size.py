@@ -1,11 +1,11 @@
 """Sizing of a model under flags: weights, runtime memory and pool of each pipeline stage, and the verdict.
 
-The phases follow each other; each takes the frozen records of the earlier phases:
+Sizing has four phases. Each phase takes the frozen dataclasses that the earlier phases return:
 
 1. `Sizer.resolve`: flags -> `ResolvedModel`: the model with complete flags, each rank's weights and the draft.
 2. `stage_model`: -> `StagedModel`: an empty pool and the pipeline stages with the engine's memory.
 3. `fill_pool`: -> `FilledPool`: the number of blocks and their bounds; every stage gets the same number.
-4. `judge_size`: -> `Size`: whether the model fits, with the results of all phases.
+4. `judge_size`: -> `Size`: the verdict (whether the model fits) and the results of all phases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ResolvedModel:
     """A model with complete flags and the weights of each rank, before any KV pool.
 
     Attributes:
-        parts: for each pipeline stage, a rank's share of the model and its weights.
+        parts: for each pipeline stage, the part of the model that one rank holds, and its weights.
         draft: the draft model for speculative decoding; without one, a `Draft` of the target alone.
         notes: notes on what the draft model changes.
     """
@@ -73,7 +73,7 @@ class FilledPool:
     Attributes:
         held: capacity of the pool.
         bounds: capacity at the lower and at the upper bound of the number of blocks.
-        stages: the pipeline stages with their share of the pool.
+        stages: the pipeline stages, now with the bytes of the pool.
     """
 
     held: PoolCapacity
@@ -86,7 +86,7 @@ class Size:
     """The sizing of a model under complete flags: stages, pool and verdict.
 
     Attributes:
-        parts: for each pipeline stage, a rank's share of the model.
+        parts: for each pipeline stage, the part of the model that one rank holds.
         place: index of the pipeline stage with the most used bytes, which decides whether the model fits.
         held: capacity of the pool.
         bounds: capacity of the pool at the lower and at the upper end of its interval.
@@ -126,7 +126,7 @@ class Size:
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Return the pool bytes of one sequence of max_model_len tokens."""
+        """Return the KV pool bytes that one sequence of max_model_len tokens needs."""
         return self.held.blocks_per_sequence * self.pool.layout.bytes_per_block
 
     @property
@@ -135,8 +135,8 @@ class Size:
         return self.pool.longest(self.held.usable_blocks, self.architecture.max_model_len)
 
 
-# Flags that change neither a tensor nor its storage. Advice varies these flags without summing the weights
-# again.
+# Flags that change neither the tensors nor their dtypes. Plans that differ only in these flags reuse the sum of
+# the weights.
 _WEIGHTLESS = (
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cuda_graph_sizes",
     "device_memory", "gpu_memory_utilization", "mem_fraction_static", "enforce_eager", "max_model_len",
@@ -145,7 +145,7 @@ _WEIGHTLESS = (
 
 
 class Sizer:
-    """A calculator of sizes for one model under several flags; it checks and sums the weights only once."""
+    """A calculator of `Size` for one model under several deployments; it sums the weights only once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -155,7 +155,10 @@ class Sizer:
         self._hash: Any = None
 
     def hash(self) -> Any:
-        """Return a copy of the SHA-256 object over the model's id, config and header; callers add the flags."""
+        """Return a copy of a SHA-256 object that has hashed the model's id, config and tensor headers.
+
+        Callers add the flags.
+        """
         if self._hash is None:
             source = self.source
             tensors = [[t.name, t.dtype, t.shape] for t in source.tensors or ()]
@@ -163,7 +166,7 @@ class Sizer:
         return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
-        """Size the model under `deployment`, with the errors of `make_plan`.
+        """Return the memory sizing of the model under `deployment`; raise the errors that `make_plan` raises.
 
         If the engine itself would refuse the deployment, the error also quotes the engine's own message.
         """
@@ -183,7 +186,7 @@ class Sizer:
             ) from None
 
     def resolve(self, deployment: Deployment) -> ResolvedModel:
-        """Complete the flags, check them against model and checkpoint, and sum the weights of each rank."""
+        """Complete the flags with defaults, check them against the checkpoint, and sum each rank's weights."""
         source = self.source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
@@ -204,7 +207,7 @@ class Sizer:
         return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
-        """Return the quantization of the weights, checked against the model and engine, once per flag value."""
+        """Return the quantization of the weights, after a check against model and engine, cached by flag."""
         key = flags.quantization, flags.engine
         if key not in self._formats:
             quantization = read_quantization(self.source.config, flags.quantization)
@@ -213,7 +216,7 @@ class Sizer:
         return self._formats[key]
 
     def _held(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> list[Part]:
-        """Return each pipeline stage's share of the weights, cached for flags that leave them unchanged."""
+        """Return the result of `parts_of`, cached for deployments whose flags give the same weights."""
         key = tuple(getattr(flags, name) for name in flags.__match_args__ if name not in _WEIGHTLESS)
         if key not in self._parts:
             copies = self._copies or ()
@@ -225,10 +228,10 @@ def parts_of(
     source: ModelSource, architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
+    """Return, for each pipeline stage, the part of the model that one rank holds and the bytes of its weights.
 
-    The tensors of a GGUF file keep their own types where the engine keeps them. `stored_copies` are the tied
-    tensors that `check_checkpoint` found in the files.
+    If the engine keeps the tensor types of a GGUF file, the bytes are those of these types. `stored_copies` are
+    the tied tensors that `check_checkpoint` found in the files.
     """
     parts = held_parts(architecture, quantization, flags, stored_copies)
     engine = engine_of(flags.engine)
@@ -241,7 +244,7 @@ def parts_of(
 
 
 def stage_model(model: ResolvedModel) -> StagedModel:
-    """Build an empty pool, and the pipeline stages with the engine's memory besides weights and pool."""
+    """Build an empty KV pool, and the pipeline stages with all memory of the engine except the pool."""
     architecture, chosen, draft = model.architecture, model.chosen, model.draft
     engine = engine_of(chosen.flags.engine)
     pool = engine.build_pool(draft.architecture, chosen)
@@ -254,7 +257,7 @@ def stage_model(model: ResolvedModel) -> StagedModel:
 
 
 def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
-    """Fill the pool with as many blocks as the fullest stage has memory for."""
+    """Fill the KV pool with as many blocks as the stage with the least free memory can hold."""
     chosen, pool, stages = model.chosen, staged.pool, staged.stages
     engine = engine_of(chosen.flags.engine)
     num_blocks = min(
@@ -268,7 +271,10 @@ def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
 
 
 def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
-    """Return the least and the most blocks of a stage, over the totals that the device's driver may report."""
+    """Return the fewest and the most KV blocks of a stage.
+
+    The range covers the different totals of device memory that drivers may report.
+    """
     engine = engine_of(chosen.flags.engine)
     least, most = (
         engine.block_bounds(
@@ -280,7 +286,7 @@ def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, 
 
 
 def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:
-    """Return the size with its verdict; `asked` says whether max_model_len was a flag."""
+    """Return the size with its verdict; `asked` is whether the user set --max-model-len."""
     architecture, chosen, pool, held = model.architecture, model.chosen, staged.pool, filled.held
     engine = engine_of(chosen.flags.engine)
     place, worst = max(enumerate(filled.stages), key=lambda pair: pair[1].rank.used_bytes)

@@ -34,7 +34,7 @@ class Draft:
         weights: bytes of the draft's weights on one rank.
         high: upper bound of these bytes.
         notes: notes for the plan.
-        drafting: how the draft runs; None without a draft.
+        drafting: the draft's tensors on one rank, and the hidden states that it reads; None without a draft.
     """
 
     architecture: Architecture
@@ -93,7 +93,7 @@ _FETCHED: dict[tuple[str, str], ModelSource] = {}
 def _draft_source(name: str) -> ModelSource:
     """Return the files of the draft `name`; a draft from the hub is resolved once per process.
 
-    The cache is needed because one plan resolves the draft twice, and a table of plans once per row.
+    Without the cache, one plan would fetch the draft's files twice, and a table of plans once per row.
     """
     known = name, endpoint()
     if known in _FETCHED:
@@ -104,16 +104,16 @@ def _draft_source(name: str) -> ModelSource:
     return source
 
 
-# With these types of rotary scaling, a longer table extends the draft's maximum length (_CACHE_ONLY_ROPE_TYPES
-# in config/speculative.py, vLLM 0.33).
+# With these types of rotary scaling, vLLM can extend the draft's maximum length by computing a longer rotary
+# table (_CACHE_ONLY_ROPE_TYPES in config/speculative.py, vLLM 0.33).
 _EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
 
 
 def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     """Return the draft's max_model_len if it limits the engine's sequences, else None.
 
-    The limit applies if it is below the target model's maximum and the engine does not extend the draft.
-    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. The errors are the same as of `add_draft`.
+    The limit applies if it is below the target model's max_model_len and the engine does not extend the draft.
+    Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. Raises the errors that `add_draft` raises.
     """
     flags = chosen.flags
     name = flags.speculative_model
@@ -150,7 +150,11 @@ def _on_rank(
     target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment, *,
     follows: int = 0, reads: int = 0,
 ) -> Draft:  # fmt: skip
-    """Return the draft's share on one rank; pipeline stages do not divide a draft's layers."""
+    """Return the draft as one rank holds it; pipeline parallelism does not divide the draft's layers.
+
+    `follows` and `reads` are the numbers of the target's hidden states that the draft reads per token: from the
+    last layer, and from inner layers.
+    """
     part = rank_architecture(draft, replace(flags, pipeline_parallel_size=1), 0)
     rounding = engine_of(flags.engine).allocator_rounding(part, quantization, flags)
     weights = sum_weights(part, quantization, flags).total + rounding

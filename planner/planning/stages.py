@@ -1,4 +1,4 @@
-"""Pipeline stages of a plan: the memory of a rank of each stage besides the pool, and the bytes of a block."""
+"""Pipeline stages of a plan: the memory of one rank per stage without the KV pool, and the bytes per block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tonnage.planner.plans import RankPlan, Resolved, Term
 from tonnage.planner.quantization.scheme import Quantization
 
 Part = tuple[Architecture, HeldWeights]
-"""One rank's share of the model, and the weights of that share."""
+"""(the part of the model that one rank holds, the weights of that part)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class Added:
         lora: bytes of LoRA slots, on every rank.
         draft: bytes of the draft's weights, on ranks of the last pipeline stage.
         draft_high: upper bound of the draft's weights in bytes.
-        tier: bytes of a KV tier in the device's own memory, which a CPU's host memory is.
+        tier: bytes of a KV tier in the device's own memory. Only a CPU has one: its device memory is the host
+            memory.
     """
 
     lora: int
@@ -41,7 +42,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline stage, described by one of its ranks; the rank's pool is empty until `with_blocks`."""
+    """The memory of one rank of a pipeline stage; its KV pool is empty until `with_blocks` is called."""
 
     rank: RankPlan
     weights: HeldWeights
@@ -52,14 +53,15 @@ class Stage:
     def with_blocks(self, num_blocks: int, apart: int) -> Stage:
         """Return the stage with a pool of `num_blocks` blocks and `apart` bytes outside the blocks.
 
-        All stages get the block count of the stage with the fewest (vLLM's get_kv_cache_configs).
+        All stages get the block count of the stage that has memory for the fewest blocks (vLLM's
+        get_kv_cache_configs).
         """
         return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes + apart))
 
     def runtime_terms(self) -> list[Term]:
         """Return the engine's estimates as terms: framework, activations, CUDA graphs."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # this term is reported, but not part of the used bytes
+        if self.runtime.beside is not None:  # reported as a term, but not included in the used bytes
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
@@ -75,20 +77,20 @@ class Stage:
 
     @property
     def weights_bounds(self) -> tuple[int, int]:
-        """Return the least and the most bytes of the weights."""
+        """Return the lower and the upper bound of the weights in bytes."""
         held, loaded = self.rank.weights_bytes, self.weights.loaded
         kernels = max(0, self.weights.padding_high - self.weights.padding)
         return held, held + loaded.high - loaded.total + kernels
 
     @property
     def loaded_bounds(self) -> tuple[int, int]:
-        """Return the least and the most bytes of the model's and the draft's weights together."""
+        """Return the lower and the upper bound, in bytes, of the model's and the draft's weights together."""
         low, high = self.weights_bounds
         return low + self.rank.draft_bytes, high + max(self.rank.draft_bytes, self.draft_high)
 
     @property
     def used_bounds(self) -> tuple[int, int]:
-        """Return the bounds of the used bytes, with the pool at its planned size."""
+        """Return the lower and the upper bound of the used bytes, with the KV pool at its planned size."""
         low, high = self.runtime.bounds
         exact = self.rank.used_bytes - self.runtime.total
         more = self.weights_bounds[1] - self.weights_bounds[0] + max(0, self.draft_high - self.rank.draft_bytes)
@@ -106,10 +108,11 @@ class Stage:
 
 
 def rank_architecture(architecture: Architecture, flags: Deployment, stage: int) -> Architecture:
-    """Return the share of the model that a rank of pipeline `stage` holds.
+    """Return the part of the model that one rank of pipeline stage `stage` holds.
 
     Raises:
-        DeploymentError: if a dimension is not divisible by the parallel sizes.
+        DeploymentError: a dimension of the model is not divisible by the parallel sizes, or it is not known how
+            the engine divides the model or stores its KV cache.
     """
     engine = engine_of(flags.engine)
     if (
@@ -145,7 +148,7 @@ def held_parts(
     architecture: Architecture, quantization: Quantization, flags: Deployment,
     stored_copies: tuple[TensorSpec, ...],
 ) -> list[Part]:  # fmt: skip
-    """Return each pipeline stage's share of the model and the weight bytes of that share on one rank.
+    """Return, for each pipeline stage, the part of the model that one rank holds and the bytes of its weights.
 
     `stored_copies` are tied tensors that the checkpoint stores as copies (see `sum_weights`).
 
@@ -160,10 +163,10 @@ def held_parts(
 def build_stages(
     architecture: Architecture, parts: list[Part], chosen: Resolved, pool: PoolSpec, added: Added
 ) -> list[Stage]:
-    """Build every pipeline stage from the ranks' `parts`; a draft model is on the last stage.
+    """Build every pipeline stage from the part of the model on one rank; a draft model is on the last stage.
 
     Raises:
-        UnsupportedArchitecture: for a stage without a KV cache.
+        UnsupportedArchitecture: a stage would have no layer with a KV cache.
     """
     index = engine_of(chosen.flags.engine).index_bytes(chosen, pool)
     held = [(weights, _with_index(runtime_of(part, chosen), index)) for part, weights in parts]
@@ -171,7 +174,11 @@ def build_stages(
 
 
 def _with_index(runtime: Runtime, index: int) -> Runtime:
-    """Return ``runtime`` with the index of a disk tier, which grows from 0 to ``index`` bytes or twice that."""
+    """Return ``runtime`` with the memory of a disk tier's index added to the framework bytes.
+
+    The index takes 0 bytes while the tier is empty and about ``index`` bytes when it is full. The upper bound
+    is ``INDEX_GROWTH`` times ``index``, because the index's dicts grow by doubling.
+    """
     if not index:
         return runtime
     held = runtime.framework
@@ -189,7 +196,7 @@ def join_stages(
     """Build every pipeline stage from the weights and the engine's memory of one of its ranks.
 
     Raises:
-        UnsupportedArchitecture: for a stage without a KV cache.
+        UnsupportedArchitecture: a stage would have no layer with a KV cache.
     """
     sizes = _block_bytes(pool, architecture, chosen.flags)
     # The draft model is on the last pipeline stage (v1/worker/gpu/model_runner.py).
@@ -202,18 +209,18 @@ def join_stages(
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
-    """Return the engine's memory besides weights and pool, calibrated if --calibration is set."""
+    """Return the engine's memory other than weights and KV pool, calibrated if --calibration is set."""
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime
-    # imported here, because few plans are calibrated and it imports statistics (4 ms)
+    # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
     from tonnage.planner.planning.calibration import calibrated
 
     return calibrated(runtime, part, chosen)
 
 
 def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added) -> RankPlan:
-    """Return the byte counts of one rank, with an empty pool."""
+    """Return the planned bytes of one rank, with an empty KV pool."""
     return RankPlan(
         weights_bytes=weights.bytes,
         kv_pool_bytes=0,
@@ -229,10 +236,10 @@ def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added
 
 
 def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) -> list[int]:
-    """Return the bytes of one block on each pipeline stage.
+    """Return the bytes of one KV block on each pipeline stage.
 
-    A stage stores the KV cache of its own layers. A draft's layers, numbered after the model's, are on the last
-    stage.
+    A stage stores the KV cache of its own layers. The draft's layers are on the last stage; their indices
+    follow the model's.
     """
     stages = flags.pipeline_parallel_size
     if stages == 1:
@@ -245,7 +252,8 @@ def _block_bytes(pool: PoolSpec, architecture: Architecture, flags: Deployment) 
         held = pool.stage_bytes(mine | behind if first == architecture.layers else mine)
         if not held:
             raise UnsupportedArchitecture(
-                "a stage without a KV cache is not planned", field="--pipeline-parallel-size"
+                "too many stages: one of them would have no layer with a KV cache",
+                field="--pipeline-parallel-size",
             )
         out.append(held)
     return out

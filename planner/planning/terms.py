@@ -1,4 +1,8 @@
-"""Terms of a plan's memory: KV pool, LoRA slots, draft model, quantized files and requests; also notes."""
+"""Memory terms of a plan, which `--explain` prints, and notes on quantization and environment variables.
+
+A term is a value with its formula and source. The terms here are about the KV pool, LoRA slots, the draft
+model, quantized files and requests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def kv_terms(
 ) -> list[Term]:
     """Return the terms that explain the KV pool: block size, blocks per sequence, and the pool itself.
 
-    `bounds` are the fewest and the most blocks of the pool's interval.
+    `bounds` are the lower and the upper bound of the number of blocks.
     """
     if not pool.demands:
         return encoder.terms()
@@ -97,7 +101,8 @@ _LORA_ROLES = ("attention", "mlp")
 def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
     """Return the bytes of all LoRA slots on one rank.
 
-    If tensor parallelism divides a layer's outputs, it also divides the LoRA matrix B; if its inputs, A.
+    If tensor parallelism divides a layer's outputs, it also divides the LoRA matrix B [out, rank]. If it
+    divides the layer's inputs, it also divides A [rank, in].
     """
     if not flags.enable_lora:
         return 0
@@ -152,7 +157,7 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
 def quantized_terms(
     architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], flags: Deployment
 ) -> list[Term]:
-    """Return the terms of a quantized model: bytes in its files and after the first forward pass.
+    """Return the terms of a quantized model: weight bytes in its files and after the first forward pass.
 
     The bytes are sums over all ranks. They may change in the first forward pass, because a kernel may repack
     the loaded weights.

@@ -63,7 +63,7 @@ class HeldWeights:
         rounding: bytes that the allocator adds by rounding.
         offloaded: bytes moved to the host's memory.
         padding_high: upper bound of `padding`, where the engine selects a kernel only while loading.
-        buffers: bytes of tensors that the engine allocates with the weights, for the tokens of a step.
+        buffers: bytes of tensors for the tokens of a step that the engine allocates together with the weights.
     """
 
     loaded: Weights
@@ -104,7 +104,10 @@ def hold_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> HeldWeights:
-    """Return the weights that one rank holds on its device; for the arguments see `sum_weights`."""
+    """Return the weights that one rank holds on its device, including padding, rounding and offloaded bytes.
+
+    `stored_copies` are tied tensors that the checkpoint stores as copies.
+    """
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
     padding = engine.kernel_padding(architecture, quantization, deployment)
@@ -121,11 +124,11 @@ def sum_weights(
     deployment: Deployment,
     stored_copies: tuple[TensorSpec, ...] = (),
 ) -> Weights:
-    """Return the bytes that a rank holds for its share of the model after loading.
+    """Return the bytes of the weights that a rank holds for its part of the model after loading.
 
-    The sum has parameters, buffers and quantization state. `stored_copies` are tied tensors that the checkpoint
-    stores as copies. They are loaded separately if their values differ, so they count only in the upper bound.
-    On a CPU, vLLM may repack linear weights into padded tiles, which also counts only there.
+    They include parameters, buffers and quantization state. `stored_copies` are tied tensors that the
+    checkpoint stores as copies. They are loaded separately if their values differ, so they count only in the
+    upper bound. On a CPU, vLLM may repack linear weights into padded tiles, which also counts only there.
     """
     engine, dtype = engine_of(deployment.engine), deployment.dtype
     kernels = engine.kernels.get(deployment.device, {})
@@ -175,8 +178,8 @@ def as_stored(
 
     `known_from` is the source of the tensors' types in the plan's terms.
 
-    The rank's share of the file is `held.loaded` / `whole`. Both numbers are bytes of dequantized weights: of
-    the rank, and of the undivided model.
+    The fraction of the file's bytes that the rank holds is `held.loaded.total` / `whole`. Both numbers are
+    bytes of dequantized weights: those of the rank and those of the undivided model.
     """
     share = held.loaded.total
     sums: dict[str, tuple[int, int]] = {}
@@ -198,7 +201,10 @@ def as_stored(
 
 @dataclass(slots=True)
 class _TensorKind:
-    """Tensors of one name pattern and shape over all layers; `value` is the sum of their bytes."""
+    """All tensors, over all layers, with the same shape and the same name except for indices.
+
+    `first` is one of these tensors, `converted` whether they are quantized, `value` the sum of their bytes.
+    """
 
     first: TensorSpec
     converted: bool
@@ -213,10 +219,10 @@ def _unnumbered(name: str) -> str:
 
 
 def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
-    """Return the most bytes that one bias and two norms can add to a matrix.
+    """Return an upper bound of the bytes that a bias and two norms of a matrix would take.
 
-    They are counted as three float32 vectors for each side of the matrix, each held in full by all `ranks`
-    ranks.
+    The bound is three float32 vectors for each side of the matrix. It is multiplied by `ranks`, because every
+    tensor parallel rank holds such vectors in full.
     """
     if len(tensor.shape) < 2 or not tensor.is_parameter or tensor.tied_to is not None:
         return 0
@@ -225,7 +231,7 @@ def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:
-    """Return the bytes of a matrix whose sides are padded to whole tiles."""
+    """Return the bytes of a matrix of `held` bytes after its sides are padded to multiples of the tile size."""
     padded = prod(-(-side // _TILE) * _TILE for side in shape)
     return held * padded // prod(shape)
 

@@ -1,1 +1,1 @@
-"""Many plans at once: tables over models, quantizations, KV cache dtypes, ranks and GPUs."""
+"""Tables of plans: all combinations of several models, quantizations, KV cache dtypes, ranks and GPUs."""

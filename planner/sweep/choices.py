@@ -1,6 +1,7 @@
-"""Values to compare: several models, and comma-separated --gpu, --quantization and --kv-cache-dtype.
+"""Values that a table of plans compares: several models, GPUs, quantizations and KV cache dtypes.
 
-`--gpu 2xa100-80g` means two GPUs of this type.
+The options --gpu, --quantization and --kv-cache-dtype accept several values with commas. `--gpu 2xa100-80g`
+means two GPUs of this type.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Choices:
     """The values that the user gave for each flag that a table varies; an empty tuple means none.
 
     Attributes:
-        gpus: (GPU name, number of these GPUs that share a model, None if no count was given).
+        gpus: (GPU name, number of GPUs among which the model is divided, or None without a count).
     """
 
     models: tuple[str, ...]
@@ -53,7 +54,7 @@ class Choices:
 
 
 def read_choices(args: argparse.Namespace) -> Choices:
-    """Read the comma-separated values of parsed options, and store each option's first value back in `args`.
+    """Read the comma-separated values of options; leave only the first value of each option in `args`.
 
     Raises:
         DeploymentError: a value is invalid or contradicts --tensor-parallel-size.
@@ -84,7 +85,7 @@ def read_choices(args: argparse.Namespace) -> Choices:
 
 
 def one_of(choices: Choices) -> None:
-    """Raise DeploymentError if several values were given with an option that needs a single plan."""
+    """Raise DeploymentError if several values were given although an option needs a single plan."""
     if choices.several:
         given = zip(("MODEL", "--gpu", "--quantization", "--kv-cache-dtype"), choices.lists, strict=True)
         field = next(name for name, values in given if len(values) > 1)
@@ -98,15 +99,16 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
         choices: the values that were given.
         deployment: the flags that are the same in every plan.
         every: GPUs to sweep over if --gpu was not given.
-        whole: the grid of --sweep, in which every flag that was not given varies; None without --sweep.
+        whole: the grid of --sweep, in which all flags that the user did not give vary; None without --sweep.
     """
-    from tonnage.planner.sweep.grid import Grid  # This import takes 5 ms, which a single plan does not need.
+    # lazy import: it takes 5 ms, and a single plan does not need it
+    from tonnage.planner.sweep.grid import Grid
 
     ranks = deployment.tensor_parallel_size
     formats = tuple("as is" if name == UNQUANTIZED else name for name in choices.quantizations)
     for name in formats:
         if name != "as is":
-            quantized_to(name)  # This call raises an error for an unknown name.
+            quantized_to(name)  # raises an error for an unknown name
     caches = choices.kv_cache_dtypes or (deployment.kv_cache_dtype,)
     base = Grid(tuple(every), formats or ("as is",), caches, (ranks,))
     if whole is not None:
@@ -118,7 +120,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     if not choices.gpus:
         return [base]
     found = []
-    # One grid per GPU keeps the order of the flag; a GPU given in two spellings occurs once.
+    # One grid per GPU keeps the order of --gpu. A GPU that was given in two spellings occurs once.
     for gpu, count in dict.fromkeys((find_gpu(name), count) for name, count in choices.gpus):
         sizes = base.tensor_parallel_sizes if count is None else (count,)
         found.append(replace(base, gpus=(gpu,), tensor_parallel_sizes=sizes))
@@ -126,7 +128,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
 
 
 def _parts(text: str, name: str) -> list[str]:
-    """Return the comma-separated values in `text`, each parsed as the flag `name` parses one value."""
+    """Split `text` at commas and parse each part as a value of the flag `name`."""
     flag = flags_of(Deployment)[name]
     parts = [part.strip() for part in text.split(",")] if text else []
     if parts and not all(parts):

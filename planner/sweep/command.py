@@ -1,4 +1,7 @@
-"""Tables of plans in `tonnage plan`: several models or values, and `--sweep`; helpers of `target.py`."""
+"""Tables of plans in `tonnage plan`, for several models or values and for `--sweep`.
+
+The module also has functions that target.py uses.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import length_lines, price_lines, print_rows
 from tonnage.planner.units import parse_count
 
-_TOP = 20  # The number of rows of a sweep printed as text without --top
-_REASONS = 3  # The number of reasons printed for combinations left out
+_TOP = 20  # maximum number of rows printed as text without --top
+_REASONS = 3  # maximum number of reasons printed for combinations left out
 
 
 def run_sweep(choices: Choices, deployment: Deployment, args: argparse.Namespace) -> int:
@@ -100,7 +103,7 @@ def _gguf_rows(
     source: ModelSource, deployment: Deployment, combined: Sequence[Grid], kind: str,
     lengths: Sequence[tuple[int, int]], prices: dict[str, float],
 ) -> list[SweepRow]:  # fmt: skip
-    """Return the rows of a model as a GGUF file of one file type, such as Q4_K_M."""
+    """Return the table rows for a model that is converted to the GGUF file type `kind`, such as Q4_K_M."""
     made, deployment = with_file_type(source, replace(deployment, quantization=kind))
     rows = [
         row
@@ -114,7 +117,7 @@ def write_html(
     args: argparse.Namespace, choices: Choices, deployment: Deployment, rows: list[SweepRow],
     lengths: Sequence[tuple[int, int]], prices: dict[str, float],
 ) -> None:  # fmt: skip
-    """Write the rows of a sweep as the page that --html names."""
+    """Write the rows of a sweep as an HTML page to the file that --html names."""
     engine = engine_of(deployment.engine)
     flags = replace(deployment, engine_version=version_of(engine, deployment)[1])
     lines = [*length_lines(rows, lengths), *notes_of(rows), *price_lines(rows, prices)]
@@ -139,17 +142,18 @@ def common_flags(choices: Choices, deployment: Deployment, engine_given: bool) -
     if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
         deployment = replace(deployment, engine="vllm")
     if deployment.calibration is not None:
-        read_calibration(deployment.calibration)  # An invalid file raises an error here, not in each row.
+        # read here so that an invalid file is one error, not an error in every row
+        read_calibration(deployment.calibration)
     return deployment
 
 
 def varied(choices: Choices, deployment: Deployment, *, formats: bool = True) -> list[Grid]:
-    """Return the grids in which every flag that was not given varies, over the GPUs that the engine supports.
+    """Return the grids of --sweep: all flags that the user did not give vary, over all GPUs of the engine.
 
     Args:
         choices: the values that were given.
         deployment: the flags that are the same in every plan.
-        formats: whether the quantization varies, too; another one needs another checkpoint.
+        formats: whether the quantization varies too. Another quantization needs another checkpoint.
     """
     version = version_of(engine_of(deployment.engine), deployment)[0]
     gpus = [gpu for gpu in catalogue() if on_device(deployment.engine, gpu.name, version).runs]
@@ -160,7 +164,7 @@ def varied(choices: Choices, deployment: Deployment, *, formats: bool = True) ->
 
 
 def print_json(rows: list[SweepRow], left_out: list[SweepRow], more: dict[str, Any]) -> None:
-    """Print the rows of a sweep as one JSON object, with the entries of `more`."""
+    """Print the rows of a sweep as one JSON object, with the additional entries `more`."""
     out = {
         "rows": [{**asdict(row), "usd_per_sequence": row.usd_per_sequence} for row in rows],
         **more,
@@ -209,7 +213,7 @@ def notes_of(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def print_left_out(rows: list[SweepRow]) -> None:
-    """Print how many combinations the engine does not support, with the most frequent reasons."""
+    """Print how many combinations the engine does not support, and the most frequent reasons."""
     if not rows:
         return
     reasons = Counter(row.unsupported for row in rows).most_common()

@@ -1,6 +1,7 @@
-"""Sweep over GPUs, parallel sizes, KV cache dtypes and quantizations, one row per combination.
+"""Sweep: plan every combination of GPUs, parallel sizes, KV cache dtypes and quantizations.
 
-Combinations share partial results (`parts.py`), so a row takes 0.05 ms (benchmarks/plan_speed.py).
+Each combination gives one row of a table. Combinations share partial results (parts.py), so a row takes only
+0.05 ms (benchmarks/plan_speed.py).
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from tonnage.planner.sweep.rows import SweepRow
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values of each flag that a sweep combines.
+    """The values of each flag that a sweep combines with all values of the other flags.
 
     Attributes:
         quantizations: values of --quantization, or "as is" for the checkpoint's own.
-        pipeline_parallel_sizes: numbers of pipeline stages. Of several stages, only layouts within one machine
-            are combined.
+        pipeline_parallel_sizes: numbers of pipeline stages. Combinations with several stages are planned only
+            within one machine.
     """
 
     gpus: tuple[Gpu, ...]
@@ -106,15 +107,15 @@ def _row(
     stages: list[Stage], price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
     notes: tuple[str, ...],
 ) -> SweepRow:  # fmt: skip
-    """Return `row` with the figures of its plan, equal to a single plan's figures (`Sizer`).
+    """Return `row` with the numbers of its plan, which are equal to those of a single plan (`Sizer`).
 
     Args:
-        row: the row with the combination's GPU, quantization, KV dtype and TP.
+        row: the row with the combination's GPU, quantization, KV cache dtype and tensor parallel size.
         engine: the engine.
         architecture: the model.
-        chosen: the flags, with every omitted flag chosen.
+        chosen: the flags, with the engine's choice for every omitted flag.
         pool: geometry of the block pool.
-        stages: memory that a rank of each pipeline stage holds besides the KV pool.
+        stages: for each pipeline stage, the memory of one rank without the KV pool.
         price: hourly price of the GPUs, or None.
         asked: (rules for the blocks of a request, prompt tokens, output tokens) of each request to count.
         notes: notes to store in the row.
@@ -180,7 +181,7 @@ def _block_bounds(engine: Engine, chosen: Resolved, pool: PoolSpec, stage: Stage
 
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
-    """Return the grid of --sweep, in which every flag that was given keeps its value."""
+    """Return the grid of --sweep: flags that the user gave keep their values, all others vary."""
     schemes: tuple[str, ...] = ("as is", *flag_formats())
     if deployment.quantization is not None:
         schemes = (deployment.quantization,)

@@ -1,4 +1,4 @@
-"""Layouts of GPUs that `--target-concurrency` compares: tensor parallelism, pipelines, and several machines."""
+"""Layouts of GPUs that `--target-concurrency` compares: tensor and pipeline parallelism, several machines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import ceil_div
 
 NODE = 8
-"""GPUs of one machine.
+"""Number of GPUs of one machine.
 
-Larger layouts are compared only if no layout fits one machine, and then up to twice the smallest.
+Layouts over several machines are compared only if no layout within one machine fits, and only up to twice the
+number of GPUs of the smallest layout that fits.
 """
 
 PCIE = 64e9
 """Bytes per second of PCIe 5.0 x16 in one direction (PCI-SIG). A faster link is NVLink or similar."""
 
-_MOST_MACHINES = 8  # of one replica
+_MOST_MACHINES = 8  # maximum number of machines of one replica
 _STAGES = (2, 4, 8)  # numbers of pipeline stages within one machine
 
 _Lengths = Sequence[tuple[int, int]]
@@ -35,14 +36,15 @@ def layouts(
     source: ModelSource, deployment: Deployment, grids: Sequence[Grid], choices: Choices, wanted: int,
     lengths: _Lengths, prices: _Prices,
 ) -> list[SweepRow]:  # fmt: skip
-    """Plan each layout of one machine, and of several machines for GPUs of which one machine is too small.
+    """Plan each layout within one machine; if one machine of a GPU is too small, also over several machines.
 
-    A GPU that was given with a count, such as `2xa100-80g`, has the layout with so many tensor-parallel ranks
-    only.
+    For a GPU that was given with a count, such as `2xa100-80g`, only the layout with that many tensor-parallel
+    ranks is planned.
 
     Args:
         source: the model.
-        deployment: the flags that do not vary. More than one pipeline stage is the number of every layout.
+        deployment: the flags that do not vary. If pipeline_parallel_size is above 1, all layouts have this
+            number of stages.
         grids: the values to combine, with a single pipeline stage.
         choices: the values that were given.
         wanted: sequences that have to run at once.
@@ -69,10 +71,10 @@ def layouts(
 
 
 def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
-    """Yield the grids with several pipeline stages on one machine, for the GPUs where these can be better.
+    """Yield grids with several pipeline stages on one machine, for GPUs where a pipeline can be better.
 
-    A pipeline sends less between GPUs than tensor parallelism, so it can be faster over PCIe. It also divides
-    models whose heads the number of GPUs does not divide.
+    A pipeline sends less data between GPUs than tensor parallelism, so it can be faster over PCIe. It also
+    works if the number of attention heads is not divisible by the number of GPUs.
 
     Args:
         grid: the values to combine.
@@ -100,7 +102,7 @@ def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
 
 
 def _too_large(rows: Sequence[SweepRow], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs of which one machine cannot hold a single sequence of the model for certain."""
+    """Return the GPUs for which no layout on one machine certainly holds a sequence of the model."""
     held = {row.gpu for row in rows if row.fits and row.least_sequences >= 1}
     return [gpu for gpu in gpus if gpu.device == "cuda" and gpu.name not in held]
 
@@ -109,9 +111,10 @@ def _over_machines(
     source: ModelSource, deployment: Deployment, wide: Sequence[tuple[Gpu, Grid]], rows: Sequence[SweepRow],
     wanted: int, lengths: _Lengths, prices: _Prices, parts: Parts,
 ) -> list[SweepRow]:  # fmt: skip
-    """Return rows of pipelines over several machines, each with the most tensor-parallel ranks that divide.
+    """Return rows of pipelines over several machines, with as many tensor-parallel ranks as the model allows.
 
-    The number of stages grows until the layout holds the wanted sequences, up to twice the smallest layout.
+    The number of stages grows until the layout holds the wanted sequences. It stops at twice the number of GPUs
+    of the smallest layout that fits.
     """
     if any(row.fits and row.least_sequences >= 1 for row in rows):
         return []

@@ -1,4 +1,4 @@
-"""Layouts that hold a number of requests (`--target-concurrency`), smallest first, without near duplicates."""
+"""Choice of the layouts that hold a number of requests (`--target-concurrency`), without near duplicates."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from tonnage.planner.sweep.speed import Speed, Work, speed_of
 from tonnage.planner.units import ceil_div
 
 FOLD = 0.05
-"""Layouts whose price and speed are at most this share better than a listed, smaller layout are not listed."""
+"""A layout is left out if it has more GPUs than a listed one and is better by at most this fraction.
+
+The fraction applies to both price and speed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A layout that certainly holds the requested sequences.
+    """A layout of GPUs, in one or more replicas, that certainly holds the requested number of sequences.
 
     Attributes:
-        row: one replica.
-        replicas: number of replicas with this row's plan.
-        running: sequences of each replica.
+        row: the sweep row with the plan of one replica.
+        replicas: number of replicas.
+        running: sequences that each replica runs at once.
         usd_per_hour: hourly price of all GPUs, or None if no list has one.
         speed: rough speed of one replica, or None if the GPU's peak figures are not known.
     """
@@ -52,7 +55,7 @@ class Offer:
 
     @property
     def figures(self) -> tuple[float, float, float, float]:
-        """Return (GPUs, price, seconds per token, changed formats); in each, smaller is better."""
+        """Return (number of GPUs, price, seconds per token, changed formats); smaller is better in all four."""
         price = inf if self.usd_per_hour is None else self.usd_per_hour
         return self.gpus, price, inf if self.speed is None else self.speed.step_seconds, self.changes
 
@@ -61,15 +64,15 @@ def offers(
     rows: Iterable[SweepRow], wanted: int, work: Work, stored: str, length: tuple[int, int] | None,
     prices: dict[str, float],
 ) -> list[Offer]:  # fmt: skip
-    """Return one offer per row that fits, with as many replicas as `wanted` sequences need, smallest first.
+    """Return one offer for each row that fits, with the replicas that `wanted` sequences need, smallest first.
 
     Args:
         rows: the rows of a sweep.
         stored: the quantization scheme of the checkpoint.
         wanted: sequences that have to run at once.
         work: the model's parameters.
-        length: (prompt, output) tokens of each request; None for sequences of max_model_len, whose prompts are
-            left out of the speed.
+        length: (prompt, output) tokens of each request. None stands for sequences of max_model_len; the speed
+            then does not include prefill.
         prices: USD per hour of one GPU by its name; these prices replace the public lists.
     """
     found = []
@@ -94,15 +97,16 @@ def offers(
 
 
 def _order(offer: Offer) -> tuple[float | str, ...]:
-    """Return a sort key: the smallest and cheapest layouts first, of these the ones with the fewest flags."""
+    """Return a sort key: fewer GPUs first, then lower price, fewer pipeline stages, fewer changed formats."""
     gpus, price, seconds, changes = offer.figures
     return gpus, price, offer.row.stages, changes, seconds, offer.replicas, offer.row.gpu
 
 
 def pareto(found: Sequence[Offer]) -> list[Offer]:
-    """Return the offers that no other offer beats in GPUs, price, speed and formats at once.
+    """Return the offers of the Pareto front of GPUs, price, speed and changed formats.
 
-    An offer is also left out if a smaller listed one is at most `FOLD` worse in price and speed.
+    An offer is left out if another offer is at least as good in all four, or if an offer with fewer GPUs is
+    listed whose price and speed are at most `FOLD` worse.
 
     Args:
         found: the offers, smallest first.
@@ -123,7 +127,7 @@ def pareto(found: Sequence[Offer]) -> list[Offer]:
 
 
 def gpus_needed(found: Sequence[Offer]) -> list[tuple[int, list[str]]]:
-    """Return (smallest number of GPUs, GPUs for which this number is needed), the smallest number first."""
+    """Return (number of GPUs, GPU names that need at least this number), the smallest number first."""
     least: dict[str, int] = {}
     for offer in found:
         least[offer.row.gpu] = min(offer.gpus, least.get(offer.row.gpu, offer.gpus))

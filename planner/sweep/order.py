@@ -28,7 +28,7 @@ def check_sort(by: str) -> None:
 
 
 def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
-    """Sort the rows of a sweep by a --sort key; rows that do not fit follow, and rejected rows are last.
+    """Sort the rows of a sweep by a --sort key: first rows that fit, then rows that do not, then rejected rows.
 
     Without a key the order is unchanged.
     """
@@ -43,7 +43,8 @@ def ordered(rows: Sequence[SweepRow], by: str | None) -> list[SweepRow]:
 def cheapest(rows: Iterable[SweepRow], concurrency: int) -> list[SweepRow]:
     """Return the sweep rows that certainly run `concurrency` sequences at once, cheapest first.
 
-    The lower bound of the KV pool's size decides, because hardware is bought on this answer.
+    "Certainly" means that the lower bound of the KV pool's size is enough, because users buy hardware by this
+    result.
     """
     return sorted(
         (row for row in rows if row.fits and row.least_sequences >= concurrency), key=lambda r: r.cost

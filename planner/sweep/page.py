@@ -10,7 +10,7 @@ from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.sweep.table import device_cell
 from tonnage.planner.units import gib
 
-_MOST_NAMED = 6  # A page's head names at most this many GPUs.
+_MOST_NAMED = 6  # maximum number of GPU names at the top of a page
 _LEGEND = (("weights", "weights"), ("activation", "runtime, LoRA slots and draft"),
            ("kv_pool", "KV cache pool"), ("free", "left over"))  # fmt: skip
 
@@ -92,7 +92,7 @@ def write_upgrade_page(
         headline: paragraphs at the top.
         heads: titles of the columns of the table of terms.
         terms: rows of the table of terms.
-        reasons: why one of the versions does not run the deployment.
+        reasons: reasons why one of the versions does not run the deployment.
         steps: (release with its changes, their effect on the plan).
         words: words of the command line, which the page quotes.
         facts: names and values at the top of the page.

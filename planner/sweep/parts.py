@@ -1,7 +1,7 @@
-"""Partial results that the plans of a sweep share, each computed once.
+"""Partial results that several plans of a sweep have in common, each computed once.
 
-Weights depend on (quantization, TP, PP), the KV pool's geometry on (KV dtype, TP, batch), and the runtime
-memory on (GPU, KV dtype, TP, PP).
+The weights of a rank depend on (quantization, TP, PP). The KV pool's geometry depends on (KV cache dtype, TP,
+batch size). The remaining memory of the engine depends on (GPU, KV cache dtype, TP, PP).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ V = TypeVar("V")
 
 
 class Parts:
-    """The cached partial results that all plans of a sweep over one model share.
+    """A cache of partial results for all plans of a sweep over one model.
 
-    A result that cannot be computed raises its TonnageError again for every combination that uses the result.
+    If a result cannot be computed, its TonnageError is cached, and raised for every combination that needs the
+    result.
     """
 
     def __init__(self, source: ModelSource, deployment: Deployment) -> None:
@@ -61,7 +62,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int, stages: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return a combination's flags with every omitted flag chosen, and notes on changed values."""
+        """Return a combination's flags, complete with the engine's defaults, and notes on changed values."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
@@ -84,7 +85,7 @@ class Parts:
         return self._cached(("pool", *_pool_key(chosen)), make)
 
     def law(self, chosen: Resolved) -> RequestLaw:
-        """Return the rules that give a request's KV blocks from its prompt and output lengths."""
+        """Return the rules for the number of KV blocks of a request, by prompt and output length."""
         return self._cached(
             ("law", *_pool_key(chosen)),
             lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
@@ -104,7 +105,7 @@ class Parts:
         return join_stages(self.architecture, list(memory), chosen, pool, added)
 
     def _weights(self, chosen: Resolved, scheme: str) -> tuple[list[HeldWeights], Added]:
-        """Return the weights of a rank of each stage, and the bytes of LoRA slots and the speculative draft."""
+        """Return the weights of one rank per stage, and the bytes of LoRA slots and the draft model."""
         asked = chosen.flags
         kernel = None if asked.gpu is None else self.engine.kernel_class(asked.gpu)
 
@@ -126,11 +127,9 @@ class Parts:
         return held, added
 
     def _runtime(self, chosen: Resolved, scheme: str) -> list[Runtime]:
-        """Return the engine's memory besides weights and KV pool on a rank of each stage.
+        """Return, for each pipeline stage, the memory of one rank for activations, framework and CUDA graphs.
 
-        It consists of activations, framework and CUDA graphs.
-
-        Of all quantizations only MXFP4 changes this memory, because its experts need no buffer of their own.
+        This memory depends on the quantization only for MXFP4, whose experts need no separate buffer.
         """
         flags = chosen.flags
         kind = "mxfp4" if self._quantization(scheme).scheme == "mxfp4" else None
@@ -145,7 +144,7 @@ class Parts:
         return self._cached(key, make)
 
     def support(self, chosen: Resolved, scheme: str) -> Support:
-        """Return whether the engine runs the model in format ``scheme`` on its GPU, regardless of memory."""
+        """Return whether the engine runs the model in format ``scheme`` on the GPU, regardless of memory."""
         flags = chosen.flags
 
         def make() -> Support:
@@ -158,7 +157,7 @@ class Parts:
         return self._cached(("format", scheme), lambda: read_quantization(self._source.config, _flag(scheme)))
 
     def _shares(self, asked: Deployment) -> list[Architecture]:
-        """Return the share of the model that a rank of each pipeline stage holds."""
+        """Return, for each pipeline stage, the part of the model that one rank holds."""
         tensor, stages = _ranks(asked)
         flags = replace(self._deployment, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
         return self._cached(
@@ -181,7 +180,7 @@ class Parts:
 
 
 def _flag(scheme: str) -> str | None:
-    """Return the value of --quantization for a sweep's quantization; None for "as is", the checkpoint's own."""
+    """Return the --quantization value for a sweep's quantization: None for "as is" (the checkpoint's own)."""
     return None if scheme == "as is" else scheme
 
 

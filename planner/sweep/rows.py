@@ -1,4 +1,4 @@
-"""The result row of one combination in a sweep."""
+"""SweepRow: the result of planning one combination of a sweep, which is one row of the table."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ class SweepRow:
 
     Attributes:
         gpus: number of GPUs: tensor-parallel ranks of all pipeline stages.
-        stages: number of pipeline stages. Weights, runtime and free bytes are of a GPU of the fullest stage.
+        stages: number of pipeline stages. The bytes of weights, runtime and free memory are those of one GPU in
+            the fullest stage.
         usd_per_hour: hourly price of all GPUs, or None if no list has one.
         price_source: name and date of the price list.
-        refused: the reason why no plan is possible, else empty; the figures are 0 without a plan.
-        unsupported: the reason why the engine does not run the combination on this GPU, whatever the memory;
+        refused: the reason why no plan is possible, else empty. Without a plan all numbers are 0.
+        unsupported: the reason, other than memory, why the engine does not run the combination on this GPU;
             else empty.
         stops: the reason why the engine's start fails although the memory suffices, with a remedy; else empty.
         notes: notes on flag values that the plan changed.
         added_bytes: bytes of LoRA slots and of the speculative draft's weights.
         max_concurrency: sequences of max_model_len tokens that the pool holds.
-        least_concurrency: lower bound of `max_concurrency`, reached if other memory is at its upper bound.
+        least_concurrency: lower bound of `max_concurrency`, for the case that all other memory is at its upper
+            bound.
         sequences: sequences that run at once, of max_model_len tokens or of the first requested length; at most
             --max-num-seqs.
-        least_sequences: lower bound of `sequences`, reached if other memory is at its upper bound.
+        least_sequences: lower bound of `sequences`, for the case that all other memory is at its upper bound.
         requests: for each requested length, the number of requests that run at once.
-        requests_held: for each requested length, the number of requests that the KV pool holds without
-            --max-num-seqs.
-        least_held: lower bound of the sequences that the KV pool holds without --max-num-seqs.
-        request_bytes: KV cache bytes of one request of the first length, else of one sequence of max_model_len.
-        read_bytes: KV cache bytes that a step reads for this request in the middle of its answer.
-            Of a pipeline, `request_bytes` and `read_bytes` are of one GPU of each stage together.
-        replica_pool_bytes: bytes of the KV pools of all GPUs.
+        requests_held: for each requested length, the number of requests that the KV pool could hold if
+            --max-num-seqs had no limit.
+        least_held: lower bound of the sequences that the KV pool could hold if --max-num-seqs had no limit.
+        request_bytes: KV cache bytes of one request of the first requested length, or of one sequence of
+            max_model_len tokens.
+        read_bytes: KV cache bytes that a decode step reads for that request in the middle of its output. With
+            several pipeline stages, `request_bytes` and `read_bytes` are sums over one GPU of each stage.
+        replica_pool_bytes: sum of the KV pool bytes of all GPUs of a replica.
     """
 
     gpu: str
@@ -75,14 +78,14 @@ class SweepRow:
 
     @property
     def usd_per_sequence(self) -> float | None:
-        """Return the hourly price per sequence that certainly runs, None without a price or such a sequence."""
+        """Return the hourly price per sequence that certainly runs; None without a price or without one."""
         if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
             return None
         return self.usd_per_hour / self.least_sequences
 
     @property
     def cost(self) -> tuple[int, float]:
-        """Return a sort key: rows with a price come first, by price; other rows follow by total GPU memory."""
+        """Return a sort key: rows with a price first, by price; then the others, by total GPU memory."""
         if self.usd_per_hour is not None:
             return 0, self.usd_per_hour
         return 1, float(self.gpus * self.total_bytes)

@@ -1,14 +1,14 @@
 """Rough speed of a layout: a roofline of memory bandwidth and arithmetic, plus all-reduces between GPUs.
 
 - A step reads the weights once, and the KV cache of every running request.
-- Per token it computes 2 operations for each parameter that the token passes (Kaplan et al., arXiv 2001.08361,
+- Per token it computes 2 operations for each parameter used for the token (Kaplan et al., arXiv 2001.08361,
   section 2.1), at the GPU's 16-bit peak, or at its FP8 peak with FP8 weights.
 - Tensor-parallel ranks all-reduce the hidden states twice per layer. Each rank sends 2 (n - 1) / n times the
   bytes (ring algorithm: Patarasuk and Yuan, 2009), at the peak of the link between the GPUs.
 
-A step takes the larger of the first two times, plus the third, plus `OVERHEAD`. With p pipeline stages, p
-groups of requests follow each other, each with its own step on every stage. Attention arithmetic and transfers
-between pipeline stages are not modelled.
+The time of a step is the larger of the first two times (memory, arithmetic), plus the third (all-reduce), plus
+`OVERHEAD`. With p pipeline stages, the requests form p groups, which pass through the stages one after another.
+The arithmetic of attention, and transfers between pipeline stages, are not modelled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES
 
 OVERHEAD = 0.002
-"""Seconds of a step for launches and the host, as in cache/replay/step_time.py."""
+"""Seconds per step for kernel launches and work on the host, as in cache/replay/step_time.py."""
 
 SPEEDS = (
     "tok/s and ms/tok are rough: a roofline of the vendors' peak figures for memory, arithmetic and links "
@@ -31,10 +31,10 @@ SPEEDS = (
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The rough speed of one replica in the steady state, when ended requests are replaced at once.
+    """The rough speed of one replica in a steady state, where a new request replaces each finished one at once.
 
     Attributes:
-        step_seconds: seconds in which each running request gets one token.
+        step_seconds: seconds until every running request has one more token.
         tokens_per_second: output tokens per second of all running requests.
     """
 
@@ -44,13 +44,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The parameters of a model that a step reads and computes with.
+    """Numbers of parameters of a model that a step reads and computes with.
 
     Attributes:
-        dense: parameters that every token passes, without the lookup of the embedding.
+        dense: parameters used for every token, without the embedding table, which is only looked up.
         expert: parameters of all routed experts.
         experts: number of routed experts of a layer; 0 for a dense model.
-        chosen: routed experts that one token passes.
+        chosen: number of routed experts selected per token.
         reduced: bytes per token that tensor-parallel ranks all-reduce.
     """
 
@@ -61,13 +61,14 @@ class Work:
     reduced: int = 0
 
     def computed(self) -> float:
-        """Return the parameters that one token passes."""
+        """Return the number of parameters used per token."""
         return self.dense + (self.expert * self.chosen / self.experts if self.experts else 0)
 
     def read_share(self, tokens: float) -> float:
-        """Return the share of the parameters that a step of `tokens` tokens reads.
+        """Return the fraction (0 to 1) of the parameters that a step with `tokens` tokens reads.
 
-        An expert is read if a token chooses it; the router's choices count as uniform.
+        A step reads the weights of an expert if at least one token selects it. The router is assumed to select
+        experts uniformly.
         """
         if not self.experts:
             return 1.0
@@ -76,7 +77,7 @@ class Work:
 
 
 def work_of(architecture: Architecture) -> Work:
-    """Return the parameters of a model that text passes; an embedding counts only if it is also the head."""
+    """Return the parameters of a model used for text; the embedding counts only if tied to the head."""
     tied = {tensor.tied_to for tensor in architecture.tensors if tensor.tied_to is not None}
     dense = expert = 0
     for tensor in architecture.tensors:
@@ -86,12 +87,13 @@ def work_of(architecture: Architecture) -> Work:
             expert += tensor.elements
         elif tensor.role != "embedding" or tensor.name in tied:
             dense += tensor.elements
-    reduced = 2 * architecture.layers * architecture.hidden_size * 2  # after attention and MLP, 16 bits each
+    # 2 all-reduces per layer (after attention and MLP) x 2 bytes per value
+    reduced = 2 * architecture.layers * architecture.hidden_size * 2
     return Work(dense, expert, architecture.experts, architecture.experts_per_token, reduced)
 
 
 def peak_flops(gpu: Gpu, scheme: str) -> float | None:
-    """Return a GPU's peak operations per second with weights of a quantization scheme, None if not known."""
+    """Return a GPU's peak operations per second for weights of a quantization scheme; None if not known."""
     return gpu.fp8_flops if scheme == "fp8" and gpu.fp8_flops is not None else gpu.flops
 
 
@@ -105,19 +107,21 @@ def speed_of(
         work: the model's parameters.
         gpu: the GPU.
         scheme: the quantization of the weights.
-        weights_bytes: weights of one GPU.
-        read_bytes: KV cache bytes of one request in the middle of its answer, on one GPU of each stage.
+        weights_bytes: bytes of the weights on one GPU.
+        read_bytes: KV cache bytes that a step reads for one request in the middle of its output, summed over
+            one GPU of each stage.
         tensor: tensor-parallel ranks.
         stages: pipeline stages.
         running: requests that run at once.
-        prompt: tokens of each prompt, computed once per answer; 0 to leave prompts out.
+        prompt: tokens of each prompt; 0 to leave out the time of prefill.
         output: tokens of each answer.
     """
     flops, link = peak_flops(gpu, scheme), gpu.link_among(tensor)
     if gpu.bandwidth is None or flops is None or (tensor > 1 and link is None):
         return None
     group = running / stages
-    tokens = group * (1 + prompt / output)  # Each step, 1 of `output` requests ends and a new prompt begins.
+    # In each step, 1 of `output` requests finishes, and the prompt of a new request is computed.
+    tokens = group * (1 + prompt / output)
     memory = (weights_bytes * work.read_share(tokens) + read_bytes / stages * group) / gpu.bandwidth
     arithmetic = 2.0 * work.computed() * tokens / (flops * tensor * stages)
     sent = work.reduced / stages * tokens * 2 * (tensor - 1) / tensor

@@ -1,4 +1,4 @@
-"""Text table of a sweep's rows with aligned columns, for a terminal or a file."""
+"""Text table with one line per row of a sweep and aligned columns, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.sweep.rows import SweepRow
 from tonnage.planner.units import GiB
 
-_Column = tuple[str, str, Callable[[SweepRow], str]]  # (title, alignment, function from row to text)
+# (title, alignment, function that formats the cell of a row)
+_Column = tuple[str, str, Callable[[SweepRow], str]]
 
 
 def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], file: TextIO) -> None:
     """Print the rows of a sweep as a text table.
 
-    Weights and pool are GiB of one GPU. Prices are USD per hour, for all GPUs of a row and per sequence that
-    certainly runs. A table wider than the terminal has the models as titles of their rows, then fewer columns;
-    a line below it names them.
+    Weights and KV pool are in GiB per GPU. Prices are in USD per hour: for all GPUs of a row, and per sequence
+    that certainly runs. If the table is wider than the terminal, the model's name becomes a title above its
+    rows. If it is still too wide, columns are left out, and a line below the table names them.
 
     Args:
         rows: the rows of the sweep.
@@ -56,9 +57,10 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
         print(f"Not shown for width: {', '.join(left_out)} (--csv, --json and --html have them)", file=file)
 
 
-# Columns to leave out on a narrow terminal, beginning with columns that follow from others.
+# Columns to leave out on a narrow terminal, in this order; the first ones can be derived from other columns.
 _DISPENSABLE = ("tokens", "weights", "at least", "pool")
-_FIXED = {"format": "as is", "KV": "auto"}  # Values of columns that need no column if all rows have them.
+# column -> value; if all rows have this value, the column is omitted
+_FIXED = {"format": "as is", "KV": "auto"}
 
 
 def _aligned(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> list[str]:
@@ -69,7 +71,7 @@ def _aligned(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> list[str]:
 def _folded(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> tuple[list[_Column], list[str]]:
     """Return (table columns to print, texts of the omitted columns).
 
-    A column of formats is omitted if every row has the checkpoint's own format.
+    The quantization or KV cache dtype column is omitted if all rows have the checkpoint's own format.
     """
     kept, same = [], []
     for title, side, text in columns:
@@ -133,7 +135,7 @@ def _price_each(row: SweepRow) -> str:
 
 
 def _at_once(place: int) -> Callable[[SweepRow], str]:
-    """Return the function that formats a row's count of requests with the `place`-th requested length."""
+    """Return a function that formats how many requests of length number `place` a row runs at once."""
     return lambda row: _of(row.requests[place], row.requests_held[place])
 
 
@@ -142,7 +144,7 @@ def _sequences(row: SweepRow) -> str:
 
 
 def _of(running: float, held: float) -> str:
-    """Format the sequences that --max-num-seqs allows and, if larger, the number that the pool would hold."""
+    """Format the number of sequences that run; if the pool could hold more, as `running of held`."""
     return f"{_count(running)} of {_count(held)}" if held > running else _count(running)
 
 
@@ -151,7 +153,7 @@ def _count(figure: float) -> str:
 
 
 def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[str]:
-    """Return text lines with the length of the sequences that the table counts, which may differ by model."""
+    """Return text lines that state the length of the sequences in the table, which may differ by model."""
     own = {row.model: row.max_model_len for row in rows if row.max_model_len}
     if lengths:
         prompt, output = lengths[0]
@@ -170,7 +172,7 @@ def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]
     sources: dict[str, list[str]] = {}
     for row in rows:
         if not row.total_bytes and row.refused:
-            continue  # The row has no GPU, or the model does not run on it.
+            continue  # a row without a GPU, or a model that does not run on this GPU
         cost = cost_of(row.gpu, row.gpus, prices)
         where = "no price" if cost is None else cost.source
         names = sources.setdefault(where, [])

@@ -1,4 +1,7 @@
-"""Layouts for a number of requests at once (`tonnage plan --request 4000+500 --target-concurrency 200`)."""
+"""Search for layouts that run a number of requests at once.
+
+Example: `tonnage plan --request 4000+500 --target-concurrency 200`.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +44,20 @@ from tonnage.planner.sweep.speed import SPEEDS, work_of
 from tonnage.planner.sweep.table import price_lines
 from tonnage.planner.units import GiB, ceil_div, gib, parse_count
 
-_SHOWN = 12  # The number of layouts printed as text without --top
-_ROUND = 1024  # max_model_len of a requested length is the next multiple of this number of tokens.
+_SHOWN = 12  # maximum number of layouts printed as text without --top
+# For requests of a given length, max_model_len is rounded up to a multiple of this number of tokens.
+_ROUND = 1024
 
 
 def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argparse.Namespace) -> int:
-    """Print the layouts that hold `wanted` requests and the commands of the first; return the exit code.
+    """Print the layouts that hold `wanted` requests and the commands that serve the first one.
+
+    Returns the exit code.
 
     Args:
         choices: the model and the values that were given.
         deployment: the flags that are the same in every plan.
-        wanted: requests that have to run at once.
+        wanted: number of requests that have to run at once.
         args: the parsed options.
 
     Raises:
@@ -77,7 +83,8 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     with busy(f"Planning {sum(map(len, grids)):,} layouts and more with pipelines ..."):
         rows = layouts(source, deployment, grids, choices, wanted, lengths, prices)
     if lengths and args.max_model_len is None and rows and all(row.refused for row in rows):
-        # The blocks of a request may not be known for the model: it then counts as a sequence of its length.
+        # If the blocks of a request are not known for this model, the request counts as a sequence of its
+        # length.
         sized = replace(deployment, max_model_len=sum(lengths[0]))
         others = layouts(source, sized, grids, choices, wanted, (), prices)
         if not all(row.refused for row in others):
@@ -126,9 +133,9 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
 def _print_need(
     rows: Sequence[SweepRow], given: object, wanted: int, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Print the pool that the requests need, from the rows of the smallest tensor parallelism.
+    """Print the KV pool size that the requests need, by the rows with the smallest tensor parallel size.
 
-    `given` is the --max-model-len that was given, or None.
+    `given` is the user's --max-model-len, or None.
     """
     known = [row for row in rows if row.request_bytes]
     if not known:
@@ -214,7 +221,7 @@ def _cells(offer: Offer, several: bool, piped: bool) -> list[str]:
 
 
 def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
-    """Return the lines that say why no row of the sweep carries the target."""
+    """Return text lines with the reasons why no row of the sweep holds the requested number of requests."""
     most = max((row.gpus for row in rows), default=1)
     lines = [f"No layout of up to {most} {'GPU' if most == 1 else 'GPUs'} of one type holds a single request."]
     largest = max((row.total_bytes for row in rows), default=0)
@@ -251,7 +258,7 @@ def _as_dict(offer: Offer) -> dict[str, Any]:
 
 
 def _machines(offer: Offer, deployment: Deployment) -> str | None:
-    """Return how to start a replica over several machines, or None if one machine holds it."""
+    """Return text on how to start a replica over several machines, or None if one machine is enough."""
     if offer.row.gpus <= NODE:
         return None
     count = ceil_div(offer.row.gpus, NODE)

@@ -1,7 +1,7 @@
-"""Comparison of plans under two engine versions (`tonnage plan --compare A B`), with reasons.
+"""Comparison of the plans for two engine versions (`tonnage plan --compare A B`), with reasons.
 
-The deployment is planned under every version in between at which a planning rule changed. This attributes each
-difference to a release.
+The deployment is also planned for every version in between at which a planning rule changed. Each difference
+can thus be attributed to one release.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Upgrade:
 
 
 def compare_versions(source: ModelSource, deployment: Deployment, since: str, until: str) -> Upgrade:
-    """Plan a deployment under two versions and the versions between them.
+    """Plan a deployment for two engine versions and for the versions between them.
 
     Args:
         source: the model's config and tensor headers.
@@ -93,14 +93,14 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # A version in between may reject the flags.
+        except TonnageError:  # a version between the two may reject the flags
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # No known rule explains this difference.
+    if found != known:  # a difference that no known change explains
         steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
@@ -119,7 +119,7 @@ def _release(text: str) -> Version:
 
 
 def terms_of(plan: Plan) -> dict[str, Any]:
-    """Return the figures of a plan that may differ between engine versions, by name."""
+    """Return a dict: name -> number of the plan, for all numbers that may differ between engine versions."""
     rank, cache, layout = plan.rank, plan.kv_cache, plan.kv_cache.layout
     found: dict[str, Any] = {
         "weights_bytes": rank.weights_bytes + rank.lora_bytes + rank.draft_bytes,
@@ -143,7 +143,7 @@ def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Name
     """Print the comparison of the two --compare versions; return exit code 0 if both plans fit, else 1."""
     since, until = args.compare
     if args.engine is None and not any(engine_of(deployment.engine).newest):
-        deployment = replace(deployment, engine="vllm")  # --sweep also plans for vllm by default.
+        deployment = replace(deployment, engine="vllm")  # the default engine is vllm, as for --sweep
     upgrade = compare_versions(source, deployment, since, until)
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     if args.html:
@@ -211,7 +211,7 @@ def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
 
 
 def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
-    """Return (name, figure before, figure after, difference) of each plan term, without terms zero in both."""
+    """Return (name, value before, value after, difference) of each plan term that is not zero in both plans."""
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     return [
         (_term_name(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
@@ -230,7 +230,7 @@ def _reasons(upgrade: Upgrade, since: str, until: str) -> list[str]:
 
 
 def _steps(upgrade: Upgrade) -> list[tuple[str, str]]:
-    """Return (release with its reasons, changed plan terms) of each release, as texts."""
+    """Return two texts for each release: the release with its reasons, and the plan terms that it changes."""
     lines = []
     for step in upgrade.steps:
         told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
@@ -258,7 +258,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _difference(before: Any, after: Any) -> str:
-    """Return the change of a figure in percent, or as a factor if that is above 2 or below 0.5."""
+    """Return the change of a number as text: in percent, or as a factor if it is above 2 or below 0.5."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
     if not numbers or before == after or not before:
         return ""
