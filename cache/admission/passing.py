@@ -1,4 +1,7 @@
-"""The start forecast of the first waiting request, so that a request that overtakes it does not delay it."""
+"""The forecast of when the first waiting request can start.
+
+Admission lets another request start earlier only if that does not delay this forecast start.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ def added_head(head: Head, block_size: int) -> Added:
 def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, margin: int) -> Head:
     """Return the forecast start of the first waiting request (the head) if no other is admitted before.
 
-    It is the first end of a running request after which the forecast peak, with the head included, fits the
-    pool. A later start leaves fewer requests running beside it, so the start is found by bisection.
+    The head starts at the first end of a running request after which the forecast peak of blocks, with the
+    head included, fits the pool. At a later start fewer requests still run, so the start is found by bisection.
 
     Args:
         request: The first waiting request.
-        outlook: Forecast of the running requests beside it.
+        outlook: Forecast of the running requests, made for ``request``.
         limits: Limits of the pool.
         margin: Blocks that admission leaves free (`Policy.margin`).
     """

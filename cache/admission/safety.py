@@ -62,7 +62,7 @@ def finishing_order(need: IntArray, returns: IntArray) -> Int64Array:
 
 
 def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
-    """Return sort keys for the order in which requests can finish, int64 [running]."""
+    """Return one sort key per request, int64 [running]; requests can finish in ascending order of the keys."""
     # One sort of a combined key takes a third of the time of lexsort; both counts are below 2^31.
     keys = need.astype(np.int64) << 32
     keys -= returns
@@ -184,8 +184,9 @@ def _most_by_new_order(
 ) -> int:
     """Return the most blocks in [known, want] that a request can be granted so that all requests can finish.
 
-    ``known`` blocks are known to be safe. The search may assume that a larger number is never safer. With a
-    larger number fewer requests can finish before the granted request, and its need at its turn stays equal.
+    A grant of ``known`` blocks is known to be safe. Bisection is valid, because a larger grant is never safer:
+    it leaves fewer blocks to the requests that finish before the granted one, and does not reduce the total
+    that the granted request needs.
     """
     low, high = known, min(want, available)
     while low < high:

@@ -126,9 +126,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first request of the queue (the head), which waits for blocks.
+    """The first request of the queue (the head), which waits for blocks, with its forecast.
 
-    ``start`` is its forecast start in steps from now.
+    ``output_left`` is the forecast number of its output tokens, ``start`` its forecast start in steps from now.
     """
 
     request: AdmissionRequest
@@ -154,7 +154,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The decision that a request cannot fit even alone.
+    """The decision that a request can never run, because it does not fit even when it runs alone.
 
     ``largest_prompt_tokens`` is the longest prompt, in tokens, that fits with the same max_tokens and n, or 0.
     """
