@@ -55,7 +55,8 @@ PRIOR_EVENTS = 1.25  # number of imagined reuses in the estimate of the hazard a
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
 NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
 HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
-# LRU takes over above this difference of hits, a share of a full pool's sampled blocks (1 or 2 requests)
+# LRU takes over if its simulated hits exceed the pool's own hits by more than this share of the sampled blocks
+# of a full pool, which is as much as 1 or 2 requests.
 SLACK = 1 / 64
 
 # Status of a history entry: unused, released and not requested again, requested again, replaced by a later

@@ -87,8 +87,8 @@ class _Sequence(Sequence):
     prefixes: bool  # whether the prompt's tokens are made from the trace's hash ids
     admitted: float = -1.0
     first_token: float = -1.0
-    loaded: float = -1.0  # when its load from a tier has ended
-    tokens: Int32Array | None = None  # of a request that was asked to start and waits
+    loaded: float = -1.0  # simulated time at which the load of its chunks from a tier ends
+    tokens: Int32Array | None = None  # token ids, kept while the request waits for admission
 
     def token_ids(self) -> Int32Array:
         if self.tokens is None or len(self.tokens) != self.length:
@@ -242,13 +242,13 @@ class Simulator:
     # -- loads from tiers ----------------------------------------------------------------------------------
 
     def _load(self, sequence: _Sequence) -> int:
-        """Return how many tokens a starting sequence loads from a tier."""
+        """Return how many tokens a starting sequence loads from a KV tier, and record when the load ends."""
         assert self.tiers is not None
         tokens, sequence.loaded = self.tiers.load(sequence.id, sequence.trace, sequence.computed, self.now)
         return tokens
 
     def _resume(self) -> None:
-        """Let the sequences run whose loads have ended."""
+        """Return sequences whose loads from a tier have ended to the running sequences."""
         assert self.tiers is not None or not self.scheduler.loading
         for sequence in [s for s in self.scheduler.loading.values() if s.loaded <= self.now]:
             self.scheduler.resume(sequence)
