@@ -14,7 +14,7 @@ from tonnage.planner.units import gib
 # Relative changes of the mean time to first token below this value count as no gain. The value is an
 # assumption: repeated benchmarks of one server differ by about as much.
 _NOTHING = 0.01
-_LEFT = 0.005  # if a larger cache adds less than this share of prompt tokens as hits, it adds nothing
+_LEFT = 0.005  # a larger cache that adds less than this share of prompt tokens as hits counts as no gain
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,7 +413,7 @@ class Scheduler(Generic[S]):
         self.running[sequence.id] = sequence
 
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
-        """Allocate blocks for ``tokens`` tokens from a KV tier; the sequence runs only after they are loaded."""
+        """Allocate blocks for ``tokens`` tokens that are loaded from a KV tier, and let the sequence wait."""
         end = sequence.computed + tokens
         while sequence.computed < end:  # a call of the manager extends by one step's budget at most
             reached = min(end, sequence.computed + self.budget)

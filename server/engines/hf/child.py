@@ -150,7 +150,7 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is waiting or running and no grammar is being compiled or block read."""
+        """Whether no sequence waits or runs, no grammar is being compiled, and no block is read from disk."""
         return self.scheduler.idle and not self._compiling and not self.scheduler.fetching
 
     def run(self) -> None:
@@ -161,7 +161,8 @@ class EngineLoop:
         while True:
             chunks: list[Chunk] = []
             if self.scheduler.idle:
-                # Reads of a disk that hangs never end, so a request that waits for them looks every second.
+                # Reads of a disk that hangs never end. The loop therefore wakes up every second, so that a
+                # request that has waited too long computes its blocks instead.
                 wait(wakes, 1.0 if self.scheduler.fetching else None)
             for _ in range(_MESSAGES_PER_STEP):
                 if not self.connection.poll():
