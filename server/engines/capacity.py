@@ -37,7 +37,7 @@ def limits_of(plan: Plan) -> Limits:
     for name, value in values.items():
         if value is None:
             raise DeploymentError(
-                "the plan has no value for it", field=name, hint="make the plan with make_plan"
+                "the plan has no value for this limit", field=name, hint="make the plan with make_plan"
             )
     return Limits(
         layout=plan.kv_cache.layout,

@@ -127,7 +127,7 @@ class VllmAdmission(AdmissionAdapter):
                 prefix of the queue.
             room: upper bound of the requests that may start.
             step: number of the step.
-            keys: what each API key holds, if several keys share the engine.
+            keys: sequences and blocks that each API key holds; None if API keys do not share the engine.
         """
         self._keys = keys
         self.forecast.step = step
@@ -164,8 +164,7 @@ class VllmAdmission(AdmissionAdapter):
     def _may_start(self, waiting: Iterable[Any], most: int, room: int, step: int, state: State) -> list[Any]:
         """Return the requests at the head of the queue that admission accepts, and add them to `state`.
 
-        `most` is the upper bound of these requests, and `room` the number of requests that the batch has room
-        for.
+        At most `most` requests are returned. `room` is the number of requests that the batch has room for.
         """
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens

@@ -234,7 +234,7 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _within_budget(self, allowed: list[Request] | None) -> Iterator[None]:
-        """Give vLLM a smaller token budget in the context, where several API keys share the step."""
+        """Reduce vLLM's token budget while the context is open, if several API keys share the step."""
         most = self.max_num_scheduled_tokens
         if allowed is not None and self.admission is not None:
             with self._guarded("before a step"):
