@@ -78,7 +78,7 @@ class BlockManager:
         leave: Compiled function that releases the rows of ended sequences (`steps.leave`).
 
     Raises:
-        CacheConfigError: The limits cannot work.
+        CacheConfigError: A limit or the number of blocks is invalid, or the groups cannot share one pool.
     """
 
     def __init__(
@@ -374,8 +374,8 @@ class BlockManager:
     def states(self) -> tuple[Int32Array, ...]:
         """Block ids of the rows' recurrent states: one int32 array [rows] for each state group.
 
-        A step reads and overwrites that block after the copies of `extend`. The null block stands for a row
-        without a state.
+        A step reads and overwrites the state's block after it has performed the copies of `extend`. The null
+        block stands for a row without a state.
         """
         groups = self.core.tables[len(self.tables) :]
         if not self.cached_states:
@@ -404,7 +404,10 @@ class BlockManager:
         return self.slot_mapping(group, np.full(positions.shape, row), positions)
 
     def slot_mapping(self, group: int, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Return the storage slots of a flat batch, int64; each entry has a row and a position, unchecked."""
+        """Return the storage slot of each token of a flat batch, int64 [tokens]; the arguments are not checked.
+
+        ``rows`` and ``positions``, int64 [tokens], have the table row and the position of each token.
+        """
         at, offsets = np.divmod(positions, self.block_size)
         slots: Int64Array = self.tables[group][rows, at].astype(np.int64) * self.block_size + offsets
         return slots

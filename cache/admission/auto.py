@@ -136,7 +136,7 @@ class Auto:
         self.fit = CostFit()
         self.log = log  # inside vLLM, the scheduler replaces it with vLLM's logger
         self._cost_said = False
-        self.fallbacks = 0  # number of times that the guard returned to vLLM's rule
+        self.fallbacks = 0  # how often low throughput or an exception has made the mode return to vLLM's rule
         self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
         # Prompt tokens, output tokens, max_tokens and the step of the end of the last finished requests.
         self._requests: deque[tuple[int, int, int, int]] = deque()

@@ -51,7 +51,7 @@ class AdmissionControl(Protocol):
     # -- sequences that grow -------------------------------------------------------------------------------
 
     def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
-        """Return the length in tokens to which each row of ``batch`` may be extended, at most ``ends``."""
+        """Return the length in tokens to which each sequence of ``batch`` may be extended, at most ``ends``."""
 
     def victim(self, snapshot: RunningSnapshot) -> int:
         """Return the index in ``snapshot`` of the request to preempt when no sequence can continue."""

@@ -45,7 +45,7 @@ def lengths_left(
     """
     last = edges.size - 1
     for at in range(done.size):
-        low, high = 0, last  # search the last edge up to ``done``
+        low, high = 0, last  # binary search for the last edge that is at most ``done``
         while low < high:
             middle = (low + high + 1) // 2
             if edges[middle] <= done[at]:
@@ -58,7 +58,7 @@ def lengths_left(
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # search the last edge that at least the wanted share of outputs exceeds
+            high = last  # binary search for the last edge that at least the wanted share of outputs exceeds
             while low < high:
                 middle = (low + high + 1) // 2
                 if survival[middle] >= wanted:

@@ -51,7 +51,7 @@ def weigh(finished: Int64Array, ages: Int64Array, running: Int64Array, window: i
     left = np.sort(np.concatenate((output, produced)))
     lengths, place, ended = np.unique(output, return_inverse=True, return_counts=True)
     at_risk = np.searchsorted(entered, lengths) - np.searchsorted(left, lengths)
-    # Below the longest output some requests always survive, even if few have been observed at that length.
+    # At each length below the longest, some requests must continue, even if all of the few observed ones ended.
     at_risk[:-1] = np.maximum(at_risk[:-1], ended[:-1] + 1)
     survival = np.concatenate(((1.0,), np.cumprod(1 - ended / at_risk)))
     weights = (survival[:-1] - survival[1:])[place] / ended[place]

@@ -13,7 +13,7 @@ from tonnage.cache.blocks.groups import num_full
 
 
 def added_head(head: Head, block_size: int) -> Added:
-    """Return the block forecast of the first waiting request, which holds blocks from its start on."""
+    """Return the blocks that the first waiting request will hold over time, from its forecast start on."""
     prompt = head.request.prompt_tokens
     return Added(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left

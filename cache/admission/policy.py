@@ -114,7 +114,7 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether forecasts of few requests use a higher quantile, which is so with the default quantiles."""
+        """Whether lengths of few running requests are forecast at a higher quantile; True by default."""
         return self.length_quantile is None and self.forecasts
 
     @property

@@ -88,7 +88,7 @@ class Outcome:
 
 
 def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
-    """Simulate the service of ``load`` under ``rule`` and return its outcome.
+    """Simulate how vLLM's scheduler serves ``load`` under ``rule``; return throughput and latency.
 
     Args:
         load: The requests; each must fit the empty pool.

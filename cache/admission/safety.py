@@ -30,8 +30,9 @@ scheduler that offers the budget of a stalled sequence to the next sequence alwa
 computes at least one token of a finite number, so every request ends.
 
 The argument uses no clock, no chunk size and no order of prefill and decode. A rule that forecasts a peak from
-lockstep decoding depends on them. With 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000,
-1,600). They need 808 blocks in chunks of 64 tokens, and 834 in chunks of 16.
+lockstep decoding depends on all three. With 805 blocks, such a rule admits two requests: one with a prompt of
+1,600 tokens and max_tokens 3,200, one with 8,000 and 1,600. Together they need 808 blocks with prefill chunks
+of 64 tokens, and 834 with chunks of 16.
 
 **Sharing.** Counting a union at each place of the order takes a walk over the tables. In nearly every step a
 lower bound of the blocks that each request returns is enough: the blocks that this request alone references
@@ -133,7 +134,7 @@ def grant(
 ) -> Int64Array:
     """Return how many blocks each sequence may take in this step, int64 [sequences].
 
-    The first sequences are served first. If every request can finish before the grants, every request can
+    Sequences are served in the given order. If every request can finish before the grants, every request can
     finish after them. A partial grant is a multiple of ``multiple``. A prefill chunk is cut to the grant; a
     decode that is granted 0 blocks skips the step.
 
@@ -162,7 +163,7 @@ def grant(
     for at, (entry, want) in enumerate(zip(np.asarray(entries).tolist(), wanted.tolist(), strict=True)):
         before = int(place[entry])
         most = max(0, min(want, int(slack[:before].min()))) if before else min(want, available)
-        # an order in which the granted request finishes earlier may allow more
+        # an order in which the granted request finishes earlier may allow a larger grant
         if most < want and leaving is None:
             most = _most_by_new_order(available, need, back, entry, want, most)
         most -= most % multiple if most < want else 0

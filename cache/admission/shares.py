@@ -36,7 +36,7 @@ class KeyUse:
 
     Attributes:
         sequences: Sequences that run or will be forked.
-        blocks: Blocks reserved for them.
+        blocks: Blocks reserved for these sequences.
         weight: Weight of the key.
     """
 

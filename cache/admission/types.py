@@ -43,7 +43,7 @@ class NeverReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What is known of a request when it is submitted, without its true output length.
+    """A request as admission sees it: its lengths, tenant and priority, without its true output length.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.

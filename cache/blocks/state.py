@@ -129,8 +129,8 @@ def _array(dtype: Any, *shape: str | int, lazy: bool = False) -> Any:
 def _column(axis: str) -> Any:
     """Declare an int32 [axis] field that lies next to the other columns in one array.
 
-    Separate arrays would put the entries of one block at the same offset of many pages, in one cache set of the
-    CPU.
+    Separate arrays would put the entries of one block at the same offset of many memory pages. These offsets
+    belong to one set of the CPU cache, in which the entries would evict each other.
     """
     return _Array(i4, (axis,), column=True)
 

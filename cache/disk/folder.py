@@ -149,7 +149,8 @@ class Folder:
         blocks = OrderedDict((block, taken) for _, block, taken in sorted(found.blocks))
         self._directories = found.directories
         self._entries = Counter(os.path.dirname(file_of(block)) for block in blocks)
-        self._most_entries, self._unused = self._entries.copy(), 0  # `scan` has measured the directories
+        # `scan` has measured the present sizes of the directories, so none of their bytes count as unused.
+        self._most_entries, self._unused = self._entries.copy(), 0
         self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
 
     def oldest(self) -> bytes | None:

@@ -55,8 +55,10 @@ MODEL = np.dtype(
         ("alive", i8),
         ("scores", f8, (2,)),  # recent hits of the pool, and hits that LRU would have had
         ("factors", f8, (2, LEVELS)),  # hazard factors by conversation turn and by answer length
-        ("hazard", f8, (ORIGINS, AGES)),  # reuses per block and per released block, by origin and age
-        ("density", f8, (CLASSES, AGES)),  # expected hits per block and per released block, by class and age
+        # Time is counted in blocks that the pool releases. The hazard is the rate at which a block of an origin
+        # and age is reused; the density is the expected hits of a block of a class and age per unit of time.
+        ("hazard", f8, (ORIGINS, AGES)),
+        ("density", f8, (CLASSES, AGES)),
         ("weights", f8, (256,)),  # value of each index that an entry stores as its weight
         # The next fields are scratch arrays of a fit.
         ("events", f8, (ORIGINS, AGES)),

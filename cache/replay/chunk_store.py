@@ -49,7 +49,7 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def insert(self, key: Key) -> None:
-        """Add a chunk."""
+        """Add a chunk that the store begins to hold."""
 
     def miss(self, keys: Sequence[Key]) -> None:
         """Record chunks, in prefix order, that a request offers and the store does not hold."""

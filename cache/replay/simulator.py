@@ -31,7 +31,8 @@ from tonnage.planner.model.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]
 
-# Prompts without hash ids use token ids from here on, which are unique per request.
+# First token id for prompts without hash ids. Each such prompt repeats one id of its own, so it shares no
+# prefix.
 _UNIQUE = 2**30
 # Upper bound of decode steps simulated at once while requests wait, so that newly learned lengths soon take
 # effect.
@@ -122,7 +123,7 @@ class Simulator:
             max_num_batched_tokens=setup.max_model_len if setup.whole_prompts else setup.budget,
             enable_prefix_caching=self.caching,
             policy=setup.policy,
-            # Eviction depends on the hashes of blocks; with one key a trace has one result.
+            # The hash key is fixed, because eviction depends on the blocks' hashes: a trace has one result.
             hash_seed=0,
         )
         self.scheduler: Scheduler[_Sequence] = Scheduler(

@@ -59,7 +59,7 @@ class TierCounts:
     chunks_stored: int = 0
     chunks_evicted: int = 0
     refused_stores: int = 0
-    chunks_declined: int = 0  # not stored, because they were not worth their bytes
+    chunks_declined: int = 0  # chunks not stored, because their forecast reuse was too low
 
     @property
     def hit_tokens(self) -> int:

@@ -273,7 +273,7 @@ class Scheduler(Generic[S]):
     def _spared(self) -> int:
         """Return the tokens of the step that running prompts leave to a waiting request of another API key.
 
-        The part is 0 if no sequence slot is free for such a request, or if admission would decide as in the
+        The result is 0 if no sequence may be added for such a request, or if admission would decide as in the
         last step. It is also 0 where chunks end at block boundaries, as in `_parts`.
         """
         several = self.admission.several_keys and not self._aligned
