@@ -113,7 +113,7 @@ class AutoStats:
             is used.
         gain: tokens/s with the learned rule divided by tokens/s with vLLM's rule, both simulated; None before a
             simulation.
-        fallbacks: how often low measured throughput made the mode return to vLLM's rule.
+        fallbacks: how often low measured throughput, or an exception, made the mode return to vLLM's rule.
     """
 
     cost: StepCost | None = None

@@ -44,8 +44,8 @@ from tonnage.server.engines.stats import EngineStats
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
 
-# Messages received before each step, so that a flood of requests does not stop the running ones. A request
-# takes some 0.3 ms to queue, and a step of the demo model 10 ms or more.
+# Upper bound of the messages received before each step, so that a flood of requests does not stop the running
+# ones. A request takes some 0.3 ms to queue, and a step of the demo model 10 ms or more.
 _MESSAGES_PER_STEP = 64
 
 

@@ -71,8 +71,8 @@ class KVTier:
 
     Args:
         pool: the KV pool, in host memory.
-        blocks: blocks of the host memory.
-        store: the folder behind it, or None.
+        blocks: number of blocks that the host memory holds.
+        store: the disk tier (a folder) behind the host memory, or None.
         most_waiting: upper bound of the bytes that wait to be written; further blocks are dropped.
         learned: whether host memory evicts in the learned order. In front of a folder it should be False,
             because all blocks of the folder pass through host memory.
@@ -102,7 +102,8 @@ class KVTier:
         self._fetches: list[_Fetch] = []
         self._rule = ReadRule()
         self._most_waiting = most_waiting
-        self._ended: deque[tuple[bytes, bool, bool]] = deque()  # key, whether it was read, success
+        # Transfers that have ended: the block's key, whether it was a read, and whether it succeeded.
+        self._ended: deque[tuple[bytes, bool, bool]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = threading.Event()
         self._store = store
@@ -117,7 +118,7 @@ class KVTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host memory."""
+        """Bytes of host memory that the tier takes."""
         return self._memory.nbytes
 
     @property
@@ -202,7 +203,7 @@ class KVTier:
             self._store.finish(keys, keys[:reused])
 
     def _take_slot(self, kept: set[bytes]) -> int | None:
-        """Return a free slot, after the eviction of a block if necessary; None if all are in use."""
+        """Return a free slot of host memory, after an eviction if needed; None if no block can be evicted."""
         if self._free:
             return self._free.pop()
         if self._learned is not None and not self._learned.failed:
@@ -391,7 +392,7 @@ def namespace_of(plan: Plan) -> Mapping[str, Any]:
     """Return the facts that the bytes of a block depend on: weights, dtypes, quantization and layout."""
     flags = plan.deployment
     return {
-        "engine": "hf 1",  # a number for each change of what a block's bytes mean
+        "engine": "hf 1",  # increase the number when the meaning of a block's bytes changes
         "architecture": plan.model.architecture,
         "files": files_of(plan.model.path),
         "dtype": flags.dtype,

@@ -1,7 +1,7 @@
 """KV offloading of a vLLM that computes on CPUs: its blocks are copied to the host tier and back.
 
-vLLM's own worker for offloading needs a GPU (0.32, v1/kv_offload/cpu/spec.py, get_worker). With this one, the
-connector, the host tier, disk tiers and their policies work where vLLM runs on CPUs:
+vLLM's own worker for offloading needs a GPU (0.32, v1/kv_offload/cpu/spec.py, get_worker). With the worker of
+this module, the connector, the host tier, disk tiers and their policies work where vLLM runs on CPUs:
 
     "kv_connector_extra_config": {"spec_name": "CpuTieringSpec",
       "spec_module_path": "tonnage.server.engines.vllm.cpu_offloading", "cpu_bytes_to_use": 17179869184}

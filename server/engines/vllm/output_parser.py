@@ -117,8 +117,8 @@ class VLLMOutputParser:
     """A reader of the tool calls and the reasoning in one model's output.
 
     Each output is read by a new object of a class that vLLM composes for the model. ``parsers`` has these
-    classes by the pair (reads tool calls, reads reasoning). ``with_format`` is the class for tool calls beside
-    a format of the answer.
+    classes by the pair (reads tool calls, reads reasoning). ``with_format`` is the class for a request that has
+    tools and also requires a format of the answer.
     """
 
     def __init__(self, parsers: Mapping[tuple[bool, bool], Any], with_format: Any, tokenizer: Any) -> None:
@@ -161,7 +161,9 @@ class VLLMOutputParser:
             adjusted = kind(self._tokenizer, request.tools, **more).adjust_request(request)
         except (ValueError, TypeError, RuntimeError) as error:  # types that pydantic and xgrammar raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ToolsRefused(f"the tool parser rejects them: {lines[0][:200]}", field="tools") from None
+            raise ToolsRefused(
+                f"the tool parser rejects these tools: {lines[0][:200]}", field="tools"
+            ) from None
         outputs = adjusted.structured_outputs
         tag = None if outputs is None else outputs.structural_tag
         # reads an output whose reasoning ended within the prompt

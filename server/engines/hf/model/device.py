@@ -1,6 +1,6 @@
-"""Memory of the device that the engine runs on, and the order of its work, behind one small interface.
+"""Measurement of the memory of the device that the engine runs on, and waiting for the device's work.
 
-The tests replace `CudaMemory` by a double that records the order of calls, because they have no GPU.
+The tests have no GPU. They replace `CudaMemory` by a test double that records the order of calls.
 """
 
 from __future__ import annotations

@@ -449,9 +449,9 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _guarded(self, when: str) -> Iterator[None]:
-        """Catch exceptions of our code in the context, and then leave scheduling to vLLM.
+        """Catch exceptions of our code while the context is open; after the first, vLLM schedules on its own.
 
-        After a second exception, requests that can never fit are no longer rejected either. `when` says for the
+        After a second exception, requests that can never fit are no longer rejected either. `when` tells in the
         log when the exception occurred.
         """
         try:

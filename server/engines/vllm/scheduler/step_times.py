@@ -99,7 +99,7 @@ class StepTimes:
 
 
 def _pace_of(scheduler: Any) -> StepPace | None:
-    """Return the pace of a scheduler of vLLM, or None where vLLM cannot divide prompts into smaller chunks."""
+    """Return the `StepPace` of a vLLM scheduler, or None if vLLM cannot divide prompts into smaller chunks."""
     config, cache = scheduler.scheduler_config, scheduler.cache_config
     if not config.enable_chunked_prefill or config.disable_chunked_mm_input:
         return None
