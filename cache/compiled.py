@@ -127,7 +127,7 @@ class Compiler:
         """
         assert self.folder is not None
         with (self.folder / "lock").open("w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

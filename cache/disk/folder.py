@@ -33,7 +33,7 @@ LOCK = "tonnage.lock"
 LOCK_SECONDS = 10.0
 DIRECTORY_BYTES = PAGE
 NAMESPACE_BYTES = 8
-DIRECTORIES_OF_BLOCKS = 256  # in a namespace, one for each first byte of a key
+DIRECTORIES_OF_BLOCKS = 256  # directories of a namespace: one for each value of a key's first byte
 FIRST_ENTRIES = PAGE // (ENTRY_BYTES // 2)  # entries in a directory's first page, which is never split (ext4)
 
 
@@ -131,7 +131,7 @@ class Folder:
             found.directories.add(os.path.relpath(folder, self.path))
             for file in files:
                 path = os.path.join(folder, file)
-                with contextlib.suppress(OSError):  # another process has removed the file
+                with contextlib.suppress(OSError):  # the file may have been removed by another process
                     if file.endswith(TEMPORARY) and not self.read_only:
                         os.unlink(path)
                         continue

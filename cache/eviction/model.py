@@ -13,7 +13,7 @@ PROMPTS, POPULAR, ANSWERS, ORIGINS = range(4)
 SCORES = 12
 CLASSES = ORIGINS * SCORES
 
-LRU, LEARNED = range(2)  # the eviction rules
+LRU, LEARNED = range(2)  # the two eviction rules
 AGES, LEVELS = 48, 8
 # The scale of ages has PER_OCTAVE levels per doubling. Ages below 1 / YOUNG_PART of the pool share level 0.
 PER_OCTAVE, YOUNG_PART = 4, 64
@@ -31,7 +31,7 @@ ENTRY = np.dtype(
     [
         ("tag", i4),  # high bits of the block's hash
         ("link", i4),  # 1 + next history entry of the hash bucket, 0: none
-        ("born", i4),  # number of blocks released before (the clock)
+        ("born", i4),  # time of the release, as the number of blocks released before (the clock)
         ("status", u1),
         ("age", u1),  # level of the block's age when it was reused or released again
         ("origin", u1),
@@ -46,8 +46,8 @@ MODEL = np.dtype(
     [
         ("learning", i8),  # 1: eviction learns; 0: LRU only
         ("sample_shift", i8),  # one block in 2^shift is in the sample
-        ("rule", i8),  # LRU or LEARNED
-        ("started", i8),  # number of requests started
+        ("rule", i8),  # eviction rule in effect: LRU or LEARNED
+        ("started", i8),  # number of requests that have started
         # The next three fields describe the history, a ring: the next entry to write, the number of youngest
         # entries that LRU would still hold, and the number of these whose block was not requested again.
         ("at", i8),

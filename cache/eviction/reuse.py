@@ -268,7 +268,7 @@ def observe_end(
     turn = max(1, int(turn))
     turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(length - prompt)
     score = _score_class(model.factors[0, turn_level] * model.factors[1, answer_level])
-    # Every request has the same weight, however long it is.
+    # The weight makes all requests count equally in the fit, however many blocks they have.
     weight = int(WEIGHT_STEPS * math.log2(asked + 1) + 0.5)
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
     popular = 0

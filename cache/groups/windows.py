@@ -57,7 +57,7 @@ def count_left(core: Core, row: int, computed: int, change: int) -> int:
         if core.groups[group].window != 0:
             for at in range(core.first[group, row], first_needed(core, group, computed)):
                 block = core.tables[group, row, at]
-                if block == NULL_BLOCK:  # no state was kept at this entry
+                if block == NULL_BLOCK:  # no recurrent state was kept at this table entry
                     continue
                 core.refs[block] += change
                 if core.refs[block] == 0:

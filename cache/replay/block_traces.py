@@ -31,7 +31,7 @@ _COMPONENTS = (
     "history",
     "web_search",
     "user_input",
-)  # in the order of the prompt
+)  # the components of a prompt, in the order of their text in it
 _EVENTS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -147,7 +147,7 @@ class RagPulseReader:
                     raise ValueError(f"the length of {component} {each!r:.40} is in no file beside it")
                 pieces.append((each, self._lengths[each]))
         known = sum(length for _, length in pieces)
-        if known < prompt:  # template and separators, taken as this request's own
+        if known < prompt:  # the rest is template and separators; it counts as unique to this request
             pieces.append((("own", len(self._numbers)), prompt - known))
         ids = tuple(self._blocks(pieces, prompt))
         arrival = float(record["timestamp"])
@@ -187,7 +187,7 @@ class EventReader:
     def __init__(self) -> None:
         self._parents: dict[object, object] = {}  # block hash -> hash of the block before, None for the first
         self._numbers: dict[object, int] = {}
-        self._open: dict[object, _Chain] = {}  # hash of a chain's last block -> chain
+        self._open: dict[object, _Chain] = {}  # hash of a chain's last block -> the chain
         self._chains: list[_Chain] = []
 
     def read(self, batch: Any) -> None:

@@ -130,7 +130,7 @@ class ARCOrder:
         self.capacity, self.target = capacity, 0.0  # `target` is the number of chunks used once to keep
         self.once: OrderedDict[Key, None] = OrderedDict()
         self.again: OrderedDict[Key, None] = OrderedDict()
-        # keys that were evicted from `once` and from `again`
+        # Keys of the chunks that were evicted from the lists `once` and `again`.
         self.gone_once: OrderedDict[Key, None] = OrderedDict()
         self.gone_again: OrderedDict[Key, None] = OrderedDict()
 

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-# First byte -> (struct format of a number, its bytes)
+# First byte of a number -> (struct format of the number, its size in bytes)
 _NUMBERS = {
     0xCA: (">f", 4), 0xCB: (">d", 8), 0xCC: (">B", 1), 0xCD: (">H", 2), 0xCE: (">I", 4), 0xCF: (">Q", 8),
     0xD0: (">b", 1), 0xD1: (">h", 2), 0xD2: (">i", 4), 0xD3: (">q", 8),
@@ -18,7 +18,7 @@ _NUMBERS = {
 _BYTES, _TEXTS = {0xC4: 1, 0xC5: 2, 0xC6: 4}, {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAYS, _MAPS = {0xDC: 2, 0xDD: 4}, {0xDE: 2, 0xDF: 4}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_DEEPEST = 16  # levels of arrays and maps; KV events have six
+_DEEPEST = 16  # upper bound of nested levels of arrays and maps; KV events have six
 
 
 def is_batch(first: bytes) -> bool:

@@ -216,7 +216,7 @@ class Tiers:
         if end <= request.next_stored:
             return
         new = self.host.store(request.host, request.next_stored, end)
-        if new is None:  # tried again in the next step
+        if new is None:  # no space was free; the store is tried again in the next step
             return
         self._writing.append((self.host, new))
         self.counts.host_stored_bytes += len(new) * self.chunk_bytes

@@ -171,7 +171,7 @@ class Scheduler(Generic[S]):
         """Schedule ``turns`` decode steps of each sequence at once, if all decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # bound the tokens per sequence and call
+            turns = min(turns, self.budget)  # a call of the manager takes at most this many tokens per sequence
         if self._aligned:  # end at the next block boundary, where recurrent states are cached
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
@@ -243,7 +243,7 @@ class Scheduler(Generic[S]):
                 if budget <= 0:
                     break
                 chunk = min(budget, left) if parts is None else min(budget, left, parts[sequence.tenant])
-                if chunk == 0:  # the sequence's key has used its part of the budget
+                if chunk == 0:  # the sequence's API key has used its part of the token budget
                     continue
                 if self._aligned:
                     chunk = self._cut(sequence, chunk, bool(order or step.picked))

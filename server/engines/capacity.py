@@ -19,7 +19,7 @@ class Capacity:
     num_blocks: int
     block_size: int
     max_model_len: int
-    plan: Plan  # plan revision 1, with measured instead of forecast bytes
+    plan: Plan  # revision 1 of the memory plan, with measured instead of forecast bytes
 
 
 def limits_of(plan: Plan) -> Limits:

@@ -16,7 +16,7 @@ _MALLOC = ((-3, 2**17), (-1, 2**20), (-8, 1))
 
 def bound_heap() -> None:
     """Make the allocator return freed memory to the kernel; it affects only later allocations."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc may lack mallopt
         for option, value in _MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
 
@@ -39,5 +39,5 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_ONCE)
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

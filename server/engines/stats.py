@@ -214,10 +214,10 @@ class EngineStats:
     # distinguish them.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # None if not checked
+    invariant_violations: int | None = 0  # None if the engine does not check its invariants
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # only in the admission mode ``auto``
-    tier: TierStats | None = None  # only of an hf engine with a KV tier
+    auto: AutoStats | None = None  # None except in the admission mode ``auto``
+    tier: TierStats | None = None  # None except for an hf engine with a KV tier
     since: float | None = None  # last change of ``ready``, in seconds since the epoch; None if not reported
 
 

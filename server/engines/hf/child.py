@@ -126,7 +126,8 @@ class EngineLoop:
         preparation.load()
         self.runner = ModelRunner(plan)
         self.grammars = GrammarCompiler(model_files(plan.model.path), self.runner.vocab_size)
-        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # each request with its arrival time
+        # Requests whose grammar is being compiled, each with its arrival time in seconds, by request id.
+        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}
         self.tier = tier_of(plan, self.runner.pool)
         self.scheduler = HFScheduler(plan, self.grammars.matcher, policy, sharing, self.tier)
         self.self_check_error = checked_attention(self.runner)

@@ -44,7 +44,7 @@ WAITING_BYTES = 256 << 20
 # A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
 MOST_SECONDS = 10.0
-_BLOCKS_PER_READ = 8  # blocks that one thread reads in a row
+_BLOCKS_PER_READ = 8  # number of blocks that one job of a reader thread reads
 # The API process kills an engine process that does not end within 5 seconds (HFEngine.stop).
 _SECONDS_TO_CLOSE = 3.0
 
@@ -92,7 +92,8 @@ class KVTier:
         self._memory.fill(0)  # touch every page, so that the planned memory is resident
         self._parts = np.split(self._memory, np.cumsum(self._widths)[:-1], axis=1)
         self._bytes = self._memory.data.cast("B")
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # slot of each block, the oldest use first
+        # The slot of each block, the least recently used block first.
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(blocks - 1, -1, -1))
         self._learned = LearnedBlocks(blocks) if learned else None
         if learned:

@@ -163,7 +163,7 @@ class DiskTier(SecondaryTierManager):
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)  # vLLM 0.30 has no detector
         assert primary_kv_view.strides is not None
-        self._chunk: int = primary_kv_view.strides[0]  # bytes
+        self._chunk: int = primary_kv_view.strides[0]  # size of a chunk in bytes
         mapper = FileMapper.from_offloading_spec(
             root_dir="", offloading_spec=offloading_spec, blocks_per_file=offloading_spec.blocks_per_chunk,
             parallel_agnostic=True,
@@ -177,14 +177,14 @@ class DiskTier(SecondaryTierManager):
             learned=self._chunk if _learned(policy) else None,
         )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
-        self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not reported yet
-        self._reading = 0  # reading jobs that were not reported yet
+        self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not yet reported to vLLM
+        self._reading = 0  # read jobs that were not yet reported to vLLM
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
         self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
         self._ended: deque[_Ended] = deque()
         self._report_at = 0.0  # time of the next report of the metrics
         self._reported = _VALUES(DiskCounts(0))
-        self._may_read: dict[str, int | None] = {}  # chunks that a request may read; None: all
+        self._may_read: dict[str, int | None] = {}  # number of chunks that a request may still read; None: all
         self._computed: dict[str, dict[Any, None]] = {}  # chunks that a running request has offloaded
         self._missed: dict[str, float] = {}  # time of a request's last miss, until its first chunks are stored
 

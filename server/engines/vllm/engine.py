@@ -102,7 +102,7 @@ class VLLMEngine(Engine):
         self._sampler = PeakSampler()
         self._weights: int | None = None
         self._kv_pool: int | None = None
-        self._lora: int | None = None  # bytes of the LoRA adapters' slots, once measured
+        self._lora: int | None = None  # measured bytes of the LoRA adapters' slots; None before the measurement
         self._framework: int | None = None
         self._num_blocks = plan.kv_cache.num_blocks
         self._prompt_tokens = 0

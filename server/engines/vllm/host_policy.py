@@ -35,7 +35,7 @@ class LearnedCachePolicy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._chunks: OrderedDict[Any, ChunkStatus] = OrderedDict()  # the least recently used first
-        self._busy: dict[Any, int] = {}  # chunks that may be in transfer, with a value other than 0
+        self._busy: dict[Any, int] = {}  # key of a chunk -> a value other than 0 while it is in transfer
         self._order: LearnedChunkOrder[Any] | None = LearnedChunkOrder(
             cache_capacity
         )  # None after an exception

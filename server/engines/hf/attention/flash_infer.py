@@ -36,7 +36,8 @@ class FlashInferAttention(PagedAttention):
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
         self._wrappers = wrappers
-        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # on the CPU, where plan() runs
+        # FlashInfer's plan() runs on the CPU, so the query starts stay there.
+        self._start = torch.from_numpy(batch.query_start.astype(np.int32))
         self._planned: dict[int, tuple[float, float | None]] = {}
 
     def read(

@@ -79,7 +79,7 @@ class FlexAttention(PagedAttention):
         buffers.fit(len(row), len(tiles))
         buffers.sequence[: len(row)] = self._put(row)
         buffers.position[: len(row)] = self._put(position)
-        # The padded row of each query, [T].
+        # Index of each query among the padded query rows, [T].
         self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)
         self._last = position.reshape(-1, TILE).max(1)  # last position in each tile; -1 for an unused tile
         self._masks = [self._mask(group, len(row)) for group in range(len(self.pages))]

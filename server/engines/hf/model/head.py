@@ -46,7 +46,7 @@ class HeadOnly:
         own = vars(self._base).get("forward")
         self._base.forward = lambda *args, **kwargs: kept
         try:
-            # The tokens are not read; a model may take shapes from them.
+            # The token ids are not used, except that a model may read the shape of this tensor.
             ids = torch.zeros((1, self._tokens), dtype=torch.int64, device=rows.device)
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
         finally:

@@ -28,7 +28,7 @@ def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     if logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
         first, good = peaks(logits)
         return first.tolist(), good.tolist()
-    finite = logits.amax(dim=-1).isfinite()  # amax propagates NaN
+    finite = logits.amax(dim=-1).isfinite()  # NaN in a row makes the row's maximum NaN
     return logits.argmax(dim=-1).tolist(), finite.tolist()
 
 
