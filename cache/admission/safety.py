@@ -11,7 +11,7 @@ to a running sequence only if the state after it is safe. Otherwise the sequence
 keeps its blocks and computes nothing. No request is ever preempted to free blocks.
 
 **No other event makes a safe state unsafe.** Take an order that shows safety, and the inequality of each
-request:
+request. Its *union* is the set of blocks held by the request and by those after it; a shared block counts once.
 
 - A request ends, is cancelled, or one of its n sequences ends: blocks leave the union and need does not grow.
   The reservation shrinks by at least what the sequence alone held.
@@ -34,10 +34,10 @@ lockstep decoding depends on all three. With 805 blocks, such a rule admits two 
 1,600 tokens and max_tokens 3,200, one with 8,000 and 1,600. Together they need 808 blocks with prefill chunks
 of 64 tokens, and 834 with chunks of 16.
 
-**Sharing.** Counting a union at each place of the order takes a walk over the tables. In nearly every step a
-lower bound of the blocks that each request returns is enough: the blocks that this request alone references
-(``private``). A grant under the bound is safe. The exact count (`last_owners`) is used only if the bound cannot
-show that the present state is safe, and would stall more sequences than necessary.
+**Sharing.** Counting the union for each request of the order takes a walk over all block tables. In nearly
+every step a lower bound of the blocks that each request returns is enough: the blocks that this request alone
+references (``private``). A grant under the bound is safe. The exact count (`last_owners`) is used only if the
+bound cannot show that the present state is safe, and would stall more sequences than necessary.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 **History.** Every release of a sampled block is written to a ring that covers `REACH` times the pool's
 capacity. Blocks are sampled by hash (Waldspurger et al., USENIX ATC 2017). Reuse of blocks that were evicted
-long ago is therefore observed too, and no block has to be kept as an experiment.
+long ago is therefore observed too, and no block has to be kept in the pool only to observe its reuse.
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
 is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. The age of a block is

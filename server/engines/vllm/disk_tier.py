@@ -161,7 +161,8 @@ class DiskTier(SecondaryTierManager):
         self._rule = ReadRule(None if prefill is None else _tokens_of_chunk(offloading_spec) / _pace(prefill))
         self._most_waiting = parse_size(str(waiting), "waiting")
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)  # vLLM 0.30 has no detector
+        # vLLM 0.30 passes no detector, and its base class does not accept one.
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         assert primary_kv_view.strides is not None
         self._chunk: int = primary_kv_view.strides[0]  # size of a chunk in bytes
         mapper = FileMapper.from_offloading_spec(
@@ -206,11 +207,11 @@ class DiskTier(SecondaryTierManager):
         """Do nothing: the order of eviction changes when requests end."""
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Write the chunks of a job later, or drop them if too many bytes wait already."""
+        """Queue the chunks of a job to be written, or drop them if too many bytes wait already."""
         count = len(job_metadata.keys)
         size = count * self._chunk
         since = self._missed.pop(job_metadata.req_context.req_id, None)
-        if since is not None:  # later chunks of a prompt come with other steps, whose time is not known
+        if since is not None:  # only the first chunks of a prompt: for later ones the start time is not known
             self._rule.computed(count, time.monotonic() - since)
         computed = self._computed.setdefault(job_metadata.req_context.req_id, {})
         computed.update(dict.fromkeys(job_metadata.keys))

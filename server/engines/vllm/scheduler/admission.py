@@ -65,7 +65,7 @@ class VllmAdmission(AdmissionAdapter):
         self._head = ""  # id of the first waiting request that was not admitted
         self._short = 0  # number of blocks that the refused request lacked
         self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
-        self._departed_then = 0  # `account.departed` at the last refusal
+        self._departed_then = 0  # `account.departed` alone at the last refusal
         self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
