@@ -78,7 +78,7 @@ class BlockManager:
         leave: Compiled function that releases the rows of ended sequences (`steps.leave`).
 
     Raises:
-        CacheConfigError: The limits cannot work.
+        CacheConfigError: A limit or the number of blocks is invalid, or the groups cannot share one pool.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BlockManager:
         # With prefix caching, recurrent states are cached too: see `tonnage.cache.groups.states`.
         self.cached_states = aligned = enable_prefix_caching and can_cache_states(layout)
         limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens, aligned)
-        # see tonnage.cache.prefix.index
+        # tonnage.cache.prefix.index explains which layouts can have a prefix cache.
         if windows_only(layout):
             reusable = keyed_hash is not None
         else:
@@ -119,7 +119,8 @@ class BlockManager:
             max_step=max_num_batched_tokens,
             caching=caching,
             seed=seed_of(b"", key),
-            # Both follow chains of parents: events name a block's parent, learned eviction whole prefixes.
+            # KV events and learned eviction need each block's parent. If every group has a sliding window,
+            # blocks in the prefix index have no parents.
             logged=logged and not windows_only(layout),
             learning=learning and not windows_only(layout),
             aligned=aligned,
@@ -178,7 +179,8 @@ class BlockManager:
             weight: Weight of the tenant's key among several keys.
             head: Forecast (`AdmissionControl.start_of`) of the first waiting request, if this request would be
                 admitted before it.
-            request: The same lengths, tenant and weight as a request, for a caller that asks repeatedly.
+            request: The lengths, tenant and weight as one object, for a caller that tries the same request
+                several times. None: it is made from the other arguments.
 
         Returns:
             Admitted with the row and the cached tokens, Wait with the missing blocks or sequences, or Never if
@@ -245,9 +247,9 @@ class BlockManager:
     # -- the step ------------------------------------------------------------------------------------------
 
     def extend(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
-        """Allocate blocks for positions [computed, num_tokens) of each sequence; return the copies due first.
+        """Allocate blocks for positions [computed, num_tokens) of each sequence; return the copies to perform.
 
-        The engine must perform the returned block copies before it writes. Blocks of sliding windows that no
+        The engine must perform the copies, in order, before it writes K/V. Blocks of sliding windows that no
         query at a position >= computed can read are released before new blocks are taken. A sequence costs more
         than a comparison only if it crosses a block boundary or writes into a shared block.
 
@@ -372,8 +374,8 @@ class BlockManager:
     def states(self) -> tuple[Int32Array, ...]:
         """Block ids of the rows' recurrent states: one int32 array [rows] for each state group.
 
-        A step reads and overwrites that block after the copies of `extend`. The null block stands for a row
-        without a state.
+        A step reads and overwrites the state's block after it has performed the copies of `extend`. The null
+        block stands for a row without a state.
         """
         groups = self.core.tables[len(self.tables) :]
         if not self.cached_states:
@@ -402,7 +404,10 @@ class BlockManager:
         return self.slot_mapping(group, np.full(positions.shape, row), positions)
 
     def slot_mapping(self, group: int, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Return the storage slots of a flat batch, int64; each entry has a row and a position, unchecked."""
+        """Return the storage slot of each token of a flat batch, int64 [tokens]; the arguments are not checked.
+
+        ``rows`` and ``positions``, int64 [tokens], have the table row and the position of each token.
+        """
         at, offsets = np.divmod(positions, self.block_size)
         slots: Int64Array = self.tables[group][rows, at].astype(np.int64) * self.block_size + offsets
         return slots

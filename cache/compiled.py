@@ -4,12 +4,13 @@ Loops over every block of every request (hashing, matching, publishing, releasin
 over arrays of ints. numba compiles them. With NUMBA_DISABLE_JIT=1 the same source runs uncompiled, and the
 tests compare both. The kernels of the HF engine use the same `Compiler`.
 
-Machine code that was compiled at installation (`tonnage.cache.ahead`) is read first. Else compiling takes some
-seconds, once per machine and version. The result is kept in the user's cache directory (XDG_CACHE_HOME or
-~/.cache; NUMBA_CACHE_DIR moves it). If nothing can be written there, every start compiles again.
+Machine code that was compiled at installation (`tonnage.cache.ahead`) is read first. Without it, compiling
+takes some seconds, once per machine and version. The result is kept in the user's cache directory
+(XDG_CACHE_HOME or ~/.cache; NUMBA_CACHE_DIR moves it). If nothing can be written there, every start compiles
+again.
 
-Each version of the sources has its own folder, and each type of processor. A new folder removes the folders
-that no start has used for a month. `tonnage plan` never imports this module.
+Each version of the sources and each type of processor has its own folder. When a new folder is made, folders
+that no process has used for a month are removed. `tonnage plan` never imports this module.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Compiler:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from writing to the folder in the context.
+        """Lock the folder of machine code against writes of other processes, as a context manager.
 
         numba reads, changes and writes a function's index without a lock (IndexDataCacheFile.save of
         core/caching.py, 0.65). Of two processes that compile at the same time, one could lose its code. A later
@@ -126,7 +127,7 @@ class Compiler:
         """
         assert self.folder is not None
         with (self.folder / "lock").open("w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

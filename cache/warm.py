@@ -34,7 +34,7 @@ def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
     for sequence in range(0, 60, 3):
         tokens = prompt if sequence % 2 else prompt + sequence * len(prompt)
         if not isinstance(manager.admit(sequence, tokens, 2 * size, n=2), Admitted):
-            raise AssertionError("an empty pool of 64 blocks admits a request of 9")
+            raise AssertionError("an empty pool of 64 blocks did not admit a request of 9 blocks")
         manager.grant([sequence], [len(tokens)])
         manager.extend([sequence], [len(tokens)])
         manager.commit([sequence], [len(tokens)])

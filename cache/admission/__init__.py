@@ -15,8 +15,8 @@
 ``decide``      the decisions, as pure functions of a state
 ``controller``  the decisions applied to our block manager (compiled, not imported here)
 ``cost``        the seconds of an engine step, fitted online
-``rehearsal``   a simulation of a load under a rule, for the mode auto
-``auto``        the mode auto: the choice between rules
+``rehearsal``   a simulation of recent requests under an admission rule, for the mode auto
+``auto``        the mode auto: the choice between admission rules by simulation
 =============== ==================================================================================
 """
 

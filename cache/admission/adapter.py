@@ -54,9 +54,9 @@ class AdmissionAdapter(ABC):
         return np.stack((prompt, produced, produced + state.snapshot.output_left), axis=1).astype(np.int64)
 
     def committed(self) -> int:
-        """Return the number of blocks that a new request cannot have.
+        """Return the number of blocks that are not available to a new request.
 
-        They are taken, expected to be taken by running requests, or kept free as the policy's margin.
+        Running requests hold these blocks or are forecast to take them, or the policy keeps them free (margin).
         """
         return decisions.committed(self._state(), self.rules)
 

@@ -32,36 +32,39 @@ from tonnage.cache.blocks.state import Int64Array
 
 log = logging.getLogger("tonnage.cache")
 
-# The rules that are rehearsed beside vLLM's. With a higher share fewer requests are held back. These shares and
-# the bounds below were chosen with benchmarks/vllm_admission.py --matrix --costs cpu --pools 200
-# --first-seed 10 (benchmarks/README.md).
+# The admission rules that are simulated beside vLLM's rule. A rule with a higher share holds back fewer
+# requests. The shares, and the bounds START and STAY, were chosen with benchmarks/vllm_admission.py --matrix
+# --costs cpu --pools 200 --first-seed 10 (benchmarks/README.md).
 RULES = tuple(Rule(share) for share in (0.6, 0.7, 0.8, 0.9))
-# Three counts of finished requests: how many lengths are remembered, how many a rehearsal needs, and how many
-# finish between two rehearsals.
+# Three counts of finished requests: `_REMEMBERED` lengths are remembered, a rehearsal (simulation) needs
+# `_KNOWN` of them, and `_ANEW` requests finish between two rehearsals.
 _REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
 # A rehearsal runs only if recomputed tokens take at least this share of the engine's time, because no rule can
 # gain more than that share.
 _LOST = 0.02
-# No rule is chosen while the length of a larger share of the requests is unknown. Without this bound, a cell of
-# the matrix (--costs cpu --pools 1500 --first-seed 10) had a P99 to the first token of 1.12 times vLLM's.
+# No rule is chosen while the output length of more than this share of the requests is unknown. Without this
+# bound, the P99 time to the first token was 1.12 times vLLM's in one case of benchmarks/vllm_admission.py
+# (--matrix --costs cpu --pools 1500 --first-seed 10).
 _UNKNOWN = 0.25
-# The number of requests in the system is averaged over this many steps, a few lifetimes of a request. A queue
-# that forms and empties within them is no reason to hold requests back.
+# The number of running and waiting requests is averaged over this many steps, several times as many as a
+# request runs. A queue that forms and empties in less time is no reason to hold requests back.
 _LIFETIME = 128
 # Two values of the P99 time between tokens count as equal if their relative difference is below this.
 _SAME = 1e-3
-# Request counts are rounded to powers of `_LEVEL`, and each power (a level) has one rehearsal. The level
-# changes only when the count is more than `_LEVEL_WIDTH` levels away, so that a count between two levels does
-# not change the rule at each step.
+# The number of running and waiting requests is rounded to a power of `_LEVEL`, and each power (a level) has one
+# simulation. The level changes only when the number is more than `_LEVEL_WIDTH` levels away. A number between
+# two levels therefore does not change the admission rule at each step.
 _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # A window of steps measures the throughput of a rule only if requests waited in at least this share of its
 # steps.
 _QUEUED = 0.9
-# A window is steady if the output of the running requests together changed by at most this share of the output
-# of the requests that finished. While requests of similar age fill the pool, more is served than simulated.
+# A window of steps counts as steady if the total output tokens of the running requests changed by at most this
+# share of the output tokens of the requests that finished in it. While requests of similar age fill the pool,
+# the measured throughput is higher than the simulated one.
 _STEADY = 0.25
-# The guard compares the tokens per second of a rule with the forecast for vLLM's rule. If they stay below share
-# `_BEHIND` for `_WINDOWS` windows in a row, vLLM's rule holds for `_BANNED` finished requests.
+# `Auto._guard` compares the measured tokens per second with the simulated tokens per second of vLLM's rule. If
+# they are below `_BEHIND` times the simulated value for `_WINDOWS` windows of steps in a row, vLLM's rule is
+# used until `_BANNED` more requests have finished.
 _BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
 # Upper bound of the share of one CPU core that rehearsals use.
 _DUTY = 0.05
@@ -72,7 +75,7 @@ _MOST_TOKENS = 1 << 22
 
 
 def _none_running() -> Int64Array:
-    """Return the rows of no running request, int64 [0, 3]."""
+    """Return the lengths of the running requests if none runs: an empty array, int64 [0, 3]."""
     return np.empty((0, 3), np.int64)
 
 
@@ -91,13 +94,16 @@ class Bounds:
     between: float
 
 
-# START has the bounds to start holding requests back, STAY the bounds to continue. A rule must meet one entry
-# of START. STAY is looser, because a rule that starts and stops often gains nothing. The first margins
-# exceed the scatter of vLLM's own rule: one more block of prompt in one of 300 requests changes its tokens/s by
-# 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to 1.4 % and its P99 time between
-# tokens by 5 % (test_bounds_exceed_the_scatter_of_vllms_rule). After a large gain in throughput both times may
-# be nearly vLLM's: steps with long prompts can determine the P99 under every rule. Without this entry,
-# benchmarks/admission.py has 320 preemptions on the Azure conversations instead of 23.
+# START has the bounds to begin holding requests back, STAY the bounds to continue; a rule must meet one entry.
+# STAY is looser, because a rule that starts and stops often gains nothing.
+#
+# The margins of START's first entry exceed the scatter of vLLM's rule: one more block of prompt in one of 300
+# requests changes its tokens/s by 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to
+# 1.4 % and its P99 time between tokens by 5 % (test_bounds_exceed_the_scatter_of_vllms_rule).
+#
+# The second entry demands a larger gain in throughput but accepts times nearly equal to vLLM's, because steps
+# with long prompts can determine the P99 under every rule. Without the second entry, benchmarks/admission.py
+# has 320 preemptions on the Azure conversations instead of 23.
 START = (Bounds(1.06, 0.98, 0.85), Bounds(1.08, 1.0, 0.99))
 STAY = (Bounds(1.01, 1.02, 0.95), Bounds(1.08, 1.0, 1.0))
 
@@ -130,11 +136,11 @@ class Auto:
         self.fit = CostFit()
         self.log = log  # inside vLLM, the scheduler replaces it with vLLM's logger
         self._cost_said = False
-        self.fallbacks = 0  # number of times that the guard returned to vLLM's rule
+        self.fallbacks = 0  # how often low throughput or an exception has made the mode return to vLLM's rule
         self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
         # Prompt tokens, output tokens, max_tokens and the step of the end of the last finished requests.
         self._requests: deque[tuple[int, int, int, int]] = deque()
-        self._since = 0  # step in which the last request ended that `_requests` no longer has
+        self._since = 0  # step in which the last request ended that was removed from `_requests`
         self._ended = 0
         self._choices: dict[int, Choice] = {}  # keyed by the level of the number of requests (`_LEVEL`)
         self._level = 0
@@ -143,7 +149,7 @@ class Auto:
         self._worker: ThreadPoolExecutor | None = None
         self._idle_until = 0.0
         self._recomputed = 0
-        # These counts start at the last rehearsal. The guard and the share of recomputed tokens use them.
+        # Counts since the last rehearsal, for `_guard` and for the share of recomputed tokens (`_lost`).
         self._seconds = self._tokens = 0.0
         self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._accuracy = 1.0  # under vLLM's rule: measured tokens per second, divided by the forecast
@@ -200,7 +206,7 @@ class Auto:
     # -- the rule in effect --------------------------------------------------------------------------------
 
     def rule(self, in_system: int, running: Callable[[], Int64Array] = _none_running) -> Rule:
-        """Return the admission rule while requests wait.
+        """Return the admission rule to apply while requests wait.
 
         Args:
             in_system: Number of requests that run or wait.
@@ -235,9 +241,10 @@ class Auto:
         return self._lost >= _LOST or any(choice.rule != VLLM for choice in self._choices.values())
 
     def _is_burst(self, in_system: int) -> bool:
-        """Return whether many more requests are in the system than usual.
+        """Return whether many more requests run or wait than usual (a burst).
 
-        A burst finds free blocks, so its requests could start at once. A rehearsal only simulates a full pool.
+        A burst finds free blocks, so its requests can start at once. A rehearsal, which simulates a full pool,
+        would not show that.
         """
         return self.target_itl is None and min(in_system, self.engine.max_num_seqs) > _LEVEL * self._usual
 
@@ -247,10 +254,7 @@ class Auto:
         return not self.background or time.monotonic() >= self._idle_until
 
     def _anew(self, running: Callable[[], Int64Array]) -> None:
-        """Evaluate the steps since the last rehearsal.
-
-        The rules that were chosen before are discarded.
-        """
+        """Evaluate the steps since the last rehearsal, and discard the admission rules chosen before."""
         cost, rows = self.cost, running()
         self._rehearsed_at = self._ended
         produced = int(rows[:, 1].sum())
@@ -273,8 +277,9 @@ class Auto:
 
         Args:
             cost: The fitted cost of a step.
-            running: Rows of the running requests, int64 [running, 3], as in `rule`.
-            changed: Change of their output tokens since the last rehearsal, without sign.
+            running: Prompt tokens, output tokens so far and max_tokens of the running requests, int64
+                [running, 3].
+            changed: Absolute change of the running requests' output tokens since the last rehearsal.
         """
         mixed = 0 < self._held_steps < self._steps
         finished = sum(output for _, output, _, end in self._requests if end > self.fit.steps - self._steps)
@@ -335,7 +340,10 @@ class Auto:
             self._run(self._choose, level, clients, lengths, cost, self._choices)
 
     def _lengths(self, running: Int64Array, window: int) -> Lengths:
-        """Return the requests of the last ``window`` steps, or of the steps that are remembered."""
+        """Return the weighted lengths of the requests of the last ``window`` steps.
+
+        Fewer steps are used if requests that ended within the window are no longer remembered.
+        """
         begin = max(self._since, self.fit.steps - window)
         rows = np.array(self._requests, np.int64)
         rows = rows[rows[:, 3] >= begin]
@@ -371,9 +379,9 @@ class Auto:
         )  # fmt: skip
 
     def _load(self, clients: int, lengths: Lengths) -> Load:
-        """Return a simulation input drawn from ``lengths``, without requests beyond the pool.
+        """Return a load to simulate: requests drawn from ``lengths``, without those longer than the pool.
 
-        The input is empty if no request is left, or if they are too long to be simulated.
+        The load is empty if no request fits the pool, or if the requests are too long to be simulated.
         """
         most = (self.engine.blocks - 1) * self.engine.block_size
         fits = lengths.rows[:, 0] + lengths.rows[:, 1] <= most

@@ -30,16 +30,20 @@ class AdmissionControl(Protocol):
     # -- requests that start -------------------------------------------------------------------------------
 
     def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:
-        """Return the decision, or None if it depends on the prefix cache; then `decide` must be called.
+        """Return the admission decision on ``request``, or None if it depends on the request's prefix hit.
 
-        ``head`` is the first waiting request, if ``request`` would start before it.
+        After None, the caller looks up the prefix cache and calls `decide`. ``head`` is the start forecast of
+        the first waiting request, if ``request`` would start before that request.
         """
 
     def decide(self, request: AdmissionRequest, row: int, hit: int, head: Head | None = None) -> Decision:
-        """Return whether a request may start whose prefix hit of ``hit`` blocks is recorded in ``row``."""
+        """Return whether ``request`` may start, given its prefix hit.
+
+        ``row`` is the row of the block tables that holds the ``hit`` cached blocks of the request's prompt.
+        """
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """Return the forecast start of ``request``, the first in the queue, which lacks blocks now."""
+        """Forecast when ``request`` can start; it is the first in the queue and waits for blocks."""
 
     def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
         """Record the output length of a sequence that finished and was not cancelled."""
@@ -47,7 +51,7 @@ class AdmissionControl(Protocol):
     # -- sequences that grow -------------------------------------------------------------------------------
 
     def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
-        """Return the length in tokens to which each row of ``batch`` may be extended, at most ``ends``."""
+        """Return the length in tokens to which each sequence of ``batch`` may be extended, at most ``ends``."""
 
     def victim(self, snapshot: RunningSnapshot) -> int:
         """Return the index in ``snapshot`` of the request to preempt when no sequence can continue."""
@@ -76,4 +80,7 @@ class AdmissionControl(Protocol):
         """Whether several API keys share the engine, so that the scheduler divides it among them."""
 
     def ranking(self) -> Callable[[AdmissionRequest], tuple[int, float]]:
-        """Return the sort key of waiting requests among those of several API keys; the lowest starts first."""
+        """Return a function that maps a waiting request to its sort key; the lowest sort key starts first.
+
+        The order divides the engine fairly among several API keys.
+        """

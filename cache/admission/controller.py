@@ -33,8 +33,8 @@ from tonnage.cache.sequences import steps
 class Admission(AdmissionAdapter):
     """An admission policy applied to the running requests of a block manager.
 
-    `ended` records output lengths. ``auto`` records the cost of steps; it is None in other admission modes. No
-    other method changes the state.
+    `ended` records output lengths. In admission mode ``auto``, the attribute ``auto`` records the cost of
+    steps; in other modes it is None. No other method changes the state.
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
@@ -47,12 +47,14 @@ class Admission(AdmissionAdapter):
     # -- requests that start -------------------------------------------------------------------------------
 
     def decide_early(self, request: AdmissionRequest, head: Head | None = None) -> Decision | None:
-        """Return the decision, or None if it depends on the prefix cache; then `decide` must be called.
+        """Return the admission decision on ``request``, or None if it depends on the request's prefix hit.
+
+        After None, the caller looks up the prefix cache and calls `decide`.
 
         Args:
             request: The request to decide on.
             head: Start forecast of the first waiting request, from `start_of`, if ``request`` would start
-                before it.
+                before that request.
         """
         limits, held = self.limits, self.reservations
         never = refusal(request, limits, self.policy.tenant_blocks)
@@ -75,13 +77,13 @@ class Admission(AdmissionAdapter):
         return Wait(WaitReason.BLOCKS, known) if known > 0 else Admit(blocks)
 
     def decide(self, request: AdmissionRequest, row: int, hit: int, head: Head | None = None) -> Decision:
-        """Return whether ``request`` may start now.
+        """Return whether ``request`` may start now, given its prefix hit.
 
         Args:
             request: The request to decide on.
             row: Row of the block tables in which `hits.find_hit` has recorded the cached blocks of the prompt.
-            hit: Number of these cached blocks. A block that no running request references costs capacity like a
-                new block.
+            hit: Number of cached blocks in the row. A cached block that no running request references uses
+                capacity like a new block.
             head: Start forecast of the first waiting request, if ``request`` would start before it.
         """
         limits, groups = self.limits, len(self._full)
@@ -99,7 +101,10 @@ class Admission(AdmissionAdapter):
         return Wait(WaitReason.BLOCKS, short) if short > 0 else Admit(full + windowed)
 
     def ranking(self) -> Callable[[AdmissionRequest], tuple[int, float]]:
-        """Return the sort key of waiting requests among those of several API keys; the lowest starts first."""
+        """Return a function that maps a waiting request to its sort key; the lowest sort key starts first.
+
+        The order divides the engine fairly among several API keys (`shares.Shares.rank`).
+        """
         uses = self._uses()
         return lambda request: self.shares.rank(uses, request, reserved_blocks(request, self.limits))
 
@@ -114,14 +119,14 @@ class Admission(AdmissionAdapter):
         return self.shares.several
 
     def _uses(self) -> Uses:
-        """Return the sequences, blocks and weight of each key's running requests, by key."""
+        """Return, by API key, the sequences and blocks of the key's running requests and the key's weight."""
         found: Uses = {}
         for each in self.reservations.by_slot.values():
             add_use(found, each.request, each.sequences, each.blocks)
         return found
 
     def _kept(self, request: AdmissionRequest, blocks: int) -> tuple[int, int]:
-        """Return the seats and blocks that must stay free for other keys when ``request`` starts."""
+        """Return how many sequences and blocks must stay free for other API keys when ``request`` starts."""
         if not self.shares.several:
             return 0, 0
         return self.shares.kept(self._uses(), request, blocks)
@@ -129,7 +134,7 @@ class Admission(AdmissionAdapter):
     def _state(self, most: int = 1) -> State:
         """Return the state of the running requests, with array space for ``most`` further requests.
 
-        It is the same object until a request starts or ends or a step changes its blocks.
+        The method returns the same object until a request starts or ends, or a step changes its blocks.
         """
         held = self.reservations
         snapshot = held.snapshot()
@@ -141,7 +146,7 @@ class Admission(AdmissionAdapter):
         return self._known
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """Return the forecast start of ``request``, the first in the queue, which lacks blocks now."""
+        """Forecast when ``request`` can start; it is the first in the queue and waits for blocks."""
         entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
         new = Newcomer(entry, 0, 0, 0, produced=request.produced, tenant=request.tenant)
         return head_start(request, self.rules.outlook(self._state(), new), self.limits, self.rules.margin)
@@ -151,9 +156,9 @@ class Admission(AdmissionAdapter):
     def grant(self, batch: Int64Array, ends: Int64Array) -> Int64Array:
         """Return the length in tokens to which each sequence of ``batch`` may be extended, int64 [rows].
 
-        A length is at most the requested length in ``ends``. The first rows are served first. In guaranteed
-        mode every request can still finish after all grants (`safety.grant`). The other modes grant while
-        blocks are free.
+        A length is at most the requested length in ``ends``. Blocks are granted in the order of ``batch``. In
+        guaranteed mode every request can still finish after all grants (`safety.grant`). The other modes grant
+        blocks as long as some are free.
         """
         held, rows, groups = self.reservations, self._rows, len(self._full)
         if held.reserved <= self.limits.usable_blocks:
@@ -178,7 +183,8 @@ class Admission(AdmissionAdapter):
     def leaving(self) -> Leaving:
         """Return an order in which the running requests can finish, with the blocks that each then returns.
 
-        The method reads all block tables, because the numbers of blocks are exact.
+        The counts are exact: the method reads all block tables, and counts a block that several requests share
+        for the request that ends last.
         """
         rows = np.flatnonzero(self._rows.request >= 0)
         held = self._rows.room[rows] // self.limits.layout.block_size

@@ -1,7 +1,8 @@
 """The cost of an engine step in seconds, fitted online from the steps that ran.
 
-Admission weighs idle blocks against tokens computed twice, and only the engine's own step times tell which is
-more expensive. On a CPU one recomputed token costs 1/17 of a step, on a GPU 1/700.
+Admission trades blocks that stay idle against tokens that are recomputed after a preemption. Which of the two
+costs more depends on the engine, so its step times are measured. On a CPU one recomputed token costs 1/17 of a
+step, on a GPU 1/700.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A fit is used after this many steps, of which the second number must have computed a prompt. With fewer, the
-# four costs cannot be separated (benchmarks/vllm_admission.py --matrix, rows of a cold start).
+# The fitted step cost is used after `_STEPS` steps, of which at least `_PROMPT_STEPS` computed prompt tokens.
+# With fewer steps, the four costs cannot be separated (benchmarks/vllm_admission.py --matrix, cold start).
 _STEPS, _PROMPT_STEPS = 64, 8
-# The sums over past steps shrink by this factor every `_EVERY` steps, so half of their weight is younger than
-# 700 steps.
+# The sums of the least-squares fit are multiplied by `_KEEP` every `_EVERY` steps, so that the last 700 steps
+# have half of the weight.
 _KEEP, _EVERY = 0.94, 64
-# A step that took this many times its forecast is ignored as an outlier, such as a pause of the machine or a
-# first compilation.
+# A step that took more than this many times its forecast duration is left out of the fit as an outlier, such as
+# a pause of the machine or a first compilation.
 _OUTLIER = 5.0
 
 

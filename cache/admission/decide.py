@@ -34,7 +34,8 @@ class State:
         produced: int64 [running]: output tokens of each request so far, including output before a preemption.
         tenants: Tenant of each request [running] if lengths are forecast by tenant, else None.
         outsiders: Whether requests outside the snapshot may hold blocks.
-        outlooks: Forecasts beside requests that were judged, since most waiting requests share one.
+        outlooks: Cached forecasts, keyed by the values of a waiting request that enter a forecast. Most waiting
+            requests have the same values.
     """
 
     snapshot: RunningSnapshot
@@ -71,7 +72,10 @@ class State:
 
 
 def empty_rows(snapshot: RunningSnapshot, most: int) -> Int32Array:
-    """Return int32 [running + most, COLUMNS] that begins with the rows of ``snapshot``; the rest is unset."""
+    """Return an array with the rows of ``snapshot`` and space for ``most`` further requests.
+
+    The array is int32 [running + most, COLUMNS]; the rows of further requests are uninitialized.
+    """
     rows = np.empty((len(snapshot) + most, COLUMNS), np.int32)
     rows[: len(snapshot)] = snapshot.rows
     return rows
@@ -98,15 +102,16 @@ class Rules:
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
 
     def follow(self, policy: Policy) -> None:
-        """Set the policy for later decisions."""
+        """Apply ``policy`` to all later admission decisions."""
         if policy != self.policy:
             self.policy = policy
             self.__post_init__()
 
     def outlook(self, state: State, new: Newcomer | None = None) -> Outlook:
-        """Return the running requests with their forecast lengths, beside the request ``new`` if there is one.
+        """Forecast the lengths and blocks of the running requests, for a decision on the request ``new``.
 
-        The forecast depends only on the output of the new request, so it is kept in ``state``.
+        Of ``new`` only the tenant and the output tokens enter the forecast. It is cached in ``state`` for other
+        requests with the same values.
         """
         output_left = 0 if new is None else new.entry[OUTPUT_LEFT]
         own = (0, "") if new is None else (new.produced, new.tenant)
@@ -135,18 +140,18 @@ class Rules:
 def decide_by_sum(
     reserved: int, wanted: int, alone: bool, rules: Rules, *, head: bool = False, outsiders: bool = False
 ) -> int | None:
-    """Return the blocks that a new request lacks (0 or less: none), if the sum of reservations decides.
+    """Return the blocks that a new request lacks (0 or less: none), if the sum of all reservations shows it.
 
-    Returns None if the sum does not decide; then `decide` evaluates the forecast.
+    Returns None if the forecast of blocks over time is needed; then `decide` evaluates it.
 
     Args:
         reserved: Blocks reserved for the running requests.
         wanted: Blocks to reserve for the new request.
-        alone: No other request runs. The new request then fits, because requests that can never fit are
+        alone: Whether no other request runs. The new request then fits, because requests that can never fit are
             rejected before.
         rules: The policy and limits in effect.
-        head: The new request would start before the first request of the queue.
-        outsiders: Requests that do not run may hold blocks.
+        head: Whether the new request would start before the first request of the queue.
+        outsiders: Whether requests that do not run may hold blocks.
     """
     short = reserved + wanted + rules.margin - rules.limits.usable_blocks
     # If all reservations fit together, no allocation can fail.
@@ -164,7 +169,8 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
         state: The running requests. The call changes nothing but the unused array row after the last request.
         new: The request to decide on.
         rules: The policy and limits in effect.
-        head: The first request of the queue if ``new`` would start before it; its start must not be delayed.
+        head: The first request of the queue, if ``new`` would start before it. The start of ``head`` must not
+            be delayed.
     """
     short = decide_by_sum(
         state.reserved, new.reserved + new.kept, not len(state.snapshot), rules,
@@ -184,9 +190,9 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
 
 
 def committed(state: State, rules: Rules) -> int:
-    """Return the number of blocks that a new request cannot have.
+    """Return the number of blocks that are not available to a new request.
 
-    They are taken, expected to be taken by running requests, or kept free as the policy's margin.
+    Running requests hold these blocks or are forecast to take them, or the policy keeps them free (margin).
     """
     if not len(state.snapshot):
         return 0
@@ -204,11 +210,11 @@ def grant(
     rules: Rules,
     leaving: Callable[[], Leaving],
 ) -> Int64Array | None:
-    """Return how many blocks each sequence may take now, int64 [sequences]; the first are served first.
+    """Return how many blocks each sequence may take now, int64 [sequences]; earlier sequences come first.
 
     In guaranteed mode every request can still finish after all grants (`tonnage.cache.admission.safety`). The
-    other modes grant while blocks are available. Returns None if some request cannot finish even before the
-    grants.
+    other modes grant blocks as long as some are available. Returns None if some request cannot finish even
+    without any grant.
 
     Args:
         snapshot: The running requests, including the requests admitted in this step.

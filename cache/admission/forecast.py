@@ -2,9 +2,10 @@
 
 The estimate is the product-limit survival curve (Kaplan and Meier, JASA 53, 1958). Running requests count as
 *at risk* up to their present length. Without them outputs would look too short after a start, because short
-outputs end first. The hazard of a length is its chance to be the last token. Where few requests have been at
-risk, it is drawn towards the overall hazard (ended requests / tokens produced). The first forecasts are
-therefore max_tokens, and the tail of long outputs is not guessed from two or three requests.
+outputs end first. The *hazard* at a length is the probability that an output which reaches the length ends
+there. Where few requests have been at risk, the hazard is drawn towards the overall hazard (ended requests /
+tokens produced). The first forecasts are therefore max_tokens, and the tail of long outputs is not guessed from
+two or three requests.
 
 There is one curve per key (a tenant, a route), bounded in number and in size. Keys with little history use the
 curve of all requests.
@@ -21,22 +22,23 @@ IntArray = npt.NDArray[np.integer]
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-# Lengths 1 to 64 have a bin each, then 16 bins per octave: within 6 %, some 240 bins up to 2^17 tokens.
+# Histogram bins of output lengths: lengths of 1 to 64 tokens have one bin each. Longer lengths have 16 bins per
+# doubling and are exact to 6 %, which makes about 240 bins up to 2^17 tokens.
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
-# With fewer requests at risk, a hazard is drawn towards the overall hazard. A key with fewer finished requests
-# uses the curve of all requests. In benchmarks/admission.py, 8 and 20 differ by 0.1 % of the steps on the Azure
-# trace.
+# If fewer requests than this have reached a length, the estimated probability to end there is drawn towards the
+# mean over all lengths. A tenant with fewer finished requests uses the survival curve of all tenants. In
+# benchmarks/admission.py, the values 8 and 20 differ by 0.1 % of the steps on the Azure trace.
 _FEW = 20
-# Counts are halved when they reach this sum, so that a change of the traffic shows within some thousand
-# requests.
+# The counts of a length histogram are halved when their sum reaches this number, so that a change of the
+# traffic shows within some thousand requests.
 _REMEMBERED = 4096
 _MAX_KEYS = 64
-# Requests that are judged in one step mostly share a curve. This many are kept, of 2 KB each.
+# Number of survival curves that are cached, 2 KB each. Most requests decided on in one step share a curve.
 _CURVES = 16
 
 
 def _edges() -> Int64Array:
-    """Return the longest output length of each histogram bin in tokens, int64, ascending."""
+    """Return the largest output length of each histogram bin, int64 [bins], in tokens, ascending."""
     tail = _EXACT * 2.0 ** (np.arange(1, _PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE)
     return np.unique(np.concatenate((np.arange(1, _EXACT + 1), np.ceil(tail)))).astype(np.int64)
 
@@ -70,7 +72,7 @@ class LengthForecast:
             )
         self.quantile, self.cautious = quantile, cautious
         self.count = 0  # number of recorded lengths
-        self._curves: dict[tuple[object, ...], FloatArray] = {}  # since the last recorded length
+        self._curves: dict[tuple[object, ...], FloatArray] = {}  # cached until a length is recorded
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:
@@ -129,12 +131,12 @@ class LengthForecast:
         return left
 
     def _survival(self, key: str, peers: Int64Array, done: Int64Array, most: Int64Array) -> FloatArray:
-        """Return the shares of outputs that are longer than the bins of lengths, float64 [bins + 1].
+        """Return the survival curve: the share of outputs longer than each length bin, float64 [bins + 1].
 
         Element 0 is the share of outputs longer than 0 tokens. Element i + 1 is the share of outputs longer
         than the last length of bin i. ``peers`` holds the output tokens of the running sequences with this key.
-        ``done`` and ``most`` hold the output tokens so far, and the most that remain, of the sequences to
-        forecast.
+        For the sequences to forecast, ``done`` holds the output tokens so far, and ``most`` the upper bounds of
+        further output tokens.
         """
         ended = self._ended[key]
         # bin of each sequence's output length; a sequence without output is in no bin
@@ -145,7 +147,7 @@ class LengthForecast:
         if curve is not None:
             return curve
         at_risk = (ended + running)[::-1].cumsum()[::-1]
-        # The prior is one output of the greatest allowed length that has not ended.
+        # As a prior, one more output counts as at risk: it has reached the greatest allowed length without end.
         rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + longest)
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW

@@ -33,8 +33,8 @@ class Reservation:
         salt: Cache salt; requests share cached blocks only with requests of the same salt.
         slot: Index of the request in the manager's arrays of requests.
         blocks: Reserved blocks in all groups.
-        windowed: Part of ``blocks`` for windows and recurrent states, which is subtracted from the pool in
-            full.
+        windowed: Part of ``blocks`` for sliding windows and recurrent states, which is subtracted from the pool
+            in full at admission.
         sequences: Live sequences plus forks to come.
     """
 
@@ -47,11 +47,16 @@ class Reservation:
 
 
 class Reservations:
-    """The ledger of all reservations, with totals of blocks, blocks for windows and states, and sequences.
+    """The ledger of the reservations of all running requests, with totals.
 
-    ``by_slot`` is in order of admission, which is the order of every array that admission reads. ``produced``
-    [slots] has the output of each request before its last preemption, in tokens. ``named`` counts requests of
-    tenants with a name.
+    Attributes:
+        by_slot: Reservations by array index of the request, in order of admission. Every array that admission
+            reads has this order.
+        reserved: Reserved blocks of all requests.
+        windowed: Part of ``reserved`` for sliding windows and recurrent states.
+        sequences: Live sequences plus forks to come.
+        produced: int64 [slots]: output tokens of each request before its last preemption.
+        named: Number of running requests whose tenant has a name.
     """
 
     def __init__(self, core: Core, limits: Limits) -> None:
@@ -65,8 +70,8 @@ class Reservations:
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
         self.produced = np.zeros(limits.max_num_seqs, np.int64)
         self.named = 0
-        self._order: Int32Array | None = None  # until a request starts or ends
-        # until a step, a fork or an end, with the number of the last step
+        self._order: Int32Array | None = None  # result of `order`, kept until a request starts or ends
+        # Result of `snapshot` with the number of the last step, kept until a step, a fork or a request's end.
         self._snapshot: tuple[int, RunningSnapshot] | None = None
 
     def __getitem__(self, row: int) -> Reservation:
@@ -141,7 +146,7 @@ class Reservations:
     def snapshot(self) -> RunningSnapshot:
         """Return the blocks that every running request holds and may still need.
 
-        It is the same object until a request starts or ends, or a step or a fork changes its blocks.
+        The method returns the same object until a request starts or ends, or a step or fork changes its blocks.
         """
         calls = int(self._pool.calls[0])
         if self._snapshot is None or self._snapshot[0] != calls:

@@ -30,19 +30,22 @@ FloatArray = npt.NDArray[np.float64]
 def lengths_left(
     edges: FloatArray, survival: FloatArray, share: float, done: Int64Array, most: Int64Array, left: Int64Array
 ) -> None:
-    """Write to ``left`` the tokens after which only ``share`` of the outputs longer than ``done`` continue.
+    """Forecast the remaining tokens of each sequence from a survival curve, and write them to ``left``.
+
+    The forecast is the number of further tokens that only the fraction ``share`` of the outputs longer than
+    ``done`` exceeds.
 
     Args:
         edges: Output lengths, ascending.
         survival: Share of all outputs longer than each of ``edges``; values between are interpolated linearly.
-        share: Share of the longer outputs that still continue, in (0, 1).
+        share: Fraction of the longer outputs that exceeds the forecast, in (0, 1).
         done: int64 [sequences]: tokens produced so far.
         most: int64 [sequences]: upper bounds of the result.
         left: int64 [sequences]: receives 1 to ``most`` tokens.
     """
     last = edges.size - 1
     for at in range(done.size):
-        low, high = 0, last  # search the last edge up to ``done``
+        low, high = 0, last  # binary search for the last edge that is at most ``done``
         while low < high:
             middle = (low + high + 1) // 2
             if edges[middle] <= done[at]:
@@ -55,7 +58,7 @@ def lengths_left(
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # search the last edge that at least the wanted share of outputs exceeds
+            high = last  # binary search for the last edge that at least the wanted share of outputs exceeds
             while low < high:
                 middle = (low + high + 1) // 2
                 if survival[middle] >= wanted:
@@ -109,9 +112,9 @@ def summarize(
 
 @compiled
 def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
-    """Return how many blocks the uncomputed prompt tokens still take.
+    """Return how many blocks the running requests' prompts need beyond the blocks that the requests hold.
 
-    The number is the sum over all ``groups`` groups of full-attention layers.
+    The number is the sum over all ``groups`` full-attention groups.
     """
     missing = 0
     for at in range(len(rows)):
@@ -123,10 +126,10 @@ def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
 def grow(
     rows: Int32Array, output_left: Int64Array, block_size: int, chunk: int, groups: int, out: Int64Array
 ) -> tuple[int, int, int]:
-    """Write the fields of a `Growth` into ``out``, int64 [4, requests].
+    """Compute how many blocks the running requests hold over time, as the fields of a `peak.Growth`.
 
-    `tonnage.cache.admission.outlook.Outlook` describes the arguments and the results: ``private``, ``prompts``
-    and ``beyond``.
+    The fields are written to ``out``, int64 [4, requests]. `outlook.outlook_of` describes the arguments.
+    `outlook.Outlook` describes the results ``private``, ``prompts`` and ``beyond``.
     """
     prompts, private, beyond = 0, 0, 1 << 62
     for at in range(len(rows)):
@@ -190,10 +193,10 @@ def most_held(
 
 @compiled
 def least_slack(keys: Int64Array, available: int) -> int:
-    """Return the smallest difference of available and needed blocks over requests that finish in key order.
+    """Return the smallest surplus of available over needed blocks while requests finish in key order.
 
     ``keys`` are sorted; `safety.finishing_keys` packs the needed and returned blocks of a request into one key.
-    `safety.slack_of` describes the difference.
+    `safety.slack_of` describes the surplus (slack).
     """
     least = 1 << 62
     for at in range(keys.size):

@@ -1,9 +1,9 @@
-"""The lengths of recent requests, with requests that still run counted as at risk of ending.
+"""The distribution of recent requests' lengths, corrected for requests that still run.
 
-Short outputs end first. After a start, and in a short window of time, the requests that have finished are
-therefore shorter than all requests. `weigh` corrects this with the product-limit estimate (Kaplan and Meier,
-JASA 53, 1958) with delayed entry: a request counts as at risk at the output lengths that it passed within the
-window.
+Short outputs end first. After a start, and in a short window of time, the finished requests are therefore
+shorter than all requests on average. `weigh` corrects this bias with the product-limit estimate of survival
+analysis (Kaplan and Meier, JASA 53, 1958) with delayed entry. A request counts as *at risk of ending* at every
+output length that it passed within the window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tonnage.cache.admission.forecast import FloatArray, Int64Array
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Requests of a window of steps, which represent the requests that arrive.
+    """A weighted sample of requests from a window of engine steps, which represents all arriving requests.
 
     Attributes:
         rows: int64 [requests, 3]: prompt tokens, output tokens and max_tokens of each request.
@@ -31,7 +31,7 @@ class Lengths:
 
 
 def weigh(finished: Int64Array, ages: Int64Array, running: Int64Array, window: int) -> Lengths:
-    """Return the requests of a window with their weights.
+    """Return the requests of a window of engine steps, weighted to represent all arriving requests.
 
     A running request has a weight only if it is at least as long as the longest finished output. It then counts
     with the output that it has so far.
@@ -40,18 +40,18 @@ def weigh(finished: Int64Array, ages: Int64Array, running: Int64Array, window: i
         finished: int64 [finished, 3]: prompt tokens, output tokens (at least 1) and max_tokens of the requests
             that finished in the window, at least one.
         ages: int64 [finished]: steps from the begin of the window to the end of each finished request. A
-            request passed at most as many output lengths in the window.
+            request produced at most that many tokens within the window.
         running: int64 [running, 3]: the same three columns of the requests that run at the end of the window.
         window: Steps of the window.
     """
     output, produced = finished[:, 1], running[:, 1]
-    # A request passed at least its last length in the window.
+    # A finished request produced at least its last token within the window.
     passed = np.concatenate((np.maximum(1, ages), np.full(len(running), window)))
     entered = np.sort(np.maximum(0, np.concatenate((output, produced)) - passed))
     left = np.sort(np.concatenate((output, produced)))
     lengths, place, ended = np.unique(output, return_inverse=True, return_counts=True)
     at_risk = np.searchsorted(entered, lengths) - np.searchsorted(left, lengths)
-    # Below the longest output some requests always survive, even if few have been observed at that length.
+    # At each length below the longest, some requests must continue, even if all of the few observed ones ended.
     at_risk[:-1] = np.maximum(at_risk[:-1], ended[:-1] + 1)
     survival = np.concatenate(((1.0,), np.cumprod(1 - ended / at_risk)))
     weights = (survival[:-1] - survival[1:])[place] / ended[place]

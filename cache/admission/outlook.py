@@ -1,7 +1,7 @@
-"""The forecast of the running requests, to which admission adds one waiting request after the other.
+"""The forecast of the running requests' blocks, to which admission adds one waiting request after the other.
 
-All waiting requests that are judged between two steps see the same running requests. What depends on these
-alone is computed once (`Outlook`). A waiting request then adds a few numbers (`Newcomer`) to it.
+Between two steps the running requests stay the same for all decisions. Their forecast is therefore computed
+once (`Outlook`). Each waiting request adds a few numbers to the forecast (`Newcomer`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Newcomer:
             with this request. None if no block would be shared.
         produced: Output tokens that the request produced before a preemption.
         tenant: Name of the tenant whose finished requests forecast this request's length.
-        kept: Blocks that must stay free for requests of other keys.
+        kept: Blocks that must stay free for requests of other API keys.
     """
 
     entry: Sequence[int]
@@ -61,7 +61,7 @@ class Newcomer:
         """Return the blocks of one full-attention group that the request holds over time if it starts now.
 
         Args:
-            length: Output tokens forecast for it.
+            length: Output tokens forecast for the request.
             prompts: Uncomputed prompt tokens of the running requests, which are computed first.
             block_size: Tokens per block.
             chunk: Prompt tokens that all requests together compute in a step.
@@ -81,16 +81,16 @@ class Newcomer:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The running requests with the output lengths forecast for them beside one more request.
+    """A forecast of the running requests' blocks over time, made for a decision on one waiting request.
 
     Attributes:
         snapshot: The running requests.
-        growth: Their blocks over time, if each produces its forecast.
-        private: Number of blocks, over all full-attention groups, that one running request alone holds. Blocks
-            that several requests share are not in ``growth``; they are added once, as ``used - private``.
+        growth: Blocks of the running requests over time, if each produces its forecast output.
+        private: Number of blocks, over all full-attention groups, that only one request holds. Blocks that
+            several requests share are not in ``growth``; they are added once, as ``used - private``.
         prompts: Prompt tokens of the running requests that are not computed yet.
-        beyond: Least number of blocks that one of the running requests may need beyond its forecast.
-        own: Output tokens forecast for the one more request.
+        beyond: Smallest number of blocks that any of the running requests may need beyond its forecast.
+        own: Output tokens forecast for the waiting request.
     """
 
     snapshot: RunningSnapshot
@@ -101,7 +101,10 @@ class Outlook:
     own: int = 0
 
     def without(self, lost: Int32Array, groups: int) -> Growth:
-        """Return the growth when blocks of the first running requests, ``lost`` [requests], become shared."""
+        """Return the running requests' blocks over time if some private blocks become shared.
+
+        ``lost``, int32 [requests], has the number of these blocks for each of the first running requests.
+        """
         rows, now, fixed = self.snapshot.rows[: len(lost)], self.growth, self.growth.fixed.copy()
         shared = rows[:, HELD] - rows[:, PRIVATE]
         fixed[: len(lost)] += shared // groups - (shared + lost) // groups
@@ -109,10 +112,10 @@ class Outlook:
 
 
 def outlook_of(snapshot: RunningSnapshot, output_left: Int64Array, limits: Limits, own: int = 0) -> Outlook:
-    """Return the outlook of the running requests if each produces ``output_left`` [running] more tokens.
+    """Forecast the running requests' blocks if each produces ``output_left`` [running] more tokens.
 
     The prompts of all requests together are computed in steps of at most max_num_batched_tokens, in order of
-    admission. ``own`` is the output forecast for the request that is judged beside them.
+    admission. ``own`` is the number of output tokens forecast for the waiting request under decision.
     """
     from tonnage.cache.admission.loops import grow
 

@@ -1,4 +1,7 @@
-"""The start forecast of the first waiting request, so that a request that overtakes it does not delay it."""
+"""The forecast of when the first waiting request can start.
+
+Admission lets another request start earlier only if that does not delay this forecast start.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from tonnage.cache.blocks.groups import num_full
 
 
 def added_head(head: Head, block_size: int) -> Added:
-    """Return the block forecast of the first waiting request, which holds blocks from its start on."""
+    """Return the blocks that the first waiting request will hold over time, from its forecast start on."""
     prompt = head.request.prompt_tokens
     return Added(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left
@@ -20,12 +23,12 @@ def added_head(head: Head, block_size: int) -> Added:
 def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, margin: int) -> Head:
     """Return the forecast start of the first waiting request (the head) if no other is admitted before.
 
-    It is the first end of a running request after which the forecast peak, with the head included, fits the
-    pool. A later start leaves fewer requests running beside it, so the start is found by bisection.
+    The head starts at the first end of a running request after which the forecast peak of blocks, with the
+    head included, fits the pool. At a later start fewer requests still run, so the start is found by bisection.
 
     Args:
         request: The first waiting request.
-        outlook: Forecast of the running requests beside it.
+        outlook: Forecast of the running requests, made for ``request``.
         limits: Limits of the pool.
         margin: Blocks that admission leaves free (`Policy.margin`).
     """
@@ -35,7 +38,7 @@ def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, marg
     _, sliding = split_reservation(request, limits)
     snapshot, growth = outlook.snapshot, outlook.growth
     room = snapshot.capacity - sliding - margin - (snapshot.used - outlook.private)
-    low, high = 0, len(growth.end) - 1  # places in ascending order of ends
+    low, high = 0, len(growth.end) - 1  # indices of the running requests in ascending order of their ends
     while low < high:
         middle = (low + high) // 2
         head = Head(request, outlook.own, int(growth.end[growth.latest_first[-1 - middle]]) + 1)

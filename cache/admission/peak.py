@@ -48,7 +48,7 @@ class Growth:
 
 
 class Added(NamedTuple):
-    """One request beside those of a `Growth`, with the same four numbers."""
+    """The blocks of one additional request over time, with the fields of `Growth` as single numbers."""
 
     fixed: int
     tail: int
@@ -57,9 +57,9 @@ class Added(NamedTuple):
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
-    """Return the number of blocks that the uncomputed prompt tokens will need.
+    """Return how many blocks the running requests' prompts need beyond the blocks that the requests hold.
 
-    The count is over all ``groups`` full-attention groups.
+    The number is the sum over all ``groups`` full-attention groups.
     """
     from tonnage.cache.admission.loops import missing_blocks
 
@@ -70,7 +70,7 @@ def peak_of(growth: Growth, block_size: int, since: int = 0, added: Sequence[Add
     """Return the largest number of blocks (of one full-attention group) held at any step >= ``since``.
 
     The result is 0 without requests. The time is O(requests * 16), because sequences are counted by the
-    remaining slots of their last block. ``added`` are requests beside those of ``growth``.
+    remaining slots of their last block. ``added`` has requests in addition to those of ``growth``.
     """
     from tonnage.cache.admission.loops import most_held
 

@@ -1,13 +1,14 @@
 """The modes of admission: the condition that the state with a new request must meet for the request to start.
 
 =============== ============================================================================================
-``guaranteed``  the state with it is safe (`tonnage.cache.admission.safety`), and the peak forecast by learned
-                lengths fits beside the blocks that safety keeps free. Requests are never preempted; they skip
-                steps if lengths deviate. With ``length_quantile`` 1 the forecast is max_tokens: steps are
-                skipped only if chunks of prefill shift the peak, and far fewer requests run.
-``predictive``  the peak forecast by the learned lengths fits under the watermark. Sequences stall when
-                blocks run out; if all stall, the one with the least to recompute is preempted.
-``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest is preempted.
+``guaranteed``  the state with the new request is safe (`tonnage.cache.admission.safety`), and the peak of
+                blocks, forecast by learned lengths, fits beside the blocks that safety keeps free. Requests are
+                never preempted; they skip steps if lengths deviate. With ``length_quantile`` 1 the forecast is
+                max_tokens: steps are skipped only if prefill chunks shift the peak, and far fewer requests run.
+``predictive``  the peak of blocks, forecast by learned lengths, fits under the watermark. Sequences stall when
+                blocks run out; if all stall, the request with the least to recompute is preempted.
+``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest request is
+                preempted when blocks run out.
 ``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
 ``auto``        greedy, or predictive with another quantile if a rehearsal shows that it serves the load better
                 (`tonnage.cache.admission.auto`).
@@ -37,8 +38,8 @@ class Rule:
 
     Attributes:
         share: None is vLLM's rule: a request starts when its prompt fits. A number makes a request wait until
-            the forecast peak of blocks fits the pool. Each running request is forecast to end when this share
-            of the longer outputs still continues.
+            the forecast peak of blocks fits the pool. The number is the share of outputs, among those that
+            reach a running request's present length, that are longer than the forecast of its length.
     """
 
     share: float | None = None
@@ -113,7 +114,7 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether forecasts of few requests use a higher quantile, which is so with the default quantiles."""
+        """Whether lengths of few running requests are forecast at a higher quantile; True by default."""
         return self.length_quantile is None and self.forecasts
 
     @property
@@ -161,8 +162,8 @@ def blocks_taken(
     """Yield, for each condition of the admission mode, the blocks that all requests take.
 
     A request may start if every number leaves the policy's margin free; the number that is cheap to compute
-    comes first. It is for layouts with a full-attention group, in every mode except ``no_evict``. The time is
-    O(running * 16), some tens of microseconds for 256 requests.
+    comes first. The function is for layouts with a full-attention group, in every mode except ``no_evict``. The
+    time is O(running * 16), some tens of microseconds for 256 requests.
 
     Args:
         snapshot: The running requests.

@@ -31,7 +31,7 @@ from tonnage.cache.compiled import compiled_apart
 
 FloatArray = npt.NDArray[np.float64]
 
-# A rehearsal stops after this many steps, so that its loop cannot hang; its throughput then counts as 0.
+# A simulation stops after this many steps, so that its loop cannot hang; its throughput then counts as 0.
 _MOST_STEPS = 1_000_000
 
 
@@ -88,7 +88,7 @@ class Outcome:
 
 
 def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
-    """Simulate the service of ``load`` under ``rule`` and return its outcome.
+    """Simulate how vLLM's scheduler serves ``load`` under ``rule``; return throughput and latency.
 
     Args:
         load: The requests; each must fit the empty pool.
@@ -118,7 +118,11 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
 
 @compiled_apart
 def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
-    """Return the tokens after which only ``share`` of the sorted ``lengths`` longer than ``done`` continue."""
+    """Return how many more tokens a sequence with ``done`` output tokens is forecast to produce.
+
+    Of the sorted ``lengths`` longer than ``done``, the fraction ``share`` exceeds the forecast. The result is
+    at least 1 and at most ``most``.
+    """
     longer = int(np.searchsorted(lengths, done, side="right"))
     count = lengths.size - longer
     if count == 0:
@@ -181,8 +185,9 @@ def _serve(
     running, active = np.empty(requests, np.int64), 0
     # Preempted requests return to the front of the queue, so the array needs space on both sides.
     queue, head, tail = np.empty(2 * requests + 1, np.int64), requests, requests
-    # Freed blocks in order of reuse, as one count per request that held them. ``entry`` is the index of each
-    # preempted request's count. The blocks left in a count are the first blocks of its request.
+    # ``freed`` lists the freed blocks in order of reuse, as one count per request that held them. ``entry`` is
+    # the index of each preempted request's count. A request's last blocks are reused first, so the blocks that
+    # remain in its count are its first blocks.
     freed = np.empty(4 * requests + 4 * seats + 64, np.int64)
     entry = np.full(requests, -1, np.int64)
     freed[0], oldest, newest = blocks, 0, 1

@@ -25,10 +25,10 @@ are the union over requests, so ``used <= sum(held) <= sum(reserved) <= usable``
 allocate holds less than its reservation. Hence ``used < usable`` at that moment, and some block is free, or
 cached and evictable.
 
-The argument needs no order: prefill chunks of any size, decodes and stalls may interleave. A prefix hit does
-not reduce the reservation. The other owner of a shared block may end, and the block then belongs to this
-request alone. TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang and our ``no_evict`` admit this way, which leaves
-most of the pool unused.
+The argument does not depend on an order: prefill chunks of any size, decodes and stalls may interleave. A
+prefix hit does not reduce the reservation, because the other owner of a shared block may end, and the block
+then belongs to this request alone. TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang and the mode ``no_evict``
+admit by the sum of all reservations, which leaves most of the pool unused.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits)
 
 
 def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
-    """Return a request's upper bounds of blocks in full-attention groups, and in windows and states.
+    """Return two upper bounds of a request's blocks: in full-attention groups, and in all other groups.
 
-    Blocks for windows and states are subtracted from the pool in full when the request is admitted.
+    The other groups have sliding windows or recurrent states. Their blocks are subtracted from the pool in full
+    when the request is admitted.
     """
     parts = [0, 0]
     for group in limits.layout.groups:

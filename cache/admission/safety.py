@@ -11,7 +11,7 @@ to a running sequence only if the state after it is safe. Otherwise the sequence
 keeps its blocks and computes nothing. No request is ever preempted to free blocks.
 
 **No other event makes a safe state unsafe.** Take an order that shows safety, and the inequality of each
-request:
+request. Its *union* is the set of blocks held by the request and by those after it; a shared block counts once.
 
 - A request ends, is cancelled, or one of its n sequences ends: blocks leave the union and need does not grow.
   The reservation shrinks by at least what the sequence alone held.
@@ -30,13 +30,14 @@ scheduler that offers the budget of a stalled sequence to the next sequence alwa
 computes at least one token of a finite number, so every request ends.
 
 The argument uses no clock, no chunk size and no order of prefill and decode. A rule that forecasts a peak from
-lockstep decoding depends on them. With 805 blocks that rule admits (prompt 1,600, max_tokens 3,200) and (8,000,
-1,600). They need 808 blocks in chunks of 64 tokens, and 834 in chunks of 16.
+lockstep decoding depends on all three. With 805 blocks, such a rule admits two requests: one with a prompt of
+1,600 tokens and max_tokens 3,200, one with 8,000 and 1,600. Together they need 808 blocks with prefill chunks
+of 64 tokens, and 834 with chunks of 16.
 
-**Sharing.** Counting a union at each place of the order takes a walk over the tables. In nearly every step a
-lower bound of the blocks that each request returns is enough: the blocks that this request alone references
-(``private``). A grant under the bound is safe. The exact count (`last_owners`) is used only if the bound cannot
-show that the present state is safe, and would stall more sequences than necessary.
+**Sharing.** Counting the union for each request of the order takes a walk over all block tables. In nearly
+every step a lower bound of the blocks that each request returns is enough: the blocks that this request alone
+references (``private``). A grant under the bound is safe. The exact count (`last_owners`) is used only if the
+bound cannot show that the present state is safe, and would stall more sequences than necessary.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def finishing_order(need: IntArray, returns: IntArray) -> Int64Array:
 
 
 def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
-    """Return sort keys for the order in which requests can finish, int64 [running]."""
+    """Return one sort key per request, int64 [running]; requests can finish in ascending order of the keys."""
     # One sort of a combined key takes a third of the time of lexsort; both counts are below 2^31.
     keys = need.astype(np.int64) << 32
     keys -= returns
@@ -133,7 +134,7 @@ def grant(
 ) -> Int64Array:
     """Return how many blocks each sequence may take in this step, int64 [sequences].
 
-    The first sequences are served first. If every request can finish before the grants, every request can
+    Sequences are served in the given order. If every request can finish before the grants, every request can
     finish after them. A partial grant is a multiple of ``multiple``. A prefill chunk is cut to the grant; a
     decode that is granted 0 blocks skips the step.
 
@@ -162,7 +163,7 @@ def grant(
     for at, (entry, want) in enumerate(zip(np.asarray(entries).tolist(), wanted.tolist(), strict=True)):
         before = int(place[entry])
         most = max(0, min(want, int(slack[:before].min()))) if before else min(want, available)
-        # an order in which the granted request finishes earlier may allow more
+        # an order in which the granted request finishes earlier may allow a larger grant
         if most < want and leaving is None:
             most = _most_by_new_order(available, need, back, entry, want, most)
         most -= most % multiple if most < want else 0
@@ -184,8 +185,9 @@ def _most_by_new_order(
 ) -> int:
     """Return the most blocks in [known, want] that a request can be granted so that all requests can finish.
 
-    ``known`` blocks are known to be safe. The search may assume that a larger number is never safer. With a
-    larger number fewer requests can finish before the granted request, and its need at its turn stays equal.
+    A grant of ``known`` blocks is known to be safe. Bisection is valid, because a larger grant is never safer:
+    it leaves fewer blocks to the requests that finish before the granted one, and does not reduce the total
+    that the granted request needs.
     """
     low, high = known, min(want, available)
     while low < high:

@@ -1,8 +1,8 @@
-"""Fair shares: what each API key may hold of the engine while other keys want it, and what one key leaves free.
+"""Fair shares: how many sequences and blocks each API key may use while requests of other keys wait.
 
-A server with several keys gives each of them a share of the seats (``max_num_seqs``) and of the blocks, in
-proportion to the keys' weights. The shares have three effects, which the schedulers of our engines and of vLLM
-apply with the functions of this module:
+A server with several keys gives each of them a share of the sequences (``max_num_seqs``, also called seats) and
+of the blocks, in proportion to the keys' weights. The shares have three effects, which the schedulers of our
+engines and of vLLM apply with the functions of this module:
 
 - Waiting requests of keys within their share start before those of keys above it. Among keys of equal priority,
   the key that holds least relative to its weight goes first (dominant resource fairness: Ghodsi et al., NSDI
@@ -23,8 +23,9 @@ from dataclasses import dataclass
 
 from tonnage.cache.admission.types import AdmissionRequest, Limits
 
-# The reserve is this part of the seats (at least one) and of the blocks. A key that runs alone loses as much,
-# and it suffices for a few short requests of other keys (benchmarks/abuse.py: queue, deaf).
+# An API key above its share leaves 1 / RESERVED_PART of ``max_num_seqs`` (at least one) and of the blocks free.
+# That suffices for a few short requests of other keys (benchmarks/abuse.py: queue, deaf). A key that runs alone
+# loses as much.
 RESERVED_PART = 32
 _LAST = (sys.maxsize, 0.0)  # rank in the queue of requests whose API key is above its share
 
@@ -35,7 +36,7 @@ class KeyUse:
 
     Attributes:
         sequences: Sequences that run or will be forked.
-        blocks: Blocks reserved for them.
+        blocks: Blocks reserved for these sequences.
         weight: Weight of the key.
     """
 
@@ -55,10 +56,10 @@ def add_use(uses: Uses, request: AdmissionRequest, sequences: int, blocks: int) 
 
 
 class Shares:
-    """The shares of the keys of one engine.
+    """The division of one engine's sequences and blocks among its API keys.
 
     Args:
-        keys: Number of keys whose requests may arrive.
+        keys: Number of API keys whose requests may arrive.
         limits: Sizes of the block pool and of a step.
     """
 
@@ -69,13 +70,13 @@ class Shares:
         self._blocks = limits.usable_blocks // RESERVED_PART
 
     def within(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> bool:
-        """Return whether the key of ``request`` stays within its share if the request starts.
+        """Return whether the API key of ``request`` stays within its share if the request starts.
 
-        A key without a running request is within its share. While requests of a further key may arrive, the
-        engine is divided into one share more than there are running keys.
+        A key without a running request is within its share. The engine is divided among the keys with running
+        requests. While requests of a further key may arrive, one more share is set aside for it.
 
         Args:
-            uses: What each key with running requests holds.
+            uses: Sequences and blocks of each key with running requests.
             request: The request that may start.
             blocks: Blocks to reserve for it.
         """
@@ -102,7 +103,7 @@ class Shares:
         return request.priority, max(own.sequences / seats, own.blocks / blocks) / own.weight
 
     def kept(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, int]:
-        """Return how many seats in the batch and blocks must stay free for other keys when ``request`` starts.
+        """Return how many sequences and blocks must stay free for other API keys when ``request`` starts.
 
         Both are 0 for a key within its share, and for a request that runs alone.
         """

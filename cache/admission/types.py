@@ -43,7 +43,7 @@ class NeverReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """What is known of a request when it is submitted, without its true output length.
+    """A request as admission sees it: its lengths, tenant and priority, without its true output length.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
@@ -126,9 +126,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first request of the queue (the head), which waits for blocks.
+    """The first request of the queue (the head), which waits for blocks, with its forecast.
 
-    ``start`` is its forecast start in steps from now.
+    ``output_left`` is the forecast number of its output tokens, ``start`` its forecast start in steps from now.
     """
 
     request: AdmissionRequest
@@ -154,7 +154,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The decision that a request cannot fit even alone.
+    """The decision that a request can never run, because it does not fit even when it runs alone.
 
     ``largest_prompt_tokens`` is the longest prompt, in tokens, that fits with the same max_tokens and n, or 0.
     """

@@ -18,8 +18,8 @@ from tonnage.planner.model.layout import KVGroup, KVLayout
 # last ``window`` positions, its own included. CHUNKED: its own chunk of ``window`` positions. STATE: a
 # recurrent state that is overwritten in place. ALIGNED: a recurrent state that is cached at the end of blocks.
 FULL, SLIDING, CHUNKED, STATE, ALIGNED = range(5)
-# A step reads the recurrent state after the position before its own. A cached state therefore needs the same
-# blocks as a sliding window of two positions.
+# A step at position p continues from the recurrent state after position p - 1. A cached state therefore needs
+# the same blocks as a sliding window of two positions.
 STATE_WINDOW = 2
 # cached states that a sequence holds per state group: one it continues from, one it writes
 MOST_STATES = 2
@@ -98,10 +98,11 @@ def windows_only(layout: KVLayout) -> bool:
 
 
 def anchor_of(groups: npt.NDArray[np.void]) -> int:
-    """Return the index of the group whose blocks name the nodes of the prefix index, from `group_records`.
+    """Return the index of the anchor group: a node of the prefix index has the id of its block in this group.
 
-    It is the first full-attention group. If all groups have sliding windows, it is the group with the largest:
-    a sequence that holds a node's block in any group then holds its block in this group.
+    The anchor is the first full-attention group. If all groups have sliding windows, it is the group with the
+    largest window: a sequence that holds a node's block in any group then also holds the node's block in the
+    anchor. ``groups`` are the records from `group_records`.
     """
     full = np.flatnonzero(groups["kind"] == FULL)
     return int(full[0]) if len(full) else int(groups["window"].argmax())

@@ -88,9 +88,9 @@ ROW = np.dtype(
         ("published", i8),  # number of full blocks that are nodes of the prefix index
         ("hashed", i8),  # number of valid entries in the row of `Core.hashes`
         ("found", i8),  # full blocks of the prompt that full-attention groups had cached at admission
-        ("shared_tail", i8),  # bits COPY_TAIL and DROP_SOURCE, or 0
+        ("shared_tail", i8),  # 0, or a sum of the bits COPY_TAIL and DROP_SOURCE
         ("request", i8),  # slot (array index) of the request, -1 for an unused row
-        ("salt", i8),  # id of the salt
+        ("salt", i8),  # id of the sequence's cache salt
         ("shared", i8),  # number of leading blocks in an allowed shared prefix
         ("turn", i8),  # turn of the conversation, from 1; 0: not known
         ("mark", i8),  # number of the last call that named the row, to detect a row named twice
@@ -105,7 +105,7 @@ REQUEST = np.dtype(
         ("held", i4),  # number of distinct blocks of full-attention groups
         ("private", i4),  # blocks of `held` that no other request references (a lower bound)
         ("reserved", i4),  # upper bound of blocks of full-attention groups
-        ("prompt", i4),  # prompt tokens
+        ("prompt", i4),  # prompt tokens of the request
         ("live", i4),  # live sequences of the request, each with a row in the tables
         ("forks_left", i4),
     ]
@@ -129,8 +129,8 @@ def _array(dtype: Any, *shape: str | int, lazy: bool = False) -> Any:
 def _column(axis: str) -> Any:
     """Declare an int32 [axis] field that lies next to the other columns in one array.
 
-    Separate arrays would put the entries of one block at the same offset of many pages, in one cache set of the
-    CPU.
+    Separate arrays would put the entries of one block at the same offset of many memory pages. These offsets
+    belong to one set of the CPU cache, in which the entries would evict each other.
     """
     return _Array(i4, (axis,), column=True)
 
@@ -150,35 +150,35 @@ class Core(NamedTuple):
     rows: Records = _array(ROW, "rows")  # one record per sequence
     requests: Records = _array(REQUEST, "rows")  # one record per request
     # The next five arrays have one entry per block.
-    refs: Int32Array = _column("blocks")  # reference count
+    refs: Int32Array = _column("blocks")  # reference count of the block
     next: Int32Array = _column("links")
     prev: Int32Array = _column("links")
     # For a used block: 1 + slot of the only request that references it, or 0. For a cached block: the clock at
     # its release.
     stamp: Int32Array = _column("blocks")
-    node_of: Int32Array = _column("blocks")  # node of the block, 0 if it is not in the prefix index
+    node_of: Int32Array = _column("blocks")  # node of the block; 0 if the block is not in the prefix index
     # The next eight arrays describe the nodes of the prefix index.
     parent: Int32Array = _column("blocks")
-    salt: Int32Array = _column("blocks")  # id of the salt, 0 for shared nodes
-    kind: Int32Array = _column("blocks")  # class in the low bits, plus ONE_CHILD for each child node
+    salt: Int32Array = _column("blocks")  # id of the node's cache salt, 0 for nodes that all salts share
+    kind: Int32Array = _column("blocks")  # eviction class in the low bits, plus ONE_CHILD for each child node
     chain: Int32Array = _column("blocks")  # next node of the same hash bucket
     node_hash: UInt64Array = _array(u8, "nodes")
     node_tokens: Int32Array = _array(i4, "nodes", "block_size")
     # block of the node in each group, or the null block
     node_blocks: Int32Array = _array(i4, "groups", "nodes")
-    heads: Int32Array = _array(i4, "buckets")  # first node of the bucket, 0: none
+    heads: Int32Array = _array(i4, "buckets")  # first node of the hash bucket, 0: none
     # The next two arrays have one entry per salt id.
     salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # number of nodes with this salt
-    seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash that a chain with this salt starts from
+    seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash with which the first block of a prompt is seeded
     # The next four arrays have one row per sequence. In a block table a recurrent state is entry 0; a cached
     # state is at the entry of the token block it ends in.
     tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
-    first: Int64Array = _array(i8, "groups", "rows")  # index of the first block in the window
+    first: Int64Array = _array(i8, "groups", "rows")  # table index of the first block in the sliding window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
     hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hash of each full block of tokens
     # The next three arrays belong to learned eviction.
     history: Records = _array(ENTRY, "history")
-    history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first history entry of the bucket, 0: none
+    history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first history entry of the bucket, or 0
     model: Records = _array(MODEL, 1)
     # The next arrays hold KV events since the last read, if there is a subscriber: hashes of evicted nodes and
     # inserted nodes, in order.

@@ -17,11 +17,13 @@ import xxhash
 from tonnage.planner.model.tier import HEADER_BYTES
 
 MAGIC = b"TNGKV001"
-# magic, bytes of the block, XXH3-128 of key and bytes; padded to 64 bytes
+# Fields of the header: magic number, size of the block in bytes, XXH3-128 of the block's key and bytes. The
+# header is padded to 64 bytes.
 _HEADER = struct.Struct("<8sQ16s32x")
 assert _HEADER.size == HEADER_BYTES
 SUFFIX, TEMPORARY = ".kv", ".tmp"
-# A link is not followed out of the folder, and a pipe under a block's name does not hold a thread for ever.
+# Flags of open(2): a symbolic link is not followed, and a named pipe in place of a block's file does not block
+# the thread.
 _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -77,7 +79,7 @@ def _write_all(descriptor: int, parts: list[memoryview]) -> None:
 
 
 def _read_all(descriptor: int, parts: list[memoryview]) -> bool:
-    """Fill ``parts``; return False if the file ends before."""
+    """Read a file into the buffers ``parts``; return False if the file ends before they are full."""
     while parts:
         count = os.readv(descriptor, parts)
         if not count:
@@ -87,7 +89,7 @@ def _read_all(descriptor: int, parts: list[memoryview]) -> bool:
 
 
 def _advance(parts: list[memoryview], count: int) -> None:
-    """Remove the first ``count`` bytes of ``parts``."""
+    """Remove the first ``count`` bytes, which were read or written, from the list of buffers ``parts``."""
     while parts and count >= len(parts[0]):
         count -= len(parts.pop(0))
     if count:

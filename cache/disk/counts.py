@@ -1,4 +1,4 @@
-"""The contents and the counters of a disk tier."""
+"""The counts of a disk tier: its contents, and its operations since the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DiskCounts:
-    """The contents and the counters of a disk tier.
+    """The contents of a disk tier, and counters of its operations since the start.
 
     Attributes:
         size: Upper bound of the folder in bytes.
@@ -16,15 +16,15 @@ class DiskCounts:
         ready: Whether the blocks from before the start are in the index.
         stored: Blocks written.
         dropped: Blocks not written, because the disk was full, failed or too slow.
-        left_out: Blocks not written, because they were not worth their bytes.
+        left_out: Blocks not written, because their forecast reuse is below that of the block they would evict.
         evicted: Blocks removed to make room.
         loaded: Blocks read.
         lost: Blocks in the index that were missing, damaged or not readable.
         declined: Requests whose blocks were computed, because reading them was slower.
         written_bytes: Bytes of the blocks written.
         read_bytes: Bytes of the blocks read.
-        write_seconds: Seconds spent writing them, over all threads.
-        read_seconds: Seconds spent reading them, over all threads.
+        write_seconds: Seconds spent writing blocks, summed over threads.
+        read_seconds: Seconds spent reading blocks, summed over threads.
     """
 
     size: int

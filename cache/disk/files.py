@@ -1,4 +1,7 @@
-"""The files of a model as facts of a disk tier's namespace, so that other weights never read its blocks."""
+"""Names, sizes and times of a model's files, which identify the model in a disk tier's namespace.
+
+A server with other weights has another namespace, so it never reads KV blocks of this model.
+"""
 
 from __future__ import annotations
 

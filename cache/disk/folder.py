@@ -1,9 +1,9 @@
 """The index of a disk tier's files: their names, their bytes on disk, and the order of their removal.
 
-A folder has one subfolder for each namespace, such as a model with its dtype and layout, and in it 256 folders
-of block files. All namespaces share the size of the folder. The least recently used block is removed first,
-unless the caller has another order (`order`). The order of use survives a restart in the modification times of
-the files.
+A folder has one subfolder for each namespace, such as a model with its dtype and layout. The subfolder has 256
+directories of block files. The size limit holds for all namespaces together. The least recently used block is
+removed first, unless the caller has another order (`order`). The modification times of the files keep the order
+of use across restarts.
 
 A block's id is its namespace (8 bytes) and its key. Its file is named after both in hexadecimal digits.
 """
@@ -33,7 +33,7 @@ LOCK = "tonnage.lock"
 LOCK_SECONDS = 10.0
 DIRECTORY_BYTES = PAGE
 NAMESPACE_BYTES = 8
-DIRECTORIES_OF_BLOCKS = 256  # in a namespace, one for each first byte of a key
+DIRECTORIES_OF_BLOCKS = 256  # directories of a namespace: one for each value of a key's first byte
 FIRST_ENTRIES = PAGE // (ENTRY_BYTES // 2)  # entries in a directory's first page, which is never split (ext4)
 
 
@@ -54,14 +54,14 @@ def block_of(path: str) -> bytes | None:
 
 
 class DiskError(CacheError):
-    """A folder that cannot be a disk tier: it belongs to another server, or it cannot be created or read."""
+    """The error that a folder cannot be a disk tier: another server has it, or it is not accessible."""
 
     code = "invalid_disk_tier"
 
 
 @dataclass(slots=True)
 class Contents:
-    """The contents of a folder.
+    """The blocks and other files that a scan found in a disk tier's folder.
 
     Attributes:
         blocks: Modification time, id and bytes on disk of each block.
@@ -84,7 +84,7 @@ class Folder:
     Args:
         path: The folder; it is created with mode 0700.
         size: Upper bound of the folder in bytes, as ``du`` counts them.
-        read_only: Whether another server writes the folder. This one then reads blocks only.
+        read_only: Whether another server writes the folder. This server then only reads its blocks.
 
     Raises:
         DiskError: the folder cannot be created or read, or another server writes it.
@@ -98,7 +98,8 @@ class Folder:
         self._in_blocks = 0  # bytes of the blocks in the index
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
         self._directories: set[str] = set()
-        # Entries of each directory now and at most: ext4 and XFS do not shrink a directory when files go.
+        # Number of entries of each directory now, and the largest number so far. ext4 and XFS do not shrink a
+        # directory when files are removed.
         self._entries: Counter[str] = Counter()
         self._most_entries: Counter[str] = Counter()
         self._unused = 0  # bytes that directories keep for entries of removed files
@@ -122,7 +123,7 @@ class Folder:
         return self._others + self._in_blocks + self._unused
 
     def scan(self) -> Contents:
-        """Return what is in the folder, and delete the temporary files of a process that was killed."""
+        """Return the contents of the folder, and delete temporary files that a killed process has left."""
         found = Contents()
         for folder, _, files in os.walk(self.path):
             with contextlib.suppress(OSError):
@@ -130,7 +131,7 @@ class Folder:
             found.directories.add(os.path.relpath(folder, self.path))
             for file in files:
                 path = os.path.join(folder, file)
-                with contextlib.suppress(OSError):  # another process has removed the file
+                with contextlib.suppress(OSError):  # the file may have been removed by another process
                     if file.endswith(TEMPORARY) and not self.read_only:
                         os.unlink(path)
                         continue
@@ -144,11 +145,12 @@ class Folder:
         return found
 
     def adopt(self, found: Contents) -> None:
-        """Replace the index by what `scan` has found."""
+        """Replace the index by the contents of the folder that `scan` returned."""
         blocks = OrderedDict((block, taken) for _, block, taken in sorted(found.blocks))
         self._directories = found.directories
         self._entries = Counter(os.path.dirname(file_of(block)) for block in blocks)
-        self._most_entries, self._unused = self._entries.copy(), 0  # `scan` has measured the directories
+        # `scan` has measured the present sizes of the directories, so none of their bytes count as unused.
+        self._most_entries, self._unused = self._entries.copy(), 0
         self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
 
     def oldest(self) -> bytes | None:
@@ -156,11 +158,11 @@ class Folder:
         return next(iter(self.blocks), None)
 
     def make_room(self, path: str, taken: int, victim: Callable[[], bytes | None] | None = None) -> int | None:
-        """Remove blocks until a file ``path`` of ``taken`` bytes fits, and count its bytes.
+        """Remove blocks until a new file fits the size of the folder, and count the bytes of the new file.
 
         Args:
-            path: The file, below the folder.
-            taken: Its bytes on disk.
+            path: Path of the new file below the folder.
+            taken: Bytes that the new file will take on disk.
             victim: Function that returns the next block to remove, or None; the default is `oldest`.
 
         Returns:
@@ -188,7 +190,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self.touch(block)  # a file that cannot be deleted keeps no other from being removed next time
+            self.touch(block)  # so that the next call tries another block first
             return False
         if block in self.blocks:
             self._in_blocks -= self.blocks.pop(block)
@@ -196,7 +198,7 @@ class Folder:
         return True
 
     def room(self, namespace: bytes) -> int:
-        """Return the bytes for blocks of a namespace, without those of its directories."""
+        """Return the bytes that blocks of a namespace may take, after its directories are subtracted."""
         top = namespace.hex()
         own = sum(each == top or each.startswith(f"{top}/") for each in self._directories)
         return self.size - self._others - (1 + DIRECTORIES_OF_BLOCKS - own) * DIRECTORY_BYTES
@@ -206,26 +208,29 @@ class Folder:
 
         Args:
             block: The block's id.
-            delete: Whether the block's file is deleted too; a server that only reads deletes no file. The bytes
-                of a file that stays count until the next start.
+            delete: Whether the block's file is deleted too; a server that only reads deletes no file. A file
+                that stays counts towards the folder's size until the next start.
         """
         if block in self.blocks and (self.read_only or not delete or not self.remove(block)):
             self._in_blocks -= self.blocks[block]
             self._others += self.blocks.pop(block)
 
     def written(self, block: bytes, taken: int) -> None:
-        """Add a block, whose bytes `make_room` has counted."""
+        """Add a written block to the index; `make_room` has counted its bytes before."""
         self._others -= taken
         self._in_blocks += taken
         self.blocks[block] = taken
 
     def not_written(self, block: bytes, taken: int) -> None:
-        """Free the bytes that `make_room` has counted for a block's file."""
+        """Subtract the bytes that `make_room` counted for a block whose write has failed."""
         self._others -= taken
         self._count_entry(file_of(block), -1)
 
     def _count_entry(self, path: str, more: int) -> None:
-        """Note that a file came into its directory, or left it, and count the bytes kept for entries."""
+        """Count a file that was added to its directory (``more`` 1) or removed (-1).
+
+        The bytes that the directory keeps on disk for entries of removed files are updated, too.
+        """
         directory = os.path.dirname(path)
         self._unused -= self._kept(directory)
         self._entries[directory] += more
@@ -233,12 +238,15 @@ class Folder:
         self._unused += self._kept(directory)
 
     def _kept(self, directory: str) -> int:
-        """Return the bytes of a directory that neither its first page nor its files' entries account for."""
+        """Return the bytes that a directory keeps on disk for entries of removed files.
+
+        Entries in the directory's first page do not count, since the page exists in any case.
+        """
         most = self._most_entries[directory]
         return 0 if most <= FIRST_ENTRIES else (most - self._entries[directory]) * ENTRY_BYTES
 
     def touch(self, block: bytes) -> None:
-        """Make a block the most recently used."""
+        """Mark a block as the most recently used, if it is in the index."""
         if block in self.blocks:
             self.blocks.move_to_end(block)
 
@@ -250,7 +258,11 @@ class Folder:
 
 
 def _locked(path: Path) -> int:
-    """Return the descriptor of a lock file that this process holds alone; wait for another that is ending."""
+    """Lock a file for this process alone and return its descriptor.
+
+    The call waits up to `LOCK_SECONDS` for a server that is ending. Raises DiskError if the lock is not free
+    then.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not (free := _try_lock(descriptor)):
         log.warning("%s belongs to another server; waiting up to %g s for its end", path.parent, LOCK_SECONDS)
@@ -271,7 +283,7 @@ def _locked(path: Path) -> int:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock a file for this process alone; return False if another one holds it."""
+    """Lock a file for this process alone; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -285,7 +297,7 @@ def _on_disk(state: os.stat_result) -> int:
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Yield a relative folder and the folders above it, without the top folder."""
+    """Yield the relative folder ``name`` and each of its parent folders, except the top folder."""
     while name and name != ".":
         yield name
         name = os.path.dirname(name)

@@ -1,9 +1,9 @@
-"""The learned order in which a tier evicts its blocks, with a fallback where it fails.
+"""The eviction order of a KV tier's blocks, learned from their reuse, with LRU as fallback after an error.
 
-`tonnage.cache.eviction.chunk_order` decides, as inside vLLM and in a replay. It sees a block when it is
-written, and a request when it ends. All other blocks of a folder are *old*: those of other
-namespaces, and those from before the start that no request has used since. They are evicted first, the least
-recently used one before the others. While there are old blocks, every block is written.
+`tonnage.cache.eviction.chunk_order` decides, as it does inside vLLM and in a replay. It learns of a block when
+the block is written, and of a request when the request ends. All other blocks of a folder are *old*: blocks of
+other namespaces, and blocks from before the start that no request has used since. Old blocks are evicted first,
+in LRU order. While old blocks exist, every new block is written.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LearnedBlocks:
     and `victim` returns None, so that the caller evicts the least recently used block.
 
     Args:
-        capacity: Blocks that the tier holds, of a folder those of the own namespace.
-        old: Ids of the blocks that are there before the first request, the least recently used first.
+        capacity: Upper bound of the tier's blocks; in a folder, of the blocks of this server's namespace.
+        old: Ids of the blocks that the tier holds before the first request, the least recently used first.
     """
 
     def __init__(self, capacity: int, old: Iterable[bytes] = ()) -> None:
@@ -42,38 +42,38 @@ class LearnedBlocks:
         return not self.failed and not self._old and len(self._order) >= self._capacity
 
     def admits(self, prefix: Sequence[bytes], new: Sequence[bytes]) -> bool:
-        """Return whether the blocks ``new`` of a request are worth their bytes.
+        """Return whether to store the blocks ``new`` of a request, by their forecast reuse.
 
         Args:
-            prefix: Ids of the request's blocks, from the first on.
-            new: Ids of those among them that the tier does not hold.
+            prefix: Ids of the request's blocks in prefix order, from the first on.
+            new: Ids of the blocks in ``prefix`` that the tier does not hold.
         """
         return bool(self._old) or self._ask(lambda order: order.admits(prefix, new), True)
 
     def insert(self, block: bytes) -> None:
-        """Add a block that is about to be written. It stays until the request that computed it ends."""
+        """Add a block that is about to be written. It is not evicted before its request has ended."""
         if block in self._order:
             return
         if len(self._order) < self._capacity:
             self._ask(lambda order: order.insert(block), None)
             self._old.pop(block, None)
-        else:  # a file that vanished still has its place
+        else:  # the order is full, because it still counts a block whose file has vanished
             self._old[block] = None
 
     def remove(self, block: bytes) -> None:
-        """Remove a block that was not written."""
+        """Remove a block whose write has failed."""
         if block in self._old:
             del self._old[block]
         elif block in self._order:
             self._ask(lambda order: order.remove(block), None)
 
     def finish(self, blocks: Sequence[bytes], held: Iterable[bytes], reused: set[bytes]) -> None:
-        """Note the end of a request.
+        """Record the end of a request, from which the order learns.
 
         Args:
-            blocks: Ids of the blocks that the request used, from its first on.
-            held: Those among them that the tier holds.
-            reused: Those that the request did not compute.
+            blocks: Ids of the blocks that the request used, in prefix order.
+            held: Ids of the blocks in ``blocks`` that the tier holds.
+            reused: Ids of the blocks in ``blocks`` that the request did not compute.
         """
         new = {block for block in held if block in self._old}
         for block in new:
@@ -88,11 +88,11 @@ class LearnedBlocks:
         return None if found is None else found[0]
 
     def put_back(self, block: bytes) -> None:
-        """Add a block again that could not be removed, behind the other old ones."""
+        """Add a block again whose file could not be deleted; all other old blocks are evicted before it."""
         self._old[block] = None
 
     def _ask(self, call: Callable[[LearnedChunkOrder[bytes]], Answer], default: Answer) -> Answer:
-        """Return what a call of the learned order returns; ``default`` after an exception in it."""
+        """Return the result of ``call`` on the learned order, or ``default`` after an exception in it."""
         if self.failed:
             return default
         try:

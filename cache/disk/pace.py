@@ -1,26 +1,29 @@
-"""Whether reading blocks from a disk tier is faster than computing them, by the measured seconds of both."""
+"""The rule that reads blocks from a disk tier only while reading is faster than computing them.
+
+Both costs are measured in seconds per block.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-# Weight that a measurement loses with each later one: the last ten or so decide.
+# The weight of a measurement is multiplied by this factor at each later one, so about the last ten decide.
 _KEPT = 0.9
-# A disk that was slower than computing is read for one block after this time, so that a disk that has recovered
-# is found. At 10 MB/s, a block of 2 MiB costs 0.2 s a minute.
+# While reading is slower than computing, one block is read after this time as a probe, so that a disk that has
+# become faster is used again. At 10 MB/s, probes of 2 MiB cost 0.2 s per minute.
 PROBE_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Pace:
-    """Mean seconds to read, or to compute, one block, over the last measurements."""
+    """A moving average of the seconds that one block takes to be read or computed."""
 
     blocks: float = 0.0
     seconds: float = 0.0
 
     def add(self, blocks: int, seconds: float) -> None:
-        """Add ``blocks`` that took ``seconds`` together."""
+        """Add a measurement: ``blocks`` blocks took ``seconds`` seconds together."""
         self.blocks = self.blocks * _KEPT + blocks
         self.seconds = self.seconds * _KEPT + seconds
 
@@ -57,12 +60,12 @@ class ReadRule:
         return self._reading.seconds_per_block
 
     def computed(self, blocks: int, seconds: float) -> None:
-        """Note that a request computed ``blocks`` in ``seconds``."""
+        """Record that a request computed ``blocks`` blocks in ``seconds`` seconds."""
         self._computing.add(blocks, seconds)
 
     def read(self, blocks: int, seconds: float) -> None:
-        """Note that a request waited ``seconds`` for ``blocks`` from the disk."""
-        if self._probed:  # earlier measurements are older than PROBE_SECONDS
+        """Record that a request waited ``seconds`` seconds for ``blocks`` blocks from the disk."""
+        if self._probed:  # measurements from before the probe are older than PROBE_SECONDS
             self._reading, self._probed = Pace(), False
         self._reading.add(blocks, seconds)
 

@@ -1,11 +1,11 @@
 """A second cache tier on disk: blocks by key, in a folder that never exceeds its size.
 
-Damage to the folder costs hits only. A missing, cut off or damaged block is not read, and a
-block that cannot be written, because the disk is full or failed, is dropped and counted.
+Damage to the folder costs only cache hits. A missing, truncated or damaged block is not read. A block that
+cannot be written, because the disk is full or has failed, is dropped and counted.
 
-`DiskStore.contains`, `announce` and `finish` take no lock and touch no file, for a scheduler's thread. `store`
-and `load` block and are called from threads of the engine. A thread of the store reads the folder at the
-start, and notes the ends of requests.
+`DiskStore.contains`, `announce` and `finish` take no lock and access no file, so that the scheduler's thread
+can call them. `store` and `load` wait for the disk and are called from other threads of the engine. A thread of
+the store lists the folder at the start, and updates the eviction order when requests end.
 """
 
 from __future__ import annotations
@@ -36,31 +36,32 @@ if TYPE_CHECKING:
 log = logging.getLogger("tonnage.cache")
 
 _DESCRIPTION = "namespace.json"
-# Keys of ended requests that wait for the index's thread. A key takes about 80 bytes.
+# Upper bound of the keys of ended requests that wait for the index thread. A key takes about 80 bytes.
 _MOST_WAITING = 1 << 17
-# How often a server that only reads looks for new blocks. Listing a million files takes about ten seconds.
+# Seconds between two listings of the folder by a server that only reads. Listing a million files takes about
+# ten seconds.
 _READ_AGAIN_SECONDS = 60.0
-# Errors of open(2) of a file that may be good: the process or the system has no descriptor or memory left.
+# Errors of open(2) that do not mean that the file is bad: no file descriptor or memory is left.
 _NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _Ended(NamedTuple):
-    """A request that has ended: the keys of its blocks in prefix order, and of those it did not compute."""
+    """A request that has ended: the keys of its blocks in prefix order, and the keys of the reused blocks."""
 
     keys: Sequence[bytes]
     reused: Collection[bytes]
 
 
 class DiskStore:
-    """Blocks of one namespace in a folder of bounded size.
+    """A disk tier: the KV blocks of one namespace in a folder of bounded size.
 
     Args:
         path: The folder. One server writes it, others may read it.
-        size: Upper bound of the folder in bytes, whatever was in it before.
+        size: Upper bound of the folder in bytes, including files that were in it before.
         namespace: The facts that the bytes of a block depend on, such as model, revision, dtype and layout.
             Blocks of another namespace are never read, but may be removed to make room.
         read_only: Whether another server writes the folder.
-        learned: Bytes of a block if blocks are evicted in the learned order. With None, the least recently used
+        learned: Bytes of a block, if blocks are evicted in the learned order. None: the least recently used
             block is evicted first.
 
     Raises:
@@ -76,12 +77,13 @@ class DiskStore:
         self._namespace = hashlib.sha256(described.encode()).digest()[:NAMESPACE_BYTES]
         self._described = described
         self._counts = DiskCounts(size)
-        self._lock = threading.Lock()  # of the folder's index and the counts; held while files are deleted
-        self._dropped = self._declined = 0  # counted by the scheduler's thread, without the lock
+        # The lock protects the folder's index and the counts. It is held while files are deleted.
+        self._lock = threading.Lock()
+        self._dropped = self._declined = 0  # changed by the scheduler's thread only, without the lock
         self._block_bytes = learned
         self._learned: LearnedBlocks | None = None
         self._events: SimpleQueue[_Ended | None] = SimpleQueue()
-        self._waiting = 0  # keys in `_events`, about: two threads count
+        self._waiting = 0  # approximate number of keys in `_events`: two threads change it without a lock
         self._announced: set[bytes] = set()
         self._writing: set[bytes] = set()
         self._complained = False
@@ -96,22 +98,24 @@ class DiskStore:
         return self._namespace + key in self._folder.blocks
 
     def announce(self, keys: Collection[bytes]) -> None:
-        """Note blocks that are about to be written; `settle` ends it."""
+        """Record that the engine is about to write these blocks; `settle` must be called afterwards."""
         self._announced.update(keys)
 
     def finish(self, keys: Sequence[bytes], reused: Collection[bytes]) -> None:
-        """Note the end of a request. The order of eviction changes when its announced blocks are settled.
+        """Record the end of a request, which updates the eviction order.
+
+        The update waits until all announced blocks of the request are settled (`settle`).
 
         Args:
-            keys: Keys of the blocks that it used, from its first on.
-            reused: Keys of those that it did not compute.
+            keys: Keys of the blocks that the request used, in prefix order.
+            reused: Keys of the blocks in ``keys`` that the request did not compute.
         """
         if keys and not self._folder.read_only:
             self._waiting += len(keys)
             self._events.put(_Ended(keys, reused))
 
     def counts(self) -> DiskCounts:
-        """Return the contents, and the counters since the tier was opened."""
+        """Return the tier's contents, and the counters of its operations since the tier was opened."""
         now, folder = self._counts, self._folder
         return replace(
             now, used=folder.used, blocks=len(folder.blocks), dropped=now.dropped + self._dropped,
@@ -119,7 +123,7 @@ class DiskStore:
         )  # fmt: skip
 
     def drop(self, blocks: int) -> None:
-        """Count blocks that the engine did not write, because too many were waiting."""
+        """Count blocks that the engine did not write, because too many blocks were waiting to be written."""
         self._dropped += blocks
 
     def decline(self) -> None:
@@ -129,16 +133,16 @@ class DiskStore:
     # -- the engine's own threads ----------------------------------------------------------------------------
 
     def settle(self, keys: Collection[bytes]) -> None:
-        """Note that announced blocks were written or dropped."""
+        """Record that announced blocks have been written or dropped."""
         self._announced.difference_update(keys)
         self._events.put(None)
 
     def admits(self, prefix: Sequence[bytes], new: Sequence[bytes]) -> bool:
-        """Return whether a request's blocks are worth their bytes, and count them if they are not.
+        """Return whether to write a request's new blocks, by their forecast reuse; count blocks left out.
 
         Args:
-            prefix: Keys of the request's blocks, from its first on.
-            new: Keys of those that would be written.
+            prefix: Keys of the request's blocks in prefix order.
+            new: Keys of the blocks in ``prefix`` that would be written.
         """
         with self._lock:
             found = self._learned is None or self._learned.admits(self._ids(prefix), self._ids(new))
@@ -186,7 +190,7 @@ class DiskStore:
         return True
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Read a block into ``into``; return whether it is there and undamaged.
+        """Read a block into ``into``; return whether its file exists and is undamaged.
 
         After False, ``into`` has undefined bytes, and the index no longer has the block. A damaged file is
         deleted.
@@ -224,7 +228,7 @@ class DiskStore:
     # ---------------------------------------------------------------------------------------------------------
 
     def _keep_index(self) -> None:
-        """Fill the index with the blocks from before the start, then note the ends of requests.
+        """Fill the index with the blocks from before the start, then update the order as requests end.
 
         Blocks are read as soon as the index has them, and written once the learned order is compiled.
         """
@@ -263,18 +267,18 @@ class DiskStore:
             order.compile_order()
 
     def _use(self, ended: _Ended) -> None:
-        """Change the order of eviction at a request's end."""
+        """Update the eviction order for a request that has ended."""
         self._waiting -= len(ended.keys)
         blocks, reused = self._ids(ended.keys), set(self._ids(ended.reused))
         with self._lock:
-            for block in reversed(blocks):  # the first block is the most recent one: others need it
+            for block in reversed(blocks):  # a prefix's first block is touched last: later blocks need it
                 self._folder.touch(block)
             held = [block for block in blocks if block in self._folder.blocks]
             if self._learned is not None:
                 self._learned.finish(blocks, held, reused)
 
     def _start_order(self) -> None:
-        """Forget what was learned, so that the least recently used blocks are evicted first."""
+        """Start a new learned order with the folder's blocks as old blocks, which are evicted in LRU order."""
         if self._learned is not None and self._learned.failed:
             self._learned = self._block_bytes = None
         if self._block_bytes is not None:
@@ -336,7 +340,7 @@ class DiskStore:
         self._counts = replace(old, ready=old.ready if ready is None else ready, **new)
 
     def _complain(self, error: OSError) -> None:
-        """Log the first error of the disk."""
+        """Log the first error of the disk; later errors are only counted."""
         if not self._complained:
             self._complained = True
             log.warning(

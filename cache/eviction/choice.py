@@ -6,10 +6,11 @@ request ends (`tonnage.cache.eviction.reuse`). A class is an origin (prompts, po
 of `SCORES` levels of how often such requests are continued. A node whose last child is evicted enters its list,
 at the end that is closer to the node's age.
 
-**Choice.** As a function of age, hit density rises once and then falls. The least valuable block of a class is
-therefore its oldest or its youngest. The candidate with the lowest density is evicted first; of equal
-candidates, the oldest. A request loses its last blocks first and keeps a prefix that can be hit. The cost is
-O(1) per block: a choice looks at two blocks of each class and holds for the next `RUN` evictions.
+**Choice.** The value of a block is its hit density: expected hits per unit of time in memory. As a function of
+the block's age, it rises once and then falls. The least valuable block of a class is therefore its oldest or
+its youngest. The candidate with the lowest density is evicted first; of equal candidates, the oldest. A request
+loses its last blocks first and keeps a prefix that can be hit. The cost is O(1) per block: a choice looks at
+two blocks of each class and holds for the next `RUN` evictions.
 
 **LRU** evicts the oldest block of all lists. `tonnage.cache.eviction.reuse.choose_rule` chooses between both.
 """

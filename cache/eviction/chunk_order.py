@@ -1,4 +1,4 @@
-"""The order in which a KV tier evicts chunks, by learned reuse, and which new chunks are worth their bytes.
+"""The order in which a KV tier evicts chunks, by learned reuse, and the choice of the new chunks to store.
 
 The tier's chunks are the blocks of an `EvictionOrder`, so a tier and a GPU pool learn by one mechanism. Three
 rules are the tier's own:
@@ -7,8 +7,8 @@ rules are the tier's own:
   keeps its beginning, which alone can be hit, instead of its end.
 - Chunks of other running requests are evicted when no others are left. While LRU is in effect, they are evicted
   in LRU order with the chunks of ended requests.
-- A new chunk is admitted if the tier has space, or if it is forecast to be worth at least as much as the chunk
-  that would be evicted for it. That it was offered before counts in the forecast.
+- A new chunk is admitted if the tier has space, or if its forecast hit density is at least that of the chunk
+  that would be evicted for it. The forecast is higher for a chunk that was offered before.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tonnage.cache.eviction.order import EvictionOrder
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Chunks of one request that are learned from: 1,048,576 tokens in chunks of 16. Later ones are evicted each
-# on its own.
+# Number of chunks of one request that enter the learned order: 1,048,576 tokens in chunks of 16. Each later
+# chunk is evicted independently of the others.
 _LONGEST = 1 << 16
 
 
@@ -69,7 +69,7 @@ class LearnedChunkOrder(Generic[Key]):
         self._used[key] = self._order.clock
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Keep chunks until a request that used them ends; keys of other chunks are ignored."""
+        """Take chunks out of the eviction order until their request ends; keys of absent chunks are ignored."""
         held = [key for key in keys if key in self._block_of]
         self._order.take([self._block_of[key] for key in held if key not in self._used])
         for key in held:
@@ -86,11 +86,11 @@ class LearnedChunkOrder(Generic[Key]):
         self._used.pop(key, None)
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return whether the chunks ``new`` of a request are worth their bytes.
+        """Return whether to store the chunks ``new`` of a request, by their forecast reuse.
 
         Args:
             keys: Chunks of the request's prompt, in prefix order.
-            new: Chunks among them that the tier does not hold.
+            new: Chunks in ``keys`` that the tier does not hold.
         """
         return len(new) <= len(self._free) or self._order.is_worth_storing(_hashes(keys))
 
@@ -106,7 +106,8 @@ class LearnedChunkOrder(Generic[Key]):
         hit = 0
         while hit < count and blocks[hit] and keys[hit] in reused:
             hit += 1
-        # LRU, with which the learned order is compared, would also evict chunks of running requests.
+        # The learned order is compared with LRU, which would also evict chunks of running requests. All chunks
+        # outside the order therefore count as free.
         turn = self._order.start(hashes, blocks[:hit], count + 1, self.capacity - self._order.cached)
         held = [block for block in blocks if block]
         self._order.take(held)
@@ -118,23 +119,23 @@ class LearnedChunkOrder(Generic[Key]):
     def evict(
         self, count: int, kept: Collection[Key], busy: Mapping[Key, int], own: Sequence[Key] | None = None
     ) -> list[Key] | None:
-        """Remove and return ``count`` chunks; None changes no content.
+        """Remove and return ``count`` chunks; return None and remove no chunk if fewer may be evicted.
 
-        Chunks of no running request go first, then those that other running requests used least recently. While
-        LRU is in effect, the oldest of both goes first.
+        Chunks that no running request uses go first, then the least recently used chunks of other running
+        requests. While LRU is in effect, the oldest chunk of either kind goes first.
 
         Args:
             count: Number of chunks.
-            kept: Chunks that stay.
-            busy: Chunks that stay: those with a value other than 0.
-            own: Chunks of the request that needs the space, which stay. None: all chunks of running requests
-                stay.
+            kept: Chunks that must not be evicted.
+            busy: Transfers of each chunk; a chunk with a value other than 0 must not be evicted.
+            own: Chunks of the request that needs the space, which must not be evicted. None: no chunk of a
+                running request may be evicted.
         """
         self.use(key for key in kept if key not in self._used)
         self.use(key for key, loads in busy.items() if loads and key not in self._used)
         others: Iterator[Key] = iter(())
         if own is not None:
-            # these become the most recent ones, the first chunk last
+            # the request's chunks become the most recently used ones, its first chunk last
             self.use([key for key in reversed(own) if key in self._used])
             stay = {*own, *kept}
             others = (key for key in list(self._used) if key not in stay and not busy.get(key, 0))

@@ -13,7 +13,7 @@ PROMPTS, POPULAR, ANSWERS, ORIGINS = range(4)
 SCORES = 12
 CLASSES = ORIGINS * SCORES
 
-LRU, LEARNED = range(2)  # the eviction rules
+LRU, LEARNED = range(2)  # the two eviction rules
 AGES, LEVELS = 48, 8
 # The scale of ages has PER_OCTAVE levels per doubling. Ages below 1 / YOUNG_PART of the pool share level 0.
 PER_OCTAVE, YOUNG_PART = 4, 64
@@ -31,7 +31,7 @@ ENTRY = np.dtype(
     [
         ("tag", i4),  # high bits of the block's hash
         ("link", i4),  # 1 + next history entry of the hash bucket, 0: none
-        ("born", i4),  # number of blocks released before (the clock)
+        ("born", i4),  # time of the release, as the number of blocks released before (the clock)
         ("status", u1),
         ("age", u1),  # level of the block's age when it was reused or released again
         ("origin", u1),
@@ -46,8 +46,8 @@ MODEL = np.dtype(
     [
         ("learning", i8),  # 1: eviction learns; 0: LRU only
         ("sample_shift", i8),  # one block in 2^shift is in the sample
-        ("rule", i8),  # LRU or LEARNED
-        ("started", i8),  # number of requests started
+        ("rule", i8),  # eviction rule in effect: LRU or LEARNED
+        ("started", i8),  # number of requests that have started
         # The next three fields describe the history, a ring: the next entry to write, the number of youngest
         # entries that LRU would still hold, and the number of these whose block was not requested again.
         ("at", i8),
@@ -55,8 +55,10 @@ MODEL = np.dtype(
         ("alive", i8),
         ("scores", f8, (2,)),  # recent hits of the pool, and hits that LRU would have had
         ("factors", f8, (2, LEVELS)),  # hazard factors by conversation turn and by answer length
-        ("hazard", f8, (ORIGINS, AGES)),  # reuses per block and per released block, by origin and age
-        ("density", f8, (CLASSES, AGES)),  # expected hits per block and per released block, by class and age
+        # Time is counted in blocks that the pool releases. The hazard is the rate at which a block of an origin
+        # and age is reused; the density is the expected hits of a block of a class and age per unit of time.
+        ("hazard", f8, (ORIGINS, AGES)),
+        ("density", f8, (CLASSES, AGES)),
         ("weights", f8, (256,)),  # value of each index that an entry stores as its weight
         # The next fields are scratch arrays of a fit.
         ("events", f8, (ORIGINS, AGES)),

@@ -118,8 +118,8 @@ class EvictionOrder:
     def is_worth_storing(self, hashes: UInt64Array) -> bool:
         """Return whether new blocks of a prompt are worth at least as much as the block that is evicted next.
 
-        It is for stores that may leave a block out. ``hashes`` are those of the prompt's full blocks. While LRU
-        is in effect, or nothing can be evicted, every block is worth it.
+        The method is for stores that need not store every block. ``hashes`` are the hashes of the prompt's full
+        blocks. The result is True while LRU is in effect, and if no block can be evicted.
         """
         count = self._enter(hashes, ())
         return bool(_is_worth_storing(self.arrays, self._hashes[:count]))
@@ -169,7 +169,7 @@ class EvictionOrder:
 
     @property
     def oldest(self) -> int:
-        """Value of `clock` at which the block was released that LRU evicts next; `clock` if there is none."""
+        """Value of `clock` when LRU's next victim was released; the present `clock` if no block is cached."""
         return int(_oldest(self.arrays))
 
     @property

@@ -2,7 +2,7 @@
 
 **History.** Every release of a sampled block is written to a ring that covers `REACH` times the pool's
 capacity. Blocks are sampled by hash (Waldspurger et al., USENIX ATC 2017). Reuse of blocks that were evicted
-long ago is therefore observed too, and no block has to be kept as an experiment.
+long ago is therefore observed too, and no block has to be kept in the pool only to observe its reuse.
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
 is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. The age of a block is
@@ -55,7 +55,8 @@ PRIOR_EVENTS = 1.25  # number of imagined reuses in the estimate of the hazard a
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
 NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
 HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
-# LRU takes over above this difference of hits, a share of a full pool's sampled blocks (1 or 2 requests)
+# LRU takes over if its simulated hits exceed the pool's own hits by more than this share of the sampled blocks
+# of a full pool, which is as much as 1 or 2 requests.
 SLACK = 1 / 64
 
 # Status of a history entry: unused, released and not requested again, requested again, replaced by a later
@@ -267,7 +268,7 @@ def observe_end(
     turn = max(1, int(turn))
     turn_level, answer_level = min(turn, LEVELS) - 1, _answer_level(length - prompt)
     score = _score_class(model.factors[0, turn_level] * model.factors[1, answer_level])
-    # Every request has the same weight, however long it is.
+    # The weight makes all requests count equally in the fit, however many blocks they have.
     weight = int(WEIGHT_STEPS * math.log2(asked + 1) + 0.5)
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
     popular = 0

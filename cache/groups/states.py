@@ -33,8 +33,8 @@ from tonnage.cache.compiled import inlined, inner
 def is_kept(core: Core, row: int, at: int) -> bool:
     """Return whether to keep the row's recurrent state after its block ``at``.
 
-    The state is kept if a step ended exactly there, and the position is one of the kept ones named in the
-    module.
+    The state is kept if a step ended exactly at this position, and the position is one of those that the
+    module's docstring lists.
     """
     pool, state, blocks = core.pool[0], core.rows[row], at + 1
     if blocks * pool.block_size != state.computed:

@@ -48,16 +48,16 @@ def usable_hit(core: Core, table: Int32Array, found: int) -> int:
 
 @inner
 def count_left(core: Core, row: int, computed: int, change: int) -> int:
-    """Add ``change`` to the reference counts of blocks that the row's windows have left.
+    """Add ``change`` to the reference counts of the row's blocks that are before its sliding windows.
 
-    ``computed`` is the number of computed positions. Returns the number of counts that reach zero.
+    ``computed`` is the number of computed positions. Returns the number of reference counts that reach zero.
     """
     gone = 0
     for group in range(core.groups.size):
         if core.groups[group].window != 0:
             for at in range(core.first[group, row], first_needed(core, group, computed)):
                 block = core.tables[group, row, at]
-                if block == NULL_BLOCK:  # no state was kept at this entry
+                if block == NULL_BLOCK:  # no recurrent state was kept at this table entry
                     continue
                 core.refs[block] += change
                 if core.refs[block] == 0:

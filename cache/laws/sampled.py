@@ -1,7 +1,7 @@
-"""The invariants of the block manager that its arrays alone show, compiled and cheap enough for production.
+"""Compiled checks of the block manager's invariants that need only its arrays, cheap enough for production.
 
-One pass over blocks and tables finds a broken invariant and its place. tests/helpers/invariants.py lists and
-checks all invariants after every operation of a test; this is the part that a running server can afford.
+One pass over blocks and tables finds a broken invariant and its place. tests/helpers/invariants.py lists all
+invariants and checks them after every operation of a test; a running server can afford the part that is here.
 """
 
 from __future__ import annotations

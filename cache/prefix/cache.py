@@ -13,7 +13,8 @@ from tonnage.cache.prefix.index import evict
 from tonnage.cache.prefix.salts import Salts
 from tonnage.cache.results import Admitted
 
-# A function that sets the hashes of the full blocks of rows: the core and the rows [rows].
+# Type of a function that hashes the full blocks of sequences. Its arguments are the block manager's arrays and
+# the indices of the sequences' rows, int64 [rows].
 HashRows = Callable[[Core, Int64Array], None]
 
 

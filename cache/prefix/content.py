@@ -1,7 +1,8 @@
 """Keys of KV blocks that are equal in every process: SHA-256 over the salt and all tokens of the prefix.
 
-The hashes of `tonnage.cache.prefix.hashing` have a random key for each process, and tokens are compared too.
-A KV tier outlives the process and stores no tokens, so its keys are cryptographic, as vLLM's block hashes are.
+The prefix cache in memory uses hashes with a random key for each process and compares tokens as well
+(`tonnage.cache.prefix.hashing`). A KV tier outlives the process and stores no tokens, so its keys are
+cryptographic hashes, as vLLM's block hashes are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 
 class ContentKeys:
-    """The keys of one sequence's full blocks, computed as far as they are requested.
+    """The keys of one sequence's full blocks, each computed when it is first requested.
 
     Args:
         salt: cache salt of the sequence; sequences with different salts have no key in common.
@@ -26,7 +27,7 @@ class ContentKeys:
         self._keys: list[bytes] = []
 
     def copy(self) -> ContentKeys:
-        """Return the keys of a sequence that shares all tokens of this one so far."""
+        """Return a copy of the keys, for a sequence that was forked from this one."""
         made = ContentKeys(self._salt, self._shared, self._block_size)
         made._keys = self._keys.copy()
         return made
@@ -49,5 +50,5 @@ class ContentKeys:
 
 
 def _root(salt: bytes) -> bytes:
-    """Return the digest that stands for a salt; a prefix keeps it from being the digest of a block."""
+    """Return the digest of a salt; a fixed text before the salt keeps it different from a block's digest."""
     return hashlib.sha256(b"tonnage salt " + salt).digest()

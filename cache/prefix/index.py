@@ -55,7 +55,7 @@ def hash_row(core: Core, row: int, blocks: int) -> None:
 
 @inlined
 def seed_at(core: Core, row: int, at: int) -> np.uint64:
-    """Return the hash that seeds the hash of the row's block ``at``: its parent's or its salt's, or both."""
+    """Return the seed for the hash of the row's block ``at``: the hash of its parent, its salt, or both."""
     state = core.rows[row]
     own: np.uint64 = core.seeds[state.salt]
     public: np.uint64 = core.seeds[0]
@@ -114,7 +114,10 @@ def match(core: Core, row: int, blocks: int) -> int:
 
 @inner
 def _match_windows(core: Core, row: int, blocks: int) -> int:
-    """Return the end in blocks of the longest prefix whose last windows are cached, and write its nodes."""
+    """Return the length in blocks of the longest prefix whose last window is cached in every group.
+
+    The nodes of that window are written to the row of the anchor group's table.
+    """
     table = core.tables[core.pool[0].anchor, row]
     for at in range(blocks):
         table[at] = find(core, row, at, ROOT)
@@ -129,7 +132,7 @@ def _match_windows(core: Core, row: int, blocks: int) -> int:
 
 @inner
 def lock(core: Core, row: int, count: int) -> None:
-    """Lock the blocks of the first ``count`` nodes that `match` wrote to the row, by a reference each.
+    """Lock the blocks of the first ``count`` nodes that `match` wrote to the row: add a reference to each.
 
     Table entries before a sliding window become the null block.
     """
@@ -149,7 +152,10 @@ def lock(core: Core, row: int, count: int) -> None:
 
 @inlined
 def insert(core: Core, row: int, at: int, parent: int) -> None:
-    """Add the row's used block ``at`` to the prefix index as a new node below ``parent``; `find` found none."""
+    """Add the row's used block ``at`` to the prefix index as a new node below ``parent``.
+
+    The caller has checked with `find` that no node has the same content.
+    """
     pool, state, value = core.pool[0], core.rows[row], core.hashes[row, at]
     node, size = core.tables[pool.anchor, row, at], pool.block_size
     for token in range(size):

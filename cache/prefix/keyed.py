@@ -1,8 +1,9 @@
 """The keyed hash of blocks of models with sliding windows only: SipHash-2-4.
 
-J.-P. Aumasson and D. J. Bernstein, "SipHash: a fast short-input PRF", 2012. Nodes of such models have no
-parents to compare (`tonnage.cache.prefix.index`), so equal hashes of two prefixes would mix up their blocks.
-Without the process's random key they cannot be computed, as they can for XXH64.
+J.-P. Aumasson and D. J. Bernstein, "SipHash: a fast short-input PRF", 2012. The prefix index of such a model
+has no parents to compare (`tonnage.cache.prefix.index`), so equal hashes of two prefixes would mix up their
+blocks. A client can compute prefixes with equal XXH64 hashes. For SipHash it would need the process's random
+key.
 """
 
 from __future__ import annotations
@@ -86,6 +87,6 @@ def _hash_rows(core: Core, batch: Int64Array, key0: np.uint64, key1: np.uint64) 
 
 
 def keyed_hash(key: int) -> Callable[[Core, Int64Array], None]:
-    """Return a function that hashes the full blocks of rows [rows], with a key derived from a 64-bit key."""
+    """Return a function that hashes the full blocks of sequences, with a key derived from a 64-bit key."""
     key0, key1 = map(np.uint64, sip_key(key))
     return lambda core, batch: _hash_rows(core, batch, key0, key1)

@@ -48,7 +48,7 @@ class Salts:
         self._rows[self._sequences.salt[row]] += 1
 
     def leave(self, row: int) -> None:
-        """Count one user less of the salt of a row whose sequence has ended."""
+        """Subtract one user from the salt of a row whose sequence has ended."""
         self._rows[self._sequences.salt[row]] -= 1
 
     def salt_of(self, salt_id: int) -> bytes:

@@ -22,7 +22,8 @@ from typing import Any
 from tonnage.cache.replay.json_text import parse_json
 from tonnage.cache.replay.trace_request import TraceRequest, as_count, as_number
 
-# Tokens per hash id (the block size of vLLM). RAGPulse only names the components of a prompt.
+# Tokens per hash id that are used for RAGPulse, whose records name only the components of a prompt. It is
+# vLLM's block size.
 RAG_BLOCK = 16
 _COMPONENTS = (
     "sys_prompt",
@@ -30,7 +31,7 @@ _COMPONENTS = (
     "history",
     "web_search",
     "user_input",
-)  # in the order of the prompt
+)  # the components of a prompt, in the order of their text in it
 _EVENTS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -55,14 +56,17 @@ def is_event_batch(record: object) -> bool:
 
 
 class SessionReader:
-    """A reader of sessions, which gives the hash ids of each session numbers of their own."""
+    """A reader of Weka's agentic sessions.
+
+    It renumbers the hash ids of all sessions, so that equal ids which are local to two sessions stay different.
+    """
 
     def __init__(self) -> None:
         self._next = count()
         self._numbers: dict[tuple[str, int], int] = {}
 
     def read(self, session: dict[str, Any]) -> Iterator[TraceRequest]:
-        """Yield the requests of a session.
+        """Yield the requests of one agentic session.
 
         Raises:
             ValueError: A field has an impossible value; the message names it.
@@ -125,13 +129,13 @@ class RagPulseReader:
                     record = parse_json(line)
                     named = [key for key in record if key != "token_length"] if isinstance(record, dict) else []
                     if len(named) != 1 or "token_length" not in record:
-                        break  # another kind of file
+                        break  # the file has no lengths of components
                     self._lengths[as_count(record, named[0])] = as_count(record, "token_length")
         if not self._lengths:
             raise ValueError("no file beside it has the lengths of its components (token_length)")
 
     def read(self, record: dict[str, Any]) -> TraceRequest:
-        """Return a request, whose blocks are equal to those of another one if their prompts begin equally."""
+        """Convert a RAGPulse record to a request; prompts that begin with equal components share hash ids."""
         unknown = sorted(set(record["hash_ids"]) - set(_COMPONENTS))
         if unknown:
             raise ValueError(f"hash_ids has the unknown component {unknown[0]!r:.40}")
@@ -143,7 +147,7 @@ class RagPulseReader:
                     raise ValueError(f"the length of {component} {each!r:.40} is in no file beside it")
                 pieces.append((each, self._lengths[each]))
         known = sum(length for _, length in pieces)
-        if known < prompt:  # template and separators, taken as this request's own
+        if known < prompt:  # the rest is template and separators; it counts as unique to this request
             pieces.append((("own", len(self._numbers)), prompt - known))
         ids = tuple(self._blocks(pieces, prompt))
         arrival = float(record["timestamp"])
@@ -183,11 +187,11 @@ class EventReader:
     def __init__(self) -> None:
         self._parents: dict[object, object] = {}  # block hash -> hash of the block before, None for the first
         self._numbers: dict[object, int] = {}
-        self._open: dict[object, _Chain] = {}  # hash of a chain's last block -> chain
+        self._open: dict[object, _Chain] = {}  # hash of a chain's last block -> the chain
         self._chains: list[_Chain] = []
 
     def read(self, batch: Any) -> None:
-        """Read one batch.
+        """Read one batch of KV events and add its stored blocks to the chains.
 
         Raises:
             ValueError: An event is not understood; the message names the field.
@@ -232,7 +236,7 @@ class EventReader:
         """Yield the requests of all batches, with the blocks of their prompts.
 
         Raises:
-            ValueError: A block comes before itself.
+            ValueError: The chain of a block's parents leads back to the block.
         """
         for chain in self._chains:
             path, block = list[int](), chain.last

@@ -3,7 +3,8 @@
 LRU and ARC decide as vLLM's CPUOffloadingManager with these policies (v1/kv_offload/cpu of vLLM 0.32) for the
 same calls in the same order; benchmarks/tier_replay.py drives both. ARC is by Megiddo and Modha (FAST 2003). In
 vLLM's version a store is no second access, and a request counts as one access, when it ends. The learned order
-(`tonnage.cache.eviction.chunk_order`) also leaves chunks out that are not worth their bytes.
+(`tonnage.cache.eviction.chunk_order`) also refuses new chunks whose forecast reuse is below that of the chunk
+which would be evicted.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class ChunkUse:
 
     Attributes:
         keys: Keys of the full chunks of the prompt.
-        seen: Places of the chunks that the request loaded, stored or found stored.
-        inserted: Keys that the request stored.
-        reused: Keys that the request loaded or found stored.
-        missed: Keys that the request offered and that were not stored.
-        declined: Whether a chunk was not worth its bytes, so that no later chunk of the request is stored.
+        seen: Indices in ``keys`` of the chunks that the request loaded, stored or found in the store.
+        inserted: Keys of the chunks that the request stored.
+        reused: Keys of the chunks that the request loaded or found in the store.
+        missed: Keys of the chunks that the request offered and the store did not hold.
+        declined: Whether the learned order has refused a chunk; no later chunk of the request is then stored.
     """
 
     keys: Sequence[Key]
@@ -48,29 +49,33 @@ class Order(Protocol):
     def __len__(self) -> int: ...
 
     def insert(self, key: Key) -> None:
-        """Add a chunk."""
+        """Add a chunk that the store begins to hold."""
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Note chunks in prefix order that a request offers and that are not stored."""
+        """Record chunks, in prefix order, that a request offers and the store does not hold."""
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return whether the chunks ``new`` of a request's ``keys`` are stored."""
+        """Return whether to store the chunks ``new`` of a request, whose chunks are ``keys``."""
 
     def load(self, keys: Sequence[Key]) -> None:
-        """Note chunks that a request loads."""
+        """Record that a request loads chunks."""
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
-        """Note the end of a request that used ``keys``, in prefix order."""
+        """Record the end of a request that used the chunks ``keys``, in prefix order."""
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
-        """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing.
+        """Remove and return ``count`` chunks that are neither ``kept`` nor ``busy``.
 
-        ``own`` are the chunks of the request that needs the space.
+        Returns None and removes no chunk if fewer can be evicted. ``own`` are the chunks of the request that
+        needs the space.
         """
 
 
 class LRUOrder:
-    """Least recently used first. A chunk is never older than the chunks behind it in a prompt."""
+    """An eviction order: the least recently used chunk first.
+
+    A chunk is never older than the later chunks of the same prompt.
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
@@ -96,13 +101,16 @@ class LRUOrder:
         """Do nothing: chunks become recent when their request ends."""
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
-        """Make the request's chunks the most recent ones, the first chunk last."""
+        """Make the request's chunks the most recently used ones; its first chunk becomes the very last."""
         for key in reversed(keys):
             if key in self._order:
                 self._order.move_to_end(key)
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
-        """Remove and return the ``count`` oldest chunks neither ``kept`` nor ``busy``; None changes nothing."""
+        """Remove and return the ``count`` oldest chunks that are neither ``kept`` nor ``busy``.
+
+        Returns None and removes no chunk if fewer can be evicted.
+        """
         found = _first(self._order, count, kept, busy)
         if len(found) < count:
             return None
@@ -112,13 +120,17 @@ class LRUOrder:
 
 
 class ARCOrder:
-    """Adaptive replacement: chunks used once and chunks used again, with a learned division between them."""
+    """An eviction order by adaptive replacement (ARC).
+
+    It has one list of chunks used once and one of chunks used again. The division of the space between both
+    lists adapts to the misses.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.target = capacity, 0.0  # `target` is the number of chunks used once to keep
         self.once: OrderedDict[Key, None] = OrderedDict()
         self.again: OrderedDict[Key, None] = OrderedDict()
-        # keys that were evicted from `once` and from `again`
+        # Keys of the chunks that were evicted from the lists `once` and `again`.
         self.gone_once: OrderedDict[Key, None] = OrderedDict()
         self.gone_again: OrderedDict[Key, None] = OrderedDict()
 
@@ -135,7 +147,7 @@ class ARCOrder:
         self.gone_again.pop(key, None)
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Move the division towards the side that has evicted these chunks."""
+        """Give more space to the list that has evicted the missed chunks ``keys``."""
         for key in reversed(keys):
             if key in self.gone_once:
                 step = max(1, len(self.gone_again) / len(self.gone_once))
@@ -168,7 +180,10 @@ class ARCOrder:
                 self.again.move_to_end(key)
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
-        """Remove and return ``count`` chunks neither ``kept`` nor ``busy``; None changes nothing."""
+        """Remove and return ``count`` chunks that are neither ``kept`` nor ``busy``.
+
+        Returns None and removes no chunk if fewer can be evicted.
+        """
         once, again = _free(self.once, kept, busy), _free(self.again, kept, busy)
         left, found = len(self.once), list[tuple[Key, bool]]()
         for _ in range(count):
@@ -197,22 +212,25 @@ class ARCOrder:
 
 
 class LearnedOrder(LearnedChunkOrder[Key]):
-    """The learned order behind the calls of a store."""
+    """The learned eviction order, adapted to the calls that a `ChunkStore` makes."""
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Do nothing: the request's end shows the misses, too."""
+        """Do nothing: `finish` gets all chunks of the request, including the missed ones."""
 
     def load(self, keys: Sequence[Key]) -> None:
-        """Keep the chunks until their request ends: a prompt longer than the tier keeps its beginning."""
+        """Protect loaded chunks until their request ends: a prompt longer than the tier keeps its beginning."""
         self.use(keys)
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:  # type: ignore[override]
-        """Record the end of a request, with all chunks of its prompt, including those that are not stored."""
+        """Record the end of a request, with all chunks of its prompt, including chunks that are not stored."""
         super().finish(use.keys, use.reused)
 
 
 class ChunkStore:
-    """A tier's chunks. A chunk in transfer is busy: it is not evicted, and not loadable while it is stored."""
+    """The chunks of one KV tier.
+
+    A chunk in transfer is busy: it cannot be evicted. While it is being stored, it cannot be loaded either.
+    """
 
     def __init__(self, capacity: int, policy: str = "lru") -> None:
         self.capacity = capacity
@@ -224,14 +242,15 @@ class ChunkStore:
             else LRUOrder()
         )
         self._busy: dict[Key, int] = {}  # number of loads in flight; -1 while the chunk is stored
-        self.stored = self.evicted = self.refused = self.declined = 0  # chunks; offers without space; chunks
+        # Numbers of chunks, except `refused`: the number of offers for which no space could be made.
+        self.stored = self.evicted = self.refused = self.declined = 0
 
     def lookup(self, key: Key) -> bool:
         """Return whether a chunk can be loaded."""
         return key in self.order and self._busy.get(key, 0) >= 0
 
     def load(self, use: ChunkUse, start: int, end: int) -> None:
-        """Begin to load the chunks at places [start, end) of a request, which must be loadable."""
+        """Begin to load the request's chunks [start, end), which must be loadable."""
         for place in range(start, end):
             key = use.keys[place]
             self._busy[key] = self._busy.get(key, 0) + 1
@@ -241,17 +260,17 @@ class ChunkStore:
         self.order.load(use.keys[start:end])
 
     def loaded(self, use: ChunkUse, start: int, end: int) -> None:
-        """End the load of the chunks at places [start, end)."""
+        """Record that the load of the request's chunks [start, end) has ended."""
         for key in use.keys[start:end]:
             self._busy[key] -= 1
             if not self._busy[key]:
                 del self._busy[key]
 
     def store(self, use: ChunkUse, start: int, end: int) -> list[Key] | None:
-        """Begin to store the chunks at places [start, end) that are not stored yet.
+        """Begin to store the request's chunks [start, end), except chunks that the store holds already.
 
         Returns:
-            The chunks to copy; None if so many chunks are busy that none can be evicted for them.
+            The chunks to copy; None if so many chunks are busy that no space can be made.
         """
         offered = use.keys[start:end]
         new = [key for key in offered if key not in self.order]
@@ -287,12 +306,12 @@ class ChunkStore:
         return new
 
     def written(self, keys: Iterable[Key]) -> None:
-        """End the store of chunks, which are loadable from then on."""
+        """Record that chunks have been stored; they are loadable from now on."""
         for key in keys:
             del self._busy[key]
 
     def finish(self, use: ChunkUse) -> None:
-        """Note the end of a request."""
+        """Record the end of a request, which updates the eviction order."""
         self.order.finish([use.keys[place] for place in sorted(use.seen)], use)
 
 

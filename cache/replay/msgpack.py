@@ -9,25 +9,28 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-# First byte -> (struct format of a number, its bytes)
+# First byte of a number -> (struct format of the number, its size in bytes)
 _NUMBERS = {
     0xCA: (">f", 4), 0xCB: (">d", 8), 0xCC: (">B", 1), 0xCD: (">H", 2), 0xCE: (">I", 4), 0xCF: (">Q", 8),
     0xD0: (">b", 1), 0xD1: (">h", 2), 0xD2: (">i", 4), 0xD3: (">q", 8),
 }  # fmt: skip
-# First byte -> bytes of the length that follows it
+# First byte of a value -> size in bytes of the length field that follows it
 _BYTES, _TEXTS = {0xC4: 1, 0xC5: 2, 0xC6: 4}, {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _ARRAYS, _MAPS = {0xDC: 2, 0xDD: 4}, {0xDE: 2, 0xDF: 4}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_DEEPEST = 16  # levels of arrays and maps; KV events have six
+_DEEPEST = 16  # upper bound of nested levels of arrays and maps; KV events have six
 
 
 def is_batch(first: bytes) -> bool:
-    """Return whether a file that begins with these bytes is a sequence of arrays of two or three values."""
+    """Return whether ``first``, a file's first bytes, begin a msgpack array of 2 or 3 values.
+
+    Every batch of KV events is such an array.
+    """
     return first[:1] in (b"\x92", b"\x93")
 
 
 def values(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the place of each value in the data, in bytes, and the value.
+    """Yield each msgpack value of the data with its byte offset, as (offset, value).
 
     Raises:
         ValueError: A value is cut off or has a type that is not understood; the message names the place.
@@ -43,7 +46,7 @@ def values(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
-    """Return a value and the place behind it."""
+    """Decode the msgpack value at offset ``at``; return it and the offset behind it."""
     if depth > _DEEPEST:
         raise ValueError(f"byte {at:,}: arrays and maps in more than {_DEEPEST} levels")
     kind, at = data[at], at + 1

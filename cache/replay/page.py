@@ -72,7 +72,11 @@ def _plot(
     title: str, x: list[float], series: list[tuple[str, list[float]]], top: float | None,
     label: Callable[[float], str] = lambda at: f"{_number(at)} s", mark: tuple[float, str] | None = None,
 ) -> str:  # fmt: skip
-    """Return a plot; ``label`` writes a value of the x axis, ``mark`` is a value with the name of its line."""
+    """Return a line plot as SVG in HTML.
+
+    ``label`` formats a value of the x axis. ``mark`` is an x value and the label of a vertical line drawn
+    there.
+    """
     if len(x) < 2 or x[-1] <= x[0]:
         return f"<h2>{escape(title)}</h2><p class=lines>nothing to plot</p>"
     highest = top if top is not None else max(max(values) for _, values in series) or 1.0

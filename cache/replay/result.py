@@ -8,7 +8,7 @@ from typing import Any
 from tonnage.cache.blocks.pool import BlockPool
 from tonnage.cache.replay.tiers import TierCounts
 
-_KEPT = 512  # number of points of a plot
+_KEPT = 512  # a plot has this many points, up to twice as many
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class Samples:
     _count: int = 0
 
     def add(self, at: float, lasted: float, running: int, pool: BlockPool, waiting: int) -> None:
-        """Add a step, or several decode steps at once.
+        """Add a sample for a step, or for several decode steps simulated at once.
 
-        It began at second ``at`` and took ``lasted`` seconds.
+        The step began at second ``at`` and took ``lasted`` seconds.
         """
         values = (pool.used / pool.usable, pool.cached / pool.usable, running, waiting)
         self._weight += lasted

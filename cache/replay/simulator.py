@@ -31,7 +31,8 @@ from tonnage.planner.model.layout import KVLayout
 
 Int32Array = npt.NDArray[np.int32]
 
-# Prompts without hash ids use token ids from here on, which are unique per request.
+# First token id for prompts without hash ids. Each such prompt repeats one id of its own, so it shares no
+# prefix.
 _UNIQUE = 2**30
 # Upper bound of decode steps simulated at once while requests wait, so that newly learned lengths soon take
 # effect.
@@ -87,8 +88,8 @@ class _Sequence(Sequence):
     prefixes: bool  # whether the prompt's tokens are made from the trace's hash ids
     admitted: float = -1.0
     first_token: float = -1.0
-    loaded: float = -1.0  # when its load from a tier has ended
-    tokens: Int32Array | None = None  # of a request that was asked to start and waits
+    loaded: float = -1.0  # simulated time at which the load of its chunks from a tier ends
+    tokens: Int32Array | None = None  # token ids, kept while the request waits for admission
 
     def token_ids(self) -> Int32Array:
         if self.tokens is None or len(self.tokens) != self.length:
@@ -122,7 +123,7 @@ class Simulator:
             max_num_batched_tokens=setup.max_model_len if setup.whole_prompts else setup.budget,
             enable_prefix_caching=self.caching,
             policy=setup.policy,
-            # Eviction depends on the hashes of blocks; with one key a trace has one result.
+            # The hash key is fixed, because eviction depends on the blocks' hashes: a trace has one result.
             hash_seed=0,
         )
         self.scheduler: Scheduler[_Sequence] = Scheduler(
@@ -242,13 +243,13 @@ class Simulator:
     # -- loads from tiers ----------------------------------------------------------------------------------
 
     def _load(self, sequence: _Sequence) -> int:
-        """Return how many tokens a starting sequence loads from a tier."""
+        """Return how many tokens a starting sequence loads from a KV tier, and record when the load ends."""
         assert self.tiers is not None
         tokens, sequence.loaded = self.tiers.load(sequence.id, sequence.trace, sequence.computed, self.now)
         return tokens
 
     def _resume(self) -> None:
-        """Let the sequences run whose loads have ended."""
+        """Return sequences whose loads from a tier have ended to the running sequences."""
         assert self.tiers is not None or not self.scheduler.loading
         for sequence in [s for s in self.scheduler.loading.values() if s.loaded <= self.now]:
             self.scheduler.resume(sequence)

@@ -10,8 +10,8 @@ The optimum of a size is that of a cache that knows the future: it evicts, or ne
 use is the furthest (Belady, IBM Systems Journal 1966). The chunks of a prompt are used in turn, so the next use
 of a chunk is never later than that of the chunks behind it, and the optimum's hits are prefixes, too.
 
-A size counts the GPU's pool and the tiers together as one cache. A tier that stores every chunk also holds what
-the pool holds, so for a tier larger than the pool it is the tier's size.
+A size counts the GPU's pool and the tiers together as one cache. A tier that stores every chunk also holds the
+chunks of the pool. If the tier is larger than the pool, the size is therefore the tier's size.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from tonnage.cache.replay.trace import Trace
 
 Int64Array = npt.NDArray[np.int64]
 
-_MOST = 4_000_000  # chunk uses of a pass; more are sampled
-_MOST_OPTIMUM = 400_000  # the same of a pass for the optimum, which is not compiled
+_MOST = 4_000_000  # upper bound of the chunk uses in one pass; longer traces are sampled
+_MOST_OPTIMUM = 400_000  # upper bound of the chunk uses in a pass of `optimum`, which is not compiled
 _HASH = 0x9E3779B97F4A7C15  # Knuth's multiplicative hash by the golden ratio, 64 bits
-_PLOTTED = 200  # sizes of a plot
-KNEE = 0.95  # share of the hits of any size, for which `knee` names the size
+_PLOTTED = 200  # number of cache sizes in a plot
+KNEE = 0.95  # the knee is the smallest cache with this share of the highest hit rate
 
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
-    """A plotted curve.
+    """The hit rate of a cache by its size, as points to plot.
 
     Attributes:
-        points: (bytes, share of prompt tokens hit), ascending.
-        knee_bytes: Size from which on little is gained; 0 without hits.
+        points: (cache size in bytes, share of prompt tokens hit), ascending.
+        knee_bytes: Size in bytes beyond which the hit rate grows little; 0 without hits.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -76,14 +76,14 @@ class TierCurve:
         return len(self.distances) / self.rate * self.chunk_tokens / self.prompt_tokens
 
     def knee(self, share: float = KNEE) -> int:
-        """Return the chunks of the smallest cache with ``share`` of the highest hit rate; 0 without hits."""
+        """Return the size in chunks of the smallest cache with ``share`` of the highest hit rate, or 0."""
         if not self.distances:
             return 0
         place = min(len(self.distances) - 1, int(share * len(self.distances)))
         return int((self.distances[place] + 1) / self.rate)
 
     def plot(self, chunk_bytes: int) -> SizeCurve:
-        """Return the curve at sizes from one chunk to the one with all hits, with its knee, in bytes."""
+        """Return the hit rates at sizes from one chunk to the smallest size with all hits, and the knee."""
         last = int((self.distances[-1] + 1) / self.rate) if self.distances else 1
         steps = {int(max(1, last) ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {
             self.knee() or 1,
@@ -93,7 +93,7 @@ class TierCurve:
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
-        """Return (bytes, hit rate) at sizes that double from 1 GiB to the one with all hits."""
+        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first with all hits."""
         last = int((self.distances[-1] + 1) / self.rate) * chunk_bytes if self.distances else 0
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:
@@ -190,7 +190,7 @@ def optimum(uses: ChunkUses, chunks: int, rate: float | None = None) -> float:
 def _distances(
     keys: Int64Array, ends: Int64Array, last: Int64Array, tree: Int64Array, found: Int64Array
 ) -> int:
-    """Write the stack distance of every use that is no first use to ``found``, and return their number.
+    """Write the stack distance of every chunk use except first uses to ``found``, and return their number.
 
     Args:
         keys: Chunk of each use.
@@ -221,7 +221,7 @@ def _distances(
 
 @inlined
 def _add(tree: Int64Array, place: int, value: int) -> None:
-    """Add to one place of a Fenwick tree."""
+    """Add ``value`` at index ``place`` of a Fenwick tree."""
     while place < tree.size:
         tree[place] += value
         place += place & -place
@@ -229,7 +229,7 @@ def _add(tree: Int64Array, place: int, value: int) -> None:
 
 @inlined
 def _sum(tree: Int64Array, place: int) -> int:
-    """Return the sum of the places 1 to ``place`` of a Fenwick tree."""
+    """Return the sum of the values at indices 1 to ``place`` of a Fenwick tree."""
     total = 0
     while place:
         total += tree[place]

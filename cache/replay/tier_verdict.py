@@ -11,15 +11,15 @@ from tonnage.cache.replay.tier_curve import KNEE, TierCurve
 from tonnage.cache.replay.tiers import TierCounts, TierSetup
 from tonnage.planner.units import gib
 
-# A smaller change of the mean time to first token is no gain. It is assumed; repeated benchmarks of one server
-# differ by about as much.
+# Relative changes of the mean time to first token below this value count as no gain. The value is an
+# assumption: repeated benchmarks of one server differ by about as much.
 _NOTHING = 0.01
-_LEFT = 0.005  # share of prompt tokens that may hit beyond the pool and still counts as nothing
+_LEFT = 0.005  # a larger cache that adds less than this share of prompt tokens as hits counts as no gain
 
 
 @dataclass(frozen=True, slots=True)
 class TierVerdict:
-    """A trace replayed with and without tiers.
+    """The comparison of two replays of a trace: with KV tiers and without.
 
     Attributes:
         without: The replay without tiers.

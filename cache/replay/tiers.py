@@ -3,8 +3,8 @@
 The rules are those of vLLM 0.32's OffloadingConnector. Full chunks of prompts are stored as they are computed
 (offload_prompt_only). A request that starts looks for the chunks behind its hit in the GPU's prefix cache, and
 loads the consecutive ones; meanwhile other requests compute. Loads share the link from host memory, one after
-the other. A disk tier holds what was stored; its hits go through host memory first. The learned order is that
-of the last tier: in front of a disk, host memory is LRU, because what it gives up is on disk.
+the other. A disk tier gets every chunk that is stored; its hits go through host memory first. The learned order
+is used in the last tier: in front of a disk, host memory is LRU, because chunks that it evicts are on disk.
 
 Not simulated: stores take no time, since both directions of a link work at once, and a block under load counts
 as a hit for other requests.
@@ -59,7 +59,7 @@ class TierCounts:
     chunks_stored: int = 0
     chunks_evicted: int = 0
     refused_stores: int = 0
-    chunks_declined: int = 0  # not stored, because they were not worth their bytes
+    chunks_declined: int = 0  # chunks not stored, because their forecast reuse was too low
 
     @property
     def hit_tokens(self) -> int:
@@ -158,10 +158,11 @@ class Tiers:
         return tokens, self._took(now, tokens, sum(place < end for place in from_disk), moved)
 
     def _begin(self, request: _Request, start: int, end: int, from_disk: list[int]) -> int:
-        """Begin the load of the chunks at places [start, end); return the end of what is loaded.
+        """Begin the load of the request's chunks [start, end); return the end of the chunks that are loaded.
 
-        Chunks that only the disk holds are stored in host memory first. By then the chunks found there are
-        busy, so that they are not evicted. Where no space is left, the load ends.
+        Chunks that only the disk holds are first stored in host memory. The chunks that host memory holds
+        already are marked busy before, so that they are not evicted. If no space is left for a chunk, the load
+        ends before this chunk.
         """
         if not from_disk or self.disk is None:
             self.host.load(request.host, start, end)
@@ -180,7 +181,14 @@ class Tiers:
         return end
 
     def _took(self, now: float, tokens: int, from_disk: int, moved: int) -> float:
-        """Count a load of ``moved`` bytes, ``from_disk`` chunks of them; return the time when it has ended."""
+        """Count a load and return the simulated time at which it ends.
+
+        Args:
+            now: Simulated time in seconds.
+            tokens: Tokens that the load serves.
+            from_disk: Number of chunks that are read from disk first.
+            moved: Bytes that move from host memory to the GPU.
+        """
         setup, counts = self.setup, self.counts
         disk = from_disk * self.chunk_bytes
         seconds = moved / setup.host_bandwidth + disk / setup.disk_bandwidth
@@ -195,7 +203,7 @@ class Tiers:
         return self._link_free
 
     def loaded(self, sequence: int) -> None:
-        """End the load of a request."""
+        """Record that the load of a request's chunks has ended."""
         request = self._requests[sequence]
         if request.loading is not None:
             self.host.loaded(request.host, *request.loading)
@@ -208,7 +216,7 @@ class Tiers:
         if end <= request.next_stored:
             return
         new = self.host.store(request.host, request.next_stored, end)
-        if new is None:  # tried again in the next step
+        if new is None:  # no space was free; the store is tried again in the next step
             return
         self._writing.append((self.host, new))
         self.counts.host_stored_bytes += len(new) * self.chunk_bytes
@@ -226,7 +234,7 @@ class Tiers:
         self._writing.clear()
 
     def ended(self, sequence: int) -> None:
-        """Note the end of a request."""
+        """Record the end of a request in the eviction orders of all tiers."""
         request = self._requests.pop(sequence)
         self.unstored.discard(sequence)
         self.host.finish(request.host)
@@ -234,7 +242,7 @@ class Tiers:
             self.disk.finish(request.disk)
 
     def result(self) -> TierCounts:
-        """Return the counts, with those of the store in host memory."""
+        """Return the counters of all tiers, including the counters of the store in host memory."""
         counts = self.counts
         counts.chunks_stored, counts.chunks_evicted = self.host.stored, self.host.evicted
         counts.refused_stores, counts.chunks_declined = self.host.refused, self.host.declined
@@ -254,7 +262,7 @@ def chunk_keys(trace: TraceRequest, known: dict[tuple[int, int], int]) -> tuple[
 
 
 def chunk_tokens_of(trace: Trace) -> int:
-    """Return the tokens of a hash id of a trace.
+    """Return the number of prompt tokens per hash id of a trace, which is also the chunk size of the tiers.
 
     Raises:
         CacheConfigError: The trace has no hash ids, or hash ids of different sizes.

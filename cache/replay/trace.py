@@ -225,7 +225,7 @@ def _format_of(
         return "mooncake", all_lines(), _mooncake
     if isinstance(record, dict) and "prompt_tokens" in record:
         return "log", all_lines(), _log
-    with contextlib.suppress(csv.Error):  # a field larger than csv's limit is no header
+    with contextlib.suppress(csv.Error):  # a line with a field above csv's size limit is no header
         columns = [column.strip() for column in next(csv.reader([first.lstrip("\ufeff")]), [])]
     if named is None and set(_AZURE.values()) <= set(columns):
         return "azure", enumerate(file, start=2), _table(columns, _AZURE)

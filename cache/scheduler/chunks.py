@@ -51,9 +51,9 @@ def aligned_chunk(
 
 
 def divided(budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Return the tokens of a step's budget that each key may use for prompts (max-min fairness).
+    """Divide a step's token budget for prompts among API keys by max-min fairness; return tokens by key.
 
-    No key gets more than it wants, and what it leaves is divided among the others.
+    No key gets more than it can use, and the tokens that it leaves are divided among the other keys.
 
     Args:
         budget: Tokens to divide.

@@ -120,7 +120,7 @@ class WaitingQueue:
         return entry
 
     def _close(self, place: int) -> None:
-        """Remove one place of the order by moving the shorter side."""
+        """Remove the entry at index ``place`` of the sorted list; the entries on its shorter side move."""
         order, first = self._order, self._first
         if place - first > len(order) - place:
             del order[place]

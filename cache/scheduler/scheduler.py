@@ -10,8 +10,9 @@ Preemption is by recompute. Each admission mode has one rule:
                 the pool has, the last of them is preempted. (vLLM asks one sequence after the other, and
                 preempts the last one until the asking one has its blocks or is itself the victim. A
                 sequence's need does not depend on later ones, so both preempt the same sequences.)
-``predictive``  only if no sequence can compute: then `Admission.victim`, and all sequences try again.
-                Stalling costs a turn, preemption costs a prefill: benchmarks/admission.py.
+``predictive``  only if no sequence can compute: then `Admission.victim` names the request to preempt, and all
+                other sequences try again. A stall costs one step, a preemption costs a prefill
+                (benchmarks/admission.py).
 ``auto``        as ``greedy`` or as ``predictive``, whichever is in effect in this step.
 =============== =============================================================================================
 """
@@ -59,8 +60,8 @@ class Scheduler(Generic[S]):
         budget: Token budget of a step (max_num_batched_tokens).
         lookahead: Number of requests behind the first in the queue that may start before it; None: the
             policy's.
-        whole_prompts: Decodes cost no budget, and a prompt is computed whole in the step that admits it. A
-            prompt longer than the budget is computed alone. Most published simulations use this loop.
+        whole_prompts: Whether a prompt is computed whole in the step that admits it, and decodes cost no token
+            budget. A prompt longer than the budget is computed alone. Most published simulations use this loop.
         load: Function that returns how many tokens behind the prefix hit of a starting sequence are loaded from
             a KV tier. Such a sequence is in `loading` until `resume` is called.
     """
@@ -170,7 +171,7 @@ class Scheduler(Generic[S]):
         """Schedule ``turns`` decode steps of each sequence at once, if all decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # bound the tokens per sequence and call
+            turns = min(turns, self.budget)  # a call of the manager takes at most this many tokens per sequence
         if self._aligned:  # end at the next block boundary, where recurrent states are cached
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
@@ -202,7 +203,7 @@ class Scheduler(Generic[S]):
                 todo = [s for s in todo if s.id not in asked]
             if step.picked or not self.running:
                 return budget + spared
-            if self.loading:  # their blocks come free once they have run
+            if self.loading:  # sequences that load from a tier will run later and release their blocks
                 return budget + spared
             if self.mode is not AdmissionMode.PREDICTIVE:
                 raise InvariantViolation(f"all running sequences stall in {self.mode} mode", field="progress")
@@ -242,7 +243,7 @@ class Scheduler(Generic[S]):
                 if budget <= 0:
                     break
                 chunk = min(budget, left) if parts is None else min(budget, left, parts[sequence.tenant])
-                if chunk == 0:  # the sequence's key has used its part of the budget
+                if chunk == 0:  # the sequence's API key has used its part of the token budget
                     continue
                 if self._aligned:
                     chunk = self._cut(sequence, chunk, bool(order or step.picked))
@@ -256,7 +257,7 @@ class Scheduler(Generic[S]):
         return _Wishes(order, [s.id for s in order], ends, decodes)
 
     def _parts(self, sequences: list[S], budget: int) -> dict[str, int] | None:
-        """Return the part of the token budget that each key has for prompts, or None if it is not divided.
+        """Return the tokens of the step that each API key may use for prompts; None: no division.
 
         The budget is not divided where chunks must end at block boundaries: a part below one block would
         compute nothing.
@@ -270,9 +271,9 @@ class Scheduler(Generic[S]):
         return divided(max(0, budget), wanted) if len(wanted) > 1 else None
 
     def _spared(self) -> int:
-        """Return the part of the token budget that running prompts leave to a waiting request of another key.
+        """Return the tokens of the step that running prompts leave to a waiting request of another API key.
 
-        The part is 0 if no sequence slot is free for such a request, or if admission would decide as in the
+        The result is 0 if no sequence may be added for such a request, or if admission would decide as in the
         last step. It is also 0 where chunks end at block boundaries, as in `_parts`.
         """
         several = self.admission.several_keys and not self._aligned
@@ -412,7 +413,7 @@ class Scheduler(Generic[S]):
         self.running[sequence.id] = sequence
 
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
-        """Allocate the blocks of ``tokens`` loaded tokens, and set the sequence aside until they are loaded."""
+        """Allocate blocks for ``tokens`` tokens that are loaded from a KV tier, and let the sequence wait."""
         end = sequence.computed + tokens
         while sequence.computed < end:  # a call of the manager extends by one step's budget at most
             reached = min(end, sequence.computed + self.budget)
@@ -425,7 +426,7 @@ class Scheduler(Generic[S]):
         self.loading[sequence.id] = self.running.pop(sequence.id)
 
     def resume(self, sequence: S) -> None:
-        """Let a sequence run whose load has ended."""
+        """Return a sequence to the running sequences after its load from a KV tier has ended."""
         self.running[sequence.id] = self.loading.pop(sequence.id)
 
     # -- reports of the engine -----------------------------------------------------------------------------

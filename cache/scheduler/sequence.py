@@ -21,7 +21,7 @@ class Sequence(ABC):
     all of them until the ``forks`` others are forked from it, once the prompt is computed.
     """
 
-    prompt: int  # prompt tokens
+    prompt: int  # number of prompt tokens
     max_tokens: int
     arrival: float  # arrival time in seconds, from any origin
     forks: int = 0

@@ -174,7 +174,7 @@ def _moves_on(core: Core, at_row: int) -> bool:
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` the full-attention blocks that extending row i takes, with a copied block."""
+    """Write to ``wanted[i]`` the full-attention blocks that extending row i takes, including a block copy."""
     for i in range(batch.size):
         wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 

@@ -91,7 +91,7 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
         out: Buffer to write a list into if it fits; the result is then a view of it.
 
     Raises:
-        InvalidRequest: The argument is not such a list.
+        InvalidRequest: The argument is not a flat list of token ids.
     """
     try:
         if isinstance(token_ids, (bytes, bytearray, memoryview)):

@@ -24,7 +24,7 @@ class Capabilities:
 
     Attributes:
         honours: names of the SamplingParams fields (and ``priority``) that have an effect in this engine.
-        pools: what the engine makes of each prompt instead of text; None if it generates text.
+        pools: pooling task, such as embeddings, that the engine runs on each prompt; None if it generates text.
         own_metrics: whether ``Engine.own_metrics`` returns a metrics page.
     """
 

@@ -19,7 +19,7 @@ class Capacity:
     num_blocks: int
     block_size: int
     max_model_len: int
-    plan: Plan  # plan revision 1, with measured instead of forecast bytes
+    plan: Plan  # revision 1 of the memory plan, with measured instead of forecast bytes
 
 
 def limits_of(plan: Plan) -> Limits:
@@ -37,7 +37,7 @@ def limits_of(plan: Plan) -> Limits:
     for name, value in values.items():
         if value is None:
             raise DeploymentError(
-                "the plan has no value for it", field=name, hint="make the plan with make_plan"
+                "the plan has no value for this limit", field=name, hint="make the plan with make_plan"
             )
     return Limits(
         layout=plan.kv_cache.layout,
@@ -53,9 +53,9 @@ def limits_of(plan: Plan) -> Limits:
 def held_to(plan: Plan, source: ModelSource, deployment: Deployment) -> Plan:
     """Return the plan of ``source`` with a KV pool size that an engine on a GPU can keep after its load.
 
-    The plan forecasts an interval for the pool size. The engine gets the lower end of the interval as a
-    setting, if it holds at least one sequence, instead of measuring free memory. Requests reserve blocks of
-    this pool. A plan for a CPU, or with a pool size set by a flag, is returned unchanged.
+    The plan forecasts an interval for the pool size. The engine gets the lower end of the interval as its pool
+    size, if that holds at least one sequence, and does not measure free memory. Requests reserve blocks of this
+    pool. A plan for a CPU, or with a pool size set by a flag, is returned unchanged.
     """
     if plan.deployment.device == "cpu" or "kv_pool_bytes" not in plan.intervals:
         return plan

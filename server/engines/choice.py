@@ -113,9 +113,9 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
 
 
 def _served_as(name: str) -> set[str]:
-    """Return the classes with which vLLM serves an architecture.
+    """Return the names of vLLM's classes that can serve an architecture.
 
-    It makes a classifier of the class that generates text, where it has none (_normalize_arch in
+    If vLLM has no class for a classifier, it derives one from the class that generates text (_normalize_arch in
     model_executor/models/registry.py, vLLM 0.32).
     """
     suffix = next((suffix for suffix in CLASSIFIERS if name.endswith(suffix)), None)

@@ -7,7 +7,8 @@ from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-# An embedding, the values of the labels, or the values of the labels for each token.
+# The result of a pooling request: an embedding [size], the scores of the labels [labels], or the scores of the
+# labels for each token [tokens, labels].
 Pooled = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 

@@ -16,14 +16,14 @@ _MALLOC = ((-3, 2**17), (-1, 2**20), (-8, 1))
 
 def bound_heap() -> None:
     """Make the allocator return freed memory to the kernel; it affects only later allocations."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc may lack mallopt
         for option, value in _MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
 
 
-# Objects that are made before the next garbage collection. A request body of 1.5 MB may have 40,000 parts of
-# messages, whose validation takes 60 ms of the event loop with this threshold, and 260 ms with the default of
-# 700 (benchmarks/event_loop.py many_parts).
+# Number of new objects after which Python's garbage collector runs. A request body of 1.5 MB may have 40,000
+# parts of messages. Their validation takes 60 ms of the event loop with this threshold, and 260 ms with the
+# default of 700 (benchmarks/event_loop.py many_parts).
 _COLLECTED_AT_ONCE = 50_000
 
 
@@ -39,5 +39,5 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_ONCE)
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# Items that a reader takes without letting other tasks run. One takes the API process some 0.1 ms.
+# Number of items that a reader takes before it lets other tasks run. An item takes the API process some 0.1 ms.
 _MOST_AT_ONCE = 16
 
 

@@ -1,7 +1,7 @@
 """Token ids and biases of a request in a few bytes each.
 
-A tuple of ints takes 36 bytes an id, and a tuple of pairs 116 bytes a bias. A request may have 20,000 of them,
-and hundreds of requests may wait, both in the API process and in the engine's.
+A tuple of ints takes 36 bytes per id, and a tuple of pairs 116 bytes per bias. A request may have 20,000 ids or
+biases, and hundreds of requests may wait, in the API process and in the engine process.
 """
 
 from __future__ import annotations

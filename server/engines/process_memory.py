@@ -15,8 +15,8 @@ from types import TracebackType
 _KIB = 1024
 
 # Up to this number of bytes, the processes' shared memory is summed without correction; counting it twice is a
-# negligible error. Above it, smaps_rollup gives the exact share. To answer that, the kernel walks every page of
-# a process, including private pages: 80 ms for 2.6 GiB, while it holds the lock that page faults need.
+# negligible error. Above it, smaps_rollup gives the exact share. To compute the share, the kernel walks every
+# page of a process, including private pages: 80 ms for 2.6 GiB, while it holds the lock that page faults need.
 _SHARED_THAT_MATTERS = 4 * 1024 * _KIB
 
 

@@ -8,14 +8,14 @@ from typing import Literal
 from tonnage.server.engines.packed import TokenBiases, TokenIds
 from tonnage.server.text.grammar import Grammar
 
-# What a model makes of a prompt instead of tokens, with vLLM's names: one embedding, the values of the labels,
-# or the values of the labels for each token.
+# Tasks of a model that generates no text, with vLLM's names. The result for a prompt is one embedding, the
+# scores of the labels, or the scores of the labels for each token.
 PoolingTask = Literal["embed", "classify", "token_classify"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Parameters of a request for an embedding or the values of labels instead of generated tokens.
+    """Parameters of a request for an embedding or for scores of labels instead of generated tokens.
 
     Attributes:
         dimensions: number of components of an embedding, which is cut and normalized again. The model must be
@@ -47,8 +47,8 @@ class SamplingParams:
         bad_words: texts that the output must not contain.
         bad_token_ids: the token ids of ``bad_words``, one or two sequences for each; the API sets them.
         min_tokens: number of output tokens before which no stop token is drawn.
-        pooling: parameters of a pooling request; None for a request for tokens. It needs an engine that
-            ``pools``.
+        pooling: parameters of a pooling request; None for a request for tokens. A pooling request needs an
+            engine with ``Capabilities.pools``.
     """
 
     max_tokens: int

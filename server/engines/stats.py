@@ -113,7 +113,7 @@ class AutoStats:
             is used.
         gain: tokens/s with the learned rule divided by tokens/s with vLLM's rule, both simulated; None before a
             simulation.
-        fallbacks: how often low measured throughput made the mode return to vLLM's rule.
+        fallbacks: how often low measured throughput, or an exception, made the mode return to vLLM's rule.
     """
 
     cost: StepCost | None = None
@@ -158,20 +158,22 @@ def stats_of_auto(auto: Auto | None) -> AutoStats | None:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """The contents and the counters of the hf engine's KV tier.
+    """The contents of the hf engine's KV tier, and counters of its operations.
+
+    The tier has blocks in host memory, and optionally a disk tier (a folder) behind the host memory.
 
     Attributes:
-        host_size: bytes of the host memory.
-        host_used: bytes of the blocks in it.
-        host_blocks: blocks in it.
-        host_stored: blocks copied to it from the pool.
-        host_evicted: blocks removed from it to make room.
-        host_left_out: blocks not copied to it, because they were not worth their bytes.
-        host_hit_blocks: blocks copied from it to the pool, which were not computed.
-        host_load_seconds: seconds of these copies.
+        host_size: bytes of host memory for the tier.
+        host_used: bytes of the blocks in host memory.
+        host_blocks: number of blocks in host memory.
+        host_stored: blocks copied from the pool to host memory.
+        host_evicted: blocks removed from host memory to make room.
+        host_left_out: blocks not copied to host memory, because their forecast reuse was too low.
+        host_hit_blocks: blocks copied from host memory to the pool instead of being computed.
+        host_load_seconds: seconds of the copies from host memory to the pool.
         saved_seconds: estimated seconds to compute the loaded blocks, at the measured pace of prompts.
         spent_seconds: seconds of copies in both directions, and seconds that requests waited for the folder.
-        disk: the folder behind it, or None without one.
+        disk: counts of the disk tier, or None without one.
     """
 
     host_size: int
@@ -212,10 +214,10 @@ class EngineStats:
     # distinguish them.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # None if not checked
+    invariant_violations: int | None = 0  # None if the engine does not check its invariants
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # only in the admission mode ``auto``
-    tier: TierStats | None = None  # only of an hf engine with a KV tier
+    auto: AutoStats | None = None  # None except in the admission mode ``auto``
+    tier: TierStats | None = None  # None except for an hf engine with a KV tier
     since: float | None = None  # last change of ``ready``, in seconds since the epoch; None if not reported
 
 

@@ -46,7 +46,7 @@ class GrammarCache:
             self.broken = DeploymentError(
                 "a grammar needs llguidance", field="grammar", hint="pip install 'tonnage[grammar]'"
             )
-        except Exception as error:  # the model's files may cause any error
+        except Exception as error:  # a damaged tokenizer file may cause any error
             said = library.first_line(str(error))
             self.broken = GrammarError(
                 f"grammars need the model's tokenizer, which does not load ({type(error).__name__}: {said})",

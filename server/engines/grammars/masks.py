@@ -165,8 +165,8 @@ class GrammarMatcher:
 def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int, str]:
     """Compute the masks that are still missing for a step, within the budget of `STEP_SECONDS`.
 
-    Tenants share the budget: the next mask belongs to the tenant that has used the least time in this step, and
-    is its cheapest. A mask that would start after the budget is used is not computed.
+    Tenants share the budget: the next mask computed is the cheapest one of the tenant that has used the least
+    time in this step. Once the budget is used up, no further mask is computed.
 
     Args:
         drawing: (tenant, matcher) of each sequence that draws a token.

@@ -43,7 +43,7 @@ class TagCompiler:
             return CompiledTag(self._compiler.compile_structural_tag(text), self._vocab_size)
         except TonnageError:
             raise
-        except Exception as error:  # xgrammar and the model's files may cause any error
+        except Exception as error:  # xgrammar or a damaged tokenizer file may cause any error
             said = f"{type(error).__name__}: {first_line(str(error))}"
             raise GrammarError(said, field="structural_tag") from None
 

@@ -46,7 +46,7 @@ MEMORY_BYTES = GRAMMAR_TRIAL_BYTES
 # of 8 MiB, as in the engine, some thousand levels crash a process. A trial has an eighth of it, so a grammar
 # that passes its trial is not too deep for the engine.
 STACK_BYTES = 1 << 20
-# The niceness of a trial, by which threads that compute or draw tokens have priority.
+# Niceness of a trial process, so that threads which compute or draw tokens have priority.
 BEHIND_THE_ENGINE = 5
 
 TOO_MUCH = (

@@ -65,9 +65,9 @@ def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, s
 
     Args:
         compiler: compiler whose cache the parts belong to.
-        parts: code to compile by running it; only named in the result if ``signatures`` is given.
-        signatures: (module, function, argument types) of each function to compile without running it; None to
-            run the parts.
+        parts: code to compile. Without ``signatures``, the code is run, which compiles its functions.
+        signatures: (module, function, argument types) of each function to compile without running it; None: the
+            parts are run.
     """
     compiler.archive.collect()
     if signatures is None:

@@ -44,8 +44,8 @@ from tonnage.server.engines.stats import EngineStats
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.grammar import NO_TOKEN
 
-# Messages received before each step, so that a flood of requests does not stop the running ones. A request
-# takes some 0.3 ms to queue, and a step of the demo model 10 ms or more.
+# Upper bound of the messages received before each step, so that a flood of requests does not stop the running
+# ones. A request takes some 0.3 ms to queue, and a step of the demo model 10 ms or more.
 _MESSAGES_PER_STEP = 64
 
 
@@ -126,7 +126,8 @@ class EngineLoop:
         preparation.load()
         self.runner = ModelRunner(plan)
         self.grammars = GrammarCompiler(model_files(plan.model.path), self.runner.vocab_size)
-        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}  # each request with its arrival time
+        # Requests whose grammar is being compiled, each with its arrival time in seconds, by request id.
+        self._compiling: dict[str, tuple[GenerationRequest, float]] = {}
         self.tier = tier_of(plan, self.runner.pool)
         self.scheduler = HFScheduler(plan, self.grammars.matcher, policy, sharing, self.tier)
         self.self_check_error = checked_attention(self.runner)
@@ -150,7 +151,7 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is waiting or running and no grammar is being compiled or block read."""
+        """Whether no sequence waits or runs, no grammar is being compiled, and no block is read from disk."""
         return self.scheduler.idle and not self._compiling and not self.scheduler.fetching
 
     def run(self) -> None:
@@ -161,7 +162,8 @@ class EngineLoop:
         while True:
             chunks: list[Chunk] = []
             if self.scheduler.idle:
-                # Reads of a disk that hangs never end, so a request that waits for them looks every second.
+                # Reads of a disk that hangs never end. The loop therefore wakes up every second, so that a
+                # request that has waited too long computes its blocks instead.
                 wait(wakes, 1.0 if self.scheduler.fetching else None)
             for _ in range(_MESSAGES_PER_STEP):
                 if not self.connection.poll():

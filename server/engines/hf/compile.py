@@ -91,7 +91,7 @@ class Preparation:
             part.load()
 
     def _finish(self, compilation: _Compilation, name: str) -> None:
-        """Wait until ``compilation`` ends; print its progress as that of ``name``."""
+        """Wait until ``compilation`` ends; print its progress on stderr, with ``name`` as its name."""
         said = self._begun
         while compilation.works():
             if time.monotonic() - said >= SAY_SECONDS:

@@ -36,14 +36,15 @@ from tonnage.server.engines.stats import TierStats
 
 log = logging.getLogger("tonnage.server")
 
-# Requests wait for reads, so reads have a thread of their own.
+# Numbers of threads. Requests wait for reads, so reads do not queue behind writes.
 _READERS, _WRITERS = 2, 1
-# Bytes of blocks that wait to be written; they cannot be evicted from host memory meanwhile.
+# Upper bound of the bytes of blocks that wait to be written to the folder. Such blocks cannot be evicted from
+# host memory.
 WAITING_BYTES = 256 << 20
-# Seconds after which a request no longer waits for blocks, and computes those that are missing. An engine
+# A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
 MOST_SECONDS = 10.0
-_BLOCKS_PER_READ = 8  # blocks that one thread reads in a row
+_BLOCKS_PER_READ = 8  # number of blocks that one job of a reader thread reads
 # The API process kills an engine process that does not end within 5 seconds (HFEngine.stop).
 _SECONDS_TO_CLOSE = 3.0
 
@@ -70,11 +71,11 @@ class KVTier:
 
     Args:
         pool: the KV pool, in host memory.
-        blocks: blocks of the host memory.
-        store: the folder behind it, or None.
+        blocks: number of blocks that the host memory holds.
+        store: the disk tier (a folder) behind the host memory, or None.
         most_waiting: upper bound of the bytes that wait to be written; further blocks are dropped.
-        learned: whether host memory evicts in the learned order. In front of a folder it should not: all blocks
-            pass through it.
+        learned: whether host memory evicts in the learned order. In front of a folder it should be False,
+            because all blocks of the folder pass through host memory.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class KVTier:
         *, learned: bool = False,
     ) -> None:  # fmt: skip
         parts = [pool.tensor] if pool.scales is None else [pool.tensor, pool.scales]
-        # numpy copies in this thread; torch's threads may wait for a core longer than a block takes.
+        # Blocks are copied by numpy, in this thread. torch would use several threads, and waiting for a core
+        # may take longer than copying a block.
         self._pool = [part.view(len(part), -1).view(torch.uint8).numpy() for part in parts]
         self._widths = [part.shape[1] for part in self._pool]
         self.block_bytes = sum(self._widths)
@@ -90,7 +92,8 @@ class KVTier:
         self._memory.fill(0)  # touch every page, so that the planned memory is resident
         self._parts = np.split(self._memory, np.cumsum(self._widths)[:-1], axis=1)
         self._bytes = self._memory.data.cast("B")
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # slot of each block, the oldest use first
+        # The slot of each block, the least recently used block first.
+        self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(blocks - 1, -1, -1))
         self._learned = LearnedBlocks(blocks) if learned else None
         if learned:
@@ -100,7 +103,8 @@ class KVTier:
         self._fetches: list[_Fetch] = []
         self._rule = ReadRule()
         self._most_waiting = most_waiting
-        self._ended: deque[tuple[bytes, bool, bool]] = deque()  # key, whether it was read, success
+        # Transfers that have ended: the block's key, whether it was a read, and whether it succeeded.
+        self._ended: deque[tuple[bytes, bool, bool]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = threading.Event()
         self._store = store
@@ -110,12 +114,12 @@ class KVTier:
         self._load_seconds = self._saved_seconds = self._spent_seconds = 0.0
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable while ended reads are not collected."""
+        """Return the file descriptor that becomes readable when a read or write ends, until `collect`."""
         return self._wake
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the host memory."""
+        """Bytes of host memory that the tier takes."""
         return self._memory.nbytes
 
     @property
@@ -124,7 +128,7 @@ class KVTier:
         return [fetch.sequence for fetch in self._fetches]
 
     def stats(self) -> TierStats:
-        """Return the contents and the counters."""
+        """Return the contents of the tier, and the counters of its operations."""
         return TierStats(
             host_size=self.nbytes,
             host_used=len(self._slots) * self.block_bytes,
@@ -185,11 +189,11 @@ class KVTier:
         self._spent_seconds += time.perf_counter() - since
 
     def finish(self, keys: Sequence[bytes], reused: int) -> None:
-        """Note the end of a sequence that used these blocks; its first block becomes the most recent one.
+        """Record the end of a sequence in the eviction order; its first block becomes the most recently used.
 
         Args:
-            keys: keys of its blocks that were offered to the tier, from its first token on.
-            reused: number of leading blocks that it did not compute.
+            keys: keys of the sequence's blocks that were offered to the tier, from its first token on.
+            reused: number of leading blocks that the sequence did not compute.
         """
         for key in reversed(keys):
             if key in self._slots:
@@ -200,7 +204,7 @@ class KVTier:
             self._store.finish(keys, keys[:reused])
 
     def _take_slot(self, kept: set[bytes]) -> int | None:
-        """Return a free slot, after the eviction of a block if necessary; None if all are in use."""
+        """Return a free slot of host memory, after an eviction if needed; None if no block can be evicted."""
         if self._free:
             return self._free.pop()
         if self._learned is not None and not self._learned.failed:
@@ -244,8 +248,8 @@ class KVTier:
 
         Args:
             sequence: the request's first sequence.
-            keys: keys of its blocks behind those in the pool. Blocks behind the first one that is in neither
-                host memory nor the folder are not read.
+            keys: keys of the request's blocks, from the first block that is not in the pool on. The reads stop
+                at the first block that is in neither host memory nor the folder.
         """
         if self._store is None:
             return False
@@ -280,7 +284,7 @@ class KVTier:
         return bool(missing)
 
     def computed(self, tokens: int, seconds: float, block_size: int) -> None:
-        """Note that a step computed ``tokens`` of prompts in ``seconds``, to compare reads with."""
+        """Record the seconds of a step that computed ``tokens`` prompt tokens, to compare reads with them."""
         if tokens >= block_size:
             self._rule.computed(tokens // block_size, seconds)
 
@@ -289,7 +293,10 @@ class KVTier:
         self._fetches = [fetch for fetch in self._fetches if fetch.sequence is not sequence]
 
     def collect(self) -> list[HFSequence]:
-        """Take the blocks whose reads have ended; return the sequences that wait no longer, oldest first."""
+        """Add blocks whose reads have ended to host memory; return the sequences that need not wait any longer.
+
+        The sequence that waited longest comes first.
+        """
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while self._ended:
@@ -318,7 +325,10 @@ class KVTier:
         return [fetch.sequence for fetch in ready]
 
     def _write(self, prefix: Sequence[bytes], jobs: list[tuple[bytes, int]]) -> None:
-        """Write blocks in a thread, if they are worth their bytes."""
+        """Write blocks to the folder, or drop them if the folder's learned order refuses them.
+
+        A writer thread runs this method.
+        """
         assert self._store is not None
         keys = [key for key, _ in jobs]
         try:
@@ -330,7 +340,7 @@ class KVTier:
     def _run(
         self, work: Callable[[bytes, memoryview], bool], jobs: list[tuple[bytes, int]], reads: bool
     ) -> None:
-        """Read or write blocks in a thread; each of them ends, whatever happens."""
+        """Read or write blocks in a thread; report the end of each block's transfer, even after an error."""
         for key, slot in jobs:
             success = False
             try:
@@ -358,7 +368,7 @@ class KVTier:
 
 
 def _leave_out(key: bytes, block: memoryview) -> bool:
-    """Write nothing."""
+    """Return False without writing the block, in place of `DiskStore.store`."""
     return False
 
 
@@ -383,7 +393,7 @@ def namespace_of(plan: Plan) -> Mapping[str, Any]:
     """Return the facts that the bytes of a block depend on: weights, dtypes, quantization and layout."""
     flags = plan.deployment
     return {
-        "engine": "hf 1",  # a number for each change of what a block's bytes mean
+        "engine": "hf 1",  # increase the number when the meaning of a block's bytes changes
         "architecture": plan.model.architecture,
         "files": files_of(plan.model.path),
         "dtype": flags.dtype,

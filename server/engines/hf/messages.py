@@ -70,11 +70,11 @@ class Ready:
     kv_tier_bytes: int = 0
 
     def framework_bytes(self, resident: int) -> int:
-        """Return the bytes that the plan counts as framework: measured memory minus the plan's other terms.
+        """Return the bytes that the plan counts as framework: measured memory minus all other planned items.
 
-        On a CPU it is the processes' ``resident`` memory in bytes, minus weights, KV pool and KV tier. On a GPU
-        it is the taken device memory, minus weights, KV pool and activations. This memory includes the
-        activations, because torch's allocator keeps the peak of the profile run.
+        On a CPU the result is the processes' ``resident`` memory in bytes, minus weights, KV pool and KV tier.
+        On a GPU it is the taken device memory, minus weights, KV pool and activations. The taken device memory
+        includes the activations, because torch's allocator keeps the peak of the profile run.
         """
         named = self.weights_bytes + self.kv_pool_bytes + self.kv_tier_bytes
         if self.device_bytes is None:

@@ -207,7 +207,7 @@ class HFScheduler:
             sequence.kept, sequence.offered = end, max(sequence.offered, end)
 
     def _leave(self, sequence: HFSequence) -> None:
-        """Tell the tier that a sequence ends."""
+        """Report the end of a sequence to the KV tier, if there is one."""
         if self.tier is not None and sequence.keys is not None:
             reused = sequence.cached // self.manager.block_size
             self.tier.finish(sequence.keys.first(sequence.offered, sequence.tokens), reused)
@@ -270,7 +270,8 @@ class HFScheduler:
         seconds = time.perf_counter() - self._begun
         prompts = sum([s.chunk for s in picked if s.chunk > 1])
         self._pace.took(prompts, seconds)
-        # The logits after these sequences' tokens are finite, so their blocks are worth keeping.
+        # These sequences have logits in this step. The engine loop has found them finite, so the sequences'
+        # blocks hold no NaN and may be copied to the KV tier.
         finite = [s for s in picked if s.keys is not None and s.samples]
         self.core.computed(picked)
         if self.tier is not None:

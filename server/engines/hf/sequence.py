@@ -28,8 +28,8 @@ class HFSequence(scheduler.Sequence):
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     keys: ContentKeys | None = None  # keys in the KV tier; None without a tier, or if no block may be shared
     kept: int = 0  # leading blocks that were offered to the KV tier
-    offered: int = 0  # the most that `kept` was: after a preemption it starts again
-    hit: int = 0  # blocks that the pool had when the sequence was admitted
+    offered: int = 0  # largest value of `kept` so far; after a preemption `kept` starts again at 0
+    hit: int = 0  # number of blocks of the sequence's prefix hit in the pool at admission
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 
     def token_ids(self) -> npt.NDArray[np.int32]:

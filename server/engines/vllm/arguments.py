@@ -44,7 +44,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
     """
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise DeploymentError(
-            "is set and would override the planned KV pool",  # platforms/cpu.py, vLLM 0.32
+            "the variable is set and would override the planned KV pool",  # platforms/cpu.py, vLLM 0.32
             field="VLLM_CPU_KVCACHE_SPACE",
             hint="unset it and use --kv-cache-memory-bytes",
         )

@@ -1,13 +1,13 @@
 """KV offloading of a vLLM that computes on CPUs: its blocks are copied to the host tier and back.
 
-vLLM's own worker for offloading needs a GPU (0.32, v1/kv_offload/cpu/spec.py, get_worker). With this one, the
-connector, the host tier, disk tiers and their policies work where vLLM runs on CPUs:
+vLLM's own worker for offloading needs a GPU (0.32, v1/kv_offload/cpu/spec.py, get_worker). With the worker of
+this module, the connector, the host tier, disk tiers and their policies work where vLLM runs on CPUs:
 
     "kv_connector_extra_config": {"spec_name": "CpuTieringSpec",
       "spec_module_path": "tonnage.server.engines.vllm.cpu_offloading", "cpu_bytes_to_use": 17179869184}
 
-The KV cache and the host tier are both in host memory, so the host tier saves what the KV cache gives up, and a
-disk tier behind it survives a restart.
+The KV cache and the host tier are both in host memory. The host tier keeps blocks that the KV cache evicts, and
+a disk tier behind the host tier survives a restart.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuWorker(OffloadingWorker):
-    """Copies between the KV cache of a CPU and the host tier.
+    """A worker that copies blocks between the KV cache of a CPU and the host tier.
 
     A copy is complete when `submit_store` or `submit_load` returns. The model computes in the same thread, so a
-    store reads what the steps before have written.
+    store sees all K and V that earlier steps have written.
 
     Args:
         kv_caches: The KV cache's tensors, of shape (blocks, bytes of a block).
@@ -62,12 +62,12 @@ class CpuWorker(OffloadingWorker):
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies since the last call."""
+        """Return the results of the copies that were completed since the last call."""
         found, self._finished = self._finished, []
         return found
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing: each copy is complete when it was submitted."""
+        """Do nothing: each copy is complete when the method that submits it returns."""
 
     def shutdown(self) -> None:
         """Release the host tier's memory."""
@@ -76,9 +76,10 @@ class CpuWorker(OffloadingWorker):
         self._region.cleanup()
 
     def _copy(self, job_id: int, spec: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool) -> bool:
-        """Copy the blocks of `spec` to or from the chunks of `host`; both list them group by group.
+        """Copy KV cache blocks to host chunks (`store`) or back; both are listed by KV cache group.
 
-        The first block of a group may lie inside its first chunk: `block_indices` counts the blocks before it.
+        The first block of a group may lie inside the group's first chunk. `block_indices` of `spec` has the
+        number of blocks that precede it in the chunk.
         """
         assert isinstance(host, CPULoadStoreSpec)
         since, size = time.perf_counter(), 0

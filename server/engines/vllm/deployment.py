@@ -148,4 +148,4 @@ def _refuse_unknown(config: Any) -> None:
 
 
 def _refuse(name: str, value: str) -> NoReturn:
-    raise DeploymentError(f"the planner does not support vLLM's {value[:120]!r}", field=name)
+    raise DeploymentError(f"the planner does not support {value[:120]!r} in this vLLM setting", field=name)

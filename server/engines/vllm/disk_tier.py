@@ -5,8 +5,9 @@
         "secondary_tiers": [{"type": "tonnage", "module_path": "tonnage.server.engines.vllm.disk_tier",
           "path": "/mnt/kv", "size": "1TiB"}]}}'
 
-vLLM's own tier ``fs`` has no upper bound. vLLM calls all methods in the scheduler's thread. They only look at
-the index in memory and hand work to threads (vLLM 0.32, v1/kv_offload/tiering/base.py).
+vLLM's own tier ``fs`` has no upper bound. vLLM calls all methods of the tier in the scheduler's thread (vLLM
+0.32, v1/kv_offload/tiering/base.py). The methods only read an index in memory, and leave files to other
+threads.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ from tonnage.planner.units import parse_size
 # This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 log = init_logger(f"vllm.{__name__}")
 
-# Reads of requests that wait come first: they have threads of their own. More threads do not help a disk whose
-# queue is full, and each holds a block.
+# Numbers of threads. Requests wait for reads, so reads do not queue behind writes. More threads do not help a
+# disk whose queue is full, and each thread holds a block.
 READERS, WRITERS = 4, 2
-# Bytes of blocks that may wait to be written. vLLM keeps them in the host tier until they are written, so a
-# slow disk would fill the host tier with them.
+# Upper bound of the bytes of blocks that wait to be written. vLLM keeps these blocks in the host tier until
+# they are written, so without the bound a slow disk would fill the host tier with them.
 WAITING_BYTES = 256 << 20
 # Seconds between two reports of the metrics. Prometheus scrapes every few seconds.
 REPORT_SECONDS = 0.5
-# While reads are pending, the scheduler's thread sleeps this long in each step. Without work, vLLM steps in a
-# loop and holds the interpreter's lock, for which a reader would wait five times a chunk and 5 ms each time.
+# While reads are pending, the scheduler's thread sleeps this long in each step. Without tokens to compute, vLLM
+# runs empty steps in a loop and keeps the interpreter's lock (GIL). A reader needs the lock five times for each
+# chunk and would wait 5 ms each time.
 YIELD_SECONDS = 5e-5
 _Work = Callable[[Any, memoryview], bool]  # writes or reads the block of a key; returns whether it succeeded
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
@@ -64,13 +66,13 @@ _EXPORTED = [(metric_name(name), name in GAUGES) for name in METRICS]
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job that has ended.
+    """A job of a reader or writer thread that has ended.
 
     Attributes:
-        result: What vLLM is told.
-        read: Whether the job read.
-        waited: Chunks that waited to be written.
-        loaded: Chunks that were read.
+        result: Result to report to vLLM.
+        read: Whether the job read chunks; False: it wrote chunks.
+        waited: Number of chunks of the job; 0 for a write that was dropped at once.
+        loaded: Number of chunks that were transferred successfully.
         seconds: Seconds since the job was submitted.
     """
 
@@ -82,9 +84,9 @@ class _Ended:
 
 
 class _Threads:
-    """Threads that run jobs in the order of their arrival.
+    """A pool of threads that runs jobs in the order of their arrival.
 
-    `concurrent.futures` has the same, at 50 us of the caller's time for each job.
+    It replaces the executor of `concurrent.futures`, which takes 50 us of the caller's time for each job.
     """
 
     def __init__(self, count: int, name: str, run: Callable[[TransferJob, float], None]) -> None:
@@ -112,7 +114,7 @@ class _Threads:
 
 
 class DiskTier(SecondaryTierManager):
-    """The disk tier.
+    """A tier of vLLM's KV offloading that stores chunks in a folder of bounded size on disk.
 
     Args:
         offloading_spec: vLLM's offloading configuration.
@@ -121,10 +123,10 @@ class DiskTier(SecondaryTierManager):
         path: The folder; one server writes it.
         size: Upper bound of the folder, such as "1TiB", or an integer of bytes.
         read_only: Whether another server writes the folder.
-        revision: Revision of the model's weights, where its name does not tell. Blocks of another revision are
-            never read.
+        revision: Revision of the model's weights, if the model's name does not identify it. Blocks of another
+            revision are never read.
         waiting: Upper bound of the bytes that wait to be written; further blocks are dropped.
-        prefill: Prompt tokens a second that the engine computes, to compare reads with. Without it the tier
+        prefill: Prompt tokens that the engine computes per second, to compare reads with. None: the tier
             measures how long requests take from a miss to their first chunks.
         policy: "learned" or "lru", the order of eviction.
         backpressure_detector: vLLM's own detector of a slow tier.
@@ -159,9 +161,10 @@ class DiskTier(SecondaryTierManager):
         self._rule = ReadRule(None if prefill is None else _tokens_of_chunk(offloading_spec) / _pace(prefill))
         self._most_waiting = parse_size(str(waiting), "waiting")
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)  # vLLM 0.30 has no detector
+        # vLLM 0.30 passes no detector, and its base class does not accept one.
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         assert primary_kv_view.strides is not None
-        self._chunk: int = primary_kv_view.strides[0]  # bytes
+        self._chunk: int = primary_kv_view.strides[0]  # size of a chunk in bytes
         mapper = FileMapper.from_offloading_spec(
             root_dir="", offloading_spec=offloading_spec, blocks_per_file=offloading_spec.blocks_per_chunk,
             parallel_agnostic=True,
@@ -175,14 +178,14 @@ class DiskTier(SecondaryTierManager):
             learned=self._chunk if _learned(policy) else None,
         )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
-        self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not reported yet
-        self._reading = 0  # those of them that read
+        self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not yet reported to vLLM
+        self._reading = 0  # read jobs that were not yet reported to vLLM
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
         self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
         self._ended: deque[_Ended] = deque()
         self._report_at = 0.0  # time of the next report of the metrics
         self._reported = _VALUES(DiskCounts(0))
-        self._may_read: dict[str, int | None] = {}  # chunks that a request may read; None: all
+        self._may_read: dict[str, int | None] = {}  # number of chunks that a request may still read; None: all
         self._computed: dict[str, dict[Any, None]] = {}  # chunks that a running request has offloaded
         self._missed: dict[str, float] = {}  # time of a request's last miss, until its first chunks are stored
 
@@ -193,7 +196,7 @@ class DiskTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Return whether the index has the chunk, and reading it is faster than computing it."""
+        """Return whether the index has the chunk and the request may read it, by the measured read times."""
         request = req_context.req_id
         if self._store.contains(key) and self._reads(request):
             return _HIT
@@ -204,11 +207,11 @@ class DiskTier(SecondaryTierManager):
         """Do nothing: the order of eviction changes when requests end."""
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Write the chunks of a job later, or drop them if too many bytes wait already."""
+        """Queue the chunks of a job to be written, or drop them if too many bytes wait already."""
         count = len(job_metadata.keys)
         size = count * self._chunk
         since = self._missed.pop(job_metadata.req_context.req_id, None)
-        if since is not None:  # later chunks of a prompt come with other steps, whose time is not known
+        if since is not None:  # only the first chunks of a prompt: for later ones the start time is not known
             self._rule.computed(count, time.monotonic() - since)
         computed = self._computed.setdefault(job_metadata.req_context.req_id, {})
         computed.update(dict.fromkeys(job_metadata.keys))
@@ -244,7 +247,7 @@ class DiskTier(SecondaryTierManager):
         return found
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Note that the request's chunks were used, also those found in the host tier, and forget it."""
+        """Record which chunks an ended request used, including chunks found in host memory, for eviction."""
         computed = self._computed.pop(req_context.req_id, {})
         for keys in _groups(req_context, computed):
             self._store.finish(keys, [key for key in keys if key not in computed])
@@ -252,7 +255,7 @@ class DiskTier(SecondaryTierManager):
         self._missed.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
-        """Wait until each job has ended."""
+        """Wait until all reads and writes in progress or in a queue have ended."""
         while len(self._ended) < self._unfinished:
             time.sleep(0.001)
 
@@ -265,7 +268,7 @@ class DiskTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Return the metrics ``tonnage_tier_*``."""
+        """Return the types and descriptions of the tier's Prometheus metrics, ``tonnage_tier_*``."""
         found: dict[str, OffloadingMetricMetadata] = {}
         for name, what in METRICS.items():
             kind = OffloadingGaugeMetadata if name in GAUGES else OffloadingCounterMetadata
@@ -273,7 +276,10 @@ class DiskTier(SecondaryTierManager):
         return found
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the gauges, and the increases of the counters since the last report; None until it is due."""
+        """Return the gauges, and the increases of the counters since the last report.
+
+        Returns None if the last report is less than `REPORT_SECONDS` old.
+        """
         if (time_now := time.monotonic()) < self._report_at:
             return None
         self._report_at = time_now + REPORT_SECONDS
@@ -288,7 +294,7 @@ class DiskTier(SecondaryTierManager):
         return stats
 
     def _reads(self, request: str) -> bool:
-        """Return whether a request may read one more chunk. The rule is asked once for each request."""
+        """Return whether a request may read one more chunk; the read rule decides once for each request."""
         may = self._may_read
         if request not in may:
             may[request] = self._rule.blocks_to_read()
@@ -314,7 +320,7 @@ class DiskTier(SecondaryTierManager):
             self._store.settle(keys)
 
     def _run(self, work: _Work, job: TransferJob, asked: float) -> None:
-        """Run one job; each job ends with a result, whatever happens."""
+        """Read or write the chunks of one job, and record the job's result even after an exception."""
         since, done, keys = time.monotonic(), [], list(job.keys)
         try:
             for key, chunk in zip(keys, job.chunk_ids.tolist(), strict=True):
@@ -346,7 +352,7 @@ def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
 
 
 def _leave_out(key: Any, chunk: memoryview) -> bool:
-    """Write nothing."""
+    """Return False without writing the chunk, in place of `DiskStore.store`."""
     return False
 
 
@@ -369,5 +375,5 @@ def _pace(prefill: object) -> float:
 
 
 def _tokens_of_chunk(offloading_spec: Any) -> int:
-    """Return the fewest tokens of a chunk: groups of several block sizes have chunks of several lengths."""
+    """Return the number of tokens in a chunk; the smallest, if KV cache groups have different block sizes."""
     return int(min(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk)

@@ -56,7 +56,7 @@ class VLLMEngine(Engine):
         policy: the admission policy.
         sharing: prefixes shared between cache salts.
         loras: folder of each LoRA adapter by name. All are loaded before the engine is ready.
-        pools: what vLLM's pooling runner makes of each prompt; None to generate text.
+        pools: pooling task, such as embeddings, that vLLM runs on each prompt; None to generate text.
         quantization: vLLM's name of the method that quantizes the weights while loading. None means no method.
     """
 
@@ -102,7 +102,7 @@ class VLLMEngine(Engine):
         self._sampler = PeakSampler()
         self._weights: int | None = None
         self._kv_pool: int | None = None
-        self._lora: int | None = None  # bytes of the LoRA adapters' slots, once measured
+        self._lora: int | None = None  # measured bytes of the LoRA adapters' slots; None before the measurement
         self._framework: int | None = None
         self._num_blocks = plan.kv_cache.num_blocks
         self._prompt_tokens = 0
@@ -185,7 +185,7 @@ class VLLMEngine(Engine):
         self._ready = True
 
     async def _check_pooling(self) -> None:
-        """Raise DeploymentError when vLLM makes something else of a prompt than the model's class says."""
+        """Raise DeploymentError if vLLM's pooling task for the model is not the expected task."""
         task = self._llm.model_config.get_pooling_task(await self._llm.get_supported_tasks())
         if task != self._pools:
             name = self._plan.model.architecture

@@ -64,8 +64,8 @@ def install(manager: Any) -> LearnedQueue | None:
     """Install learned eviction in a vLLM KVCacheManager that has not handed out a block yet.
 
     Returns:
-        The new queue, or None (with a warning in vLLM's log) if vLLM's own eviction stays. It stays without
-            prefix caching, without a full-attention group, or with an interface other than that of vLLM 0.30 to
+        The new queue, or None (with a warning in vLLM's log) if vLLM's own eviction is kept. That is so without
+            prefix caching, without a full-attention group, and for an interface other than that of vLLM 0.30 to
             0.33.
     """
     try:

@@ -26,7 +26,7 @@ log = init_logger(f"vllm.{__name__}")
 
 
 class LearnedCachePolicy(CachePolicy):
-    """vLLM's chunks in host memory, evicted in the learned order.
+    """A cache policy for vLLM's KV tier in host memory that evicts chunks in the learned order.
 
     Args:
         cache_capacity: Chunks of the tier.
@@ -35,7 +35,7 @@ class LearnedCachePolicy(CachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._chunks: OrderedDict[Any, ChunkStatus] = OrderedDict()  # the least recently used first
-        self._busy: dict[Any, int] = {}  # transfers of chunks that may be in transfer
+        self._busy: dict[Any, int] = {}  # key of a chunk -> a value other than 0 while it is in transfer
         self._order: LearnedChunkOrder[Any] | None = LearnedChunkOrder(
             cache_capacity
         )  # None after an exception
@@ -56,7 +56,10 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(lambda order: order.remove(key))
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Make chunks the most recent ones, the first chunk last; the learned order sees whole requests."""
+        """Make chunks the most recently used ones, for the fallback to LRU; the first chunk comes last.
+
+        The learned order is updated in `on_request_finished` instead.
+        """
         for key in reversed(list(keys)):
             if key in self._chunks:
                 self._chunks.move_to_end(key)
@@ -81,7 +84,10 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(finish)
 
     def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, ChunkStatus]] | None:
-        """Remove and return ``n`` chunks that are neither in transfer nor protected; None changes nothing."""
+        """Remove and return ``n`` chunks that are neither in transfer nor protected.
+
+        Returns None and removes no chunk if fewer can be evicted.
+        """
         if self._order is not None:
             keys = self._learned(lambda order: order.evict(n, protected, self._busy))
             if self._order is not None:
@@ -91,11 +97,11 @@ class LearnedCachePolicy(CachePolicy):
         return [(key, self._chunks.pop(key)) for key in oldest] if len(oldest) == n else None
 
     def mark_evictable(self, key: Any) -> None:
-        """Note that a chunk's last transfer has ended."""
+        """Record that the last transfer of a chunk has ended."""
         self._busy.pop(key, None)
 
     def mark_non_evictable(self, key: Any) -> None:
-        """Note that a chunk is in transfer, and keep it until the request that loads it ends."""
+        """Record that a chunk is in transfer, and protect it until the request that loads it ends."""
         self._busy[key] = 1
         self._learned(lambda order: order.use((key,)))
 
@@ -106,7 +112,10 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(lambda order: order.clear())
 
     def _learned(self, call: Callable[[LearnedChunkOrder[Any]], Any]) -> Any:
-        """Return what a call of the learned order returns; after an exception, never call it again."""
+        """Return the result of ``call`` on the learned order, or None after an exception in the order.
+
+        After the first exception, the learned order is no longer used.
+        """
         if self._order is None:
             return None
         try:

@@ -105,7 +105,10 @@ def load_output_parser(tools: str | None, reasoning: str | None, folder: Path) -
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Remove the traceback from a log record: text that is no call is no failure of the server."""
+    """Remove the traceback from a tool parser's log record, and return True, so that the record is logged.
+
+    The parser logs an exception for text that is no valid tool call, which is no failure of the server.
+    """
     record.exc_info = record.exc_text = None
     return True
 
@@ -114,8 +117,8 @@ class VLLMOutputParser:
     """A reader of the tool calls and the reasoning in one model's output.
 
     Each output is read by a new object of a class that vLLM composes for the model. ``parsers`` has these
-    classes by the pair (reads tool calls, reads reasoning). ``with_format`` is the class for tool calls beside
-    a format of the answer.
+    classes by the pair (reads tool calls, reads reasoning). ``with_format`` is the class for a request that has
+    tools and also requires a format of the answer.
     """
 
     def __init__(self, parsers: Mapping[tuple[bool, bool], Any], with_format: Any, tokenizer: Any) -> None:
@@ -143,7 +146,8 @@ class VLLMOutputParser:
             tools: tool definitions of the request; empty if only reasoning is read.
             messages: messages of the conversation.
             parallel: whether the output may have more than one call.
-            grammar: format of an output without calls, or None. Such an output has no reasoning.
+            grammar: format that an output without calls must have, or None. With a format, the output has no
+                reasoning.
             template_arguments: arguments of the chat template, which tell some parsers that reasoning is off.
 
         Raises:
@@ -157,7 +161,9 @@ class VLLMOutputParser:
             adjusted = kind(self._tokenizer, request.tools, **more).adjust_request(request)
         except (ValueError, TypeError, RuntimeError) as error:  # types that pydantic and xgrammar raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ToolsRefused(f"the tool parser rejects them: {lines[0][:200]}", field="tools") from None
+            raise ToolsRefused(
+                f"the tool parser rejects these tools: {lines[0][:200]}", field="tools"
+            ) from None
         outputs = adjusted.structured_outputs
         tag = None if outputs is None else outputs.structural_tag
         # reads an output whose reasoning ended within the prompt
@@ -234,7 +240,7 @@ class _InLongerPieces:
     def __init__(self, reader: _Reader | _InTwoSteps) -> None:
         self._reader = reader
         self._parsed = 0  # number of characters that the reader has received
-        self._text, self._token_ids = "", list[int]()  # the next piece
+        self._text, self._token_ids = "", list[int]()  # the piece that is being collected
         self.reasoning_tokens = 0
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
@@ -257,10 +263,10 @@ class _InLongerPieces:
 
 
 class _InTwoSteps:
-    """The reader of an output whose calls are searched in what the reader of the reasoning leaves.
+    """A reader that first separates the reasoning of an output, then reads tool calls from the rest.
 
-    Some of vLLM's parsers of reasoning never say that it has ended (granite). vLLM's composed parser then never
-    looks for calls in a stream.
+    Some of vLLM's reasoning parsers never report that the reasoning has ended (granite). vLLM's composed parser
+    then never looks for tool calls in a stream.
     """
 
     def __init__(self, reasoning: _Reader, calls: _Reader) -> None:
@@ -336,10 +342,10 @@ class _Reader:
         return parsed
 
     def _count(self) -> None:
-        """Set ``reasoning_tokens``: all tokens before the first token of the content.
+        """Set ``reasoning_tokens`` to the number of tokens before the first token of the content.
 
         Some of vLLM's parsers find the reasoning in the text, and do not know the tokens of the content
-        (granite, hunyuan_a13b, olmo3). Then these are the tokens up to the end of the reasoning's text.
+        (granite, hunyuan_a13b, olmo3). For these, the tokens up to the end of the reasoning's text count.
         """
         if not self._reasoning or self._parser is None:
             return

@@ -27,8 +27,8 @@ HONOURED = BASIC_PARAMS | {
 }
 
 
-# Names in a request's `extra_args` (vLLM's `vllm_xargs`) of the key that sent it, of the key's weight, and of
-# the request's priority.
+# Names of entries in a request's `extra_args` (vLLM's `vllm_xargs`): the API key that sent the request, the
+# key's weight, and the request's priority.
 KEY, WEIGHT, PRIORITY = "tonnage_key", "tonnage_weight", "tonnage_priority"
 
 

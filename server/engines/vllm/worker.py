@@ -48,7 +48,7 @@ class WorkerExtension:
         handle = os.pidfd_open(api_process)
 
         def watch() -> None:
-            select.select([handle], [], [])  # the process handle is readable when the process has ended
+            select.select([handle], [], [])  # a pidfd becomes readable when its process has ended
             os.kill(core, signal.SIGKILL if at_once else signal.SIGTERM)
             if at_once:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)
 # "Paged KV cache block size must be divisible by 256". vLLM's fork of flash_attn needs 16. FlexAttention needs
 # 16 keys for Triton's tl.dot.
 BLOCK_MULTIPLE = {VLLM_FLASH: 16, FLASH: 256, FLASHINFER: 1, FLEX: 16}
-LARGEST_HEAD = 256  # flash_api.cpp: "head dimension at most 256", in steps of 8
+LARGEST_HEAD = 256  # upper bound of the head size in flash_api.cpp ("head dimension at most 256")
 # Head sizes that FlashInfer's wheels and just-in-time compiler are tested with.
 FLASHINFER_HEADS = (64, 128, 256)
 HALVES = ("float16", "bfloat16")

@@ -1,7 +1,7 @@
 """FlashAttention on block tables: ``flash_attn`` 2 from PyPI, or the build inside vLLM for CUDA.
 
-It is untested on a GPU. The tests check the arguments on a CPU, with the reference attention in place of the
-kernel.
+This module is untested on a GPU. The tests check the arguments on a CPU, with the reference attention in place
+of the kernel.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlashAttention(PagedAttention):
 
         Args:
             group: index of the layer's KV cache group.
-            slot: layer slot of the layer in its group.
+            slot: index of the layer within its KV cache group (layer slot).
             query: [T, heads, size].
             scaling: factor of the scores.
             softcap: bound of the scores by tanh; None for no bound.

@@ -36,7 +36,8 @@ class FlashInferAttention(PagedAttention):
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
         self._wrappers = wrappers
-        self._start = torch.from_numpy(batch.query_start.astype(np.int32))  # on the CPU, where plan() runs
+        # FlashInfer's plan() runs on the CPU, so the query starts stay there.
+        self._start = torch.from_numpy(batch.query_start.astype(np.int32))
         self._planned: dict[int, tuple[float, float | None]] = {}
 
     def read(
@@ -46,7 +47,7 @@ class FlashInferAttention(PagedAttention):
 
         Args:
             group: index of the layer's KV cache group.
-            slot: layer slot of the layer in its group.
+            slot: index of the layer within its KV cache group (layer slot).
             query: [T, heads, size].
             scaling: factor of the scores.
             softcap: bound of the scores by tanh; None for no bound.
@@ -54,7 +55,8 @@ class FlashInferAttention(PagedAttention):
         Returns:
             The attention, in the shape of ``query``.
         """
-        # This is true once per group and step, because all layers of the known families have equal values.
+        # The plan is made once per group and step, because all layers of the known families have the same
+        # scaling and softcap.
         if self._planned.get(group) != (scaling, softcap):
             self._plan(group, query, scaling, softcap)
             self._planned[group] = (scaling, softcap)

@@ -1,8 +1,8 @@
 """torch's FlexAttention, in place on the blocks: always available, and compiled where Triton is installed.
 
-FlexAttention sees the pool as one long row of token slots. In each pool block, K of layer slot s begins 2 s
-block sizes after the start, and V one block size later. The block mask names the pool blocks that a tile of
-queries reads. The mask function selects the slots that a query may attend to.
+FlexAttention sees the pool as one long row of token slots. In each pool block, K of layer slot ``s`` begins
+``2 * s`` block sizes after the block's start, and V one block size later. The block mask names the pool blocks
+that a tile of queries reads. The mask function selects the slots that a query may attend to.
 
 Uncompiled (on a CPU, in the tests), torch computes every query against every slot of the pool. It is untested
 on a GPU. A tile has 16 queries of one sequence, so a decode reads each block once, and a prefill chunk reads
@@ -79,7 +79,7 @@ class FlexAttention(PagedAttention):
         buffers.fit(len(row), len(tiles))
         buffers.sequence[: len(row)] = self._put(row)
         buffers.position[: len(row)] = self._put(position)
-        # The padded row of each query, [T].
+        # Index of each query among the padded query rows, [T].
         self._rows_of = on_device(np.flatnonzero(position >= 0), self.device)
         self._last = position.reshape(-1, TILE).max(1)  # last position in each tile; -1 for an unused tile
         self._masks = [self._mask(group, len(row)) for group in range(len(self.pages))]
@@ -126,7 +126,7 @@ class FlexAttention(PagedAttention):
 
         Args:
             group: index of the layer's KV cache group.
-            slot: layer slot of the layer in its group.
+            slot: index of the layer within its KV cache group (layer slot).
             query: [T, heads, size].
             scaling: factor of the scores.
             softcap: bound of the scores by tanh; None for no bound.

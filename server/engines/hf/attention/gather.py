@@ -68,7 +68,7 @@ class GatherAttention:
 
         Args:
             group: index of the layer's KV cache group.
-            slot: layer slot of the layer in its group.
+            slot: index of the layer within its KV cache group (layer slot).
             query: [T, heads, size].
             key: [T, KV heads, size].
             value: [T, KV heads, size].

@@ -97,7 +97,10 @@ def paged_attention(
         The attention [1, T, heads, size], and None in place of attention weights.
     """
     if paged_batch is None:
-        raise RuntimeError("this model does not pass its keyword arguments to attention")
+        raise RuntimeError(
+            "this model does not pass its keyword arguments to attention, as paged attention requires; use "
+            "--backend vllm"
+        )
     group, slot = paged_batch.place[module.layer_idx]  # type: ignore[index]
     paged_batch.calls += 1
     output = paged_batch.attention(

@@ -84,7 +84,7 @@ class PagedAttention(ABC):
 
         Args:
             group: index of the layer's KV cache group.
-            slot: layer slot of the layer in its group.
+            slot: index of the layer within its KV cache group (layer slot).
             query: [T, heads, size].
             scaling: factor of the scores.
             softcap: bound of the scores by tanh; None for no bound.

@@ -1,6 +1,6 @@
-"""Memory of the device that the engine runs on, and the order of its work, behind one small interface.
+"""Measurement of the memory of the device that the engine runs on, and waiting for the device's work.
 
-The tests replace `CudaMemory` by a double that records the order of calls, because they have no GPU.
+The tests have no GPU. They replace `CudaMemory` by a test double that records the order of calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class DeviceMemory(Protocol):
         """Wait until the device has finished all queued work."""
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peak."""
+        """Start a new measurement of the peak of allocated memory."""
 
     def peak(self) -> int:
         """Return the peak of torch's allocations since `reset_peak`."""
@@ -26,7 +26,7 @@ class DeviceMemory(Protocol):
         """Return the bytes that no process uses."""
 
     def used(self) -> int:
-        """Return the bytes that all processes use, with CUDA contexts and torch's unused blocks."""
+        """Return the bytes that all processes use, with CUDA contexts and memory that torch keeps unused."""
 
 
 class CudaMemory:
@@ -40,7 +40,7 @@ class CudaMemory:
         torch.cuda.synchronize(self._device)
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peak."""
+        """Start a new measurement of the peak of allocated memory."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
@@ -52,7 +52,7 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
     def used(self) -> int:
-        """Return the bytes that all processes use, with CUDA contexts and torch's unused blocks."""
+        """Return the bytes that all processes use, with CUDA contexts and memory that torch keeps unused."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 

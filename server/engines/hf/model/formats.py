@@ -114,7 +114,9 @@ def require_weights(path: str) -> None:
 def require_gguf(path: str) -> None:
     """Raise DeploymentError if the package gguf is not installed."""
     if find_spec("gguf") is None:
-        raise DeploymentError(f"{Path(path).name} needs gguf", field="model", hint="pip install gguf")
+        raise DeploymentError(
+            f"{Path(path).name} needs the Python package gguf", field="model", hint="pip install gguf"
+        )
 
 
 def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:

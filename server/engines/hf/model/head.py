@@ -9,14 +9,14 @@ import torch
 
 
 class HeadOnly:
-    """A context in which the model's last hidden states are kept, and its output layer can be computed on them.
+    """A context manager that keeps the last hidden states of a forward, to compute the output layer on them.
 
-    The model's own forward runs with its base model replaced by the kept output. Scaling and soft caps of the
-    logits are thereby the model's own.
+    To compute the output layer, the model's own forward runs once more, with the kept hidden states in place of
+    its base model. Scaling and soft caps of the logits are thereby the model's own.
 
     Args:
         model: the causal language model.
-        tokens: tokens of the forward in the context.
+        tokens: number of tokens in the forward that runs inside the context.
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
@@ -35,9 +35,10 @@ class HeadOnly:
         self._kept = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits [rows, vocabulary] of the tokens with these indices.
+        """Return the logits [rows, vocabulary] of the tokens with these indices in the forward.
 
-        Returns None if the model does not call its base model, as OPT, which calls a part of it.
+        Returns None if the model's forward does not call its base model as a whole. OPT, for example, calls a
+        part of its base model.
         """
         kept = self._kept
         if kept is None:
@@ -45,7 +46,7 @@ class HeadOnly:
         own = vars(self._base).get("forward")
         self._base.forward = lambda *args, **kwargs: kept
         try:
-            # The tokens are not read; a model may take shapes from them.
+            # The token ids are not used, except that a model may read the shape of this tensor.
             ids = torch.zeros((1, self._tokens), dtype=torch.int64, device=rows.device)
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0]
         finally:
@@ -56,6 +57,7 @@ class HeadOnly:
         return logits
 
     def _keep(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        # a model that names no base model is its own, and its output has no hidden states
+        # transformers returns a model without a named base model as its own base model. Its output then has no
+        # last hidden states.
         if getattr(output, "last_hidden_state", None) is not None:
             self._kept = output

@@ -45,7 +45,7 @@ class _Parts:
         activation: coefficients (linear, cubic) of the MLP's activation, see ``rows.gate_row``.
     """
 
-    weights: dict[str, torch.Tensor]  # by the names in `kernel.WEIGHTS`
+    weights: dict[str, torch.Tensor]
     epsilon: float
     shift: float
     activation: tuple[float, float]

@@ -64,7 +64,7 @@ def require_computed(dtype: torch.dtype, device: str) -> None:
         x = F.scaled_dot_product_attention(x, x, x)
         x = F.linear(F.silu(F.layer_norm(x, (16,))), x[0, 0])
         torch.softmax(x, dim=-1)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA raises AssertionError
         name = str(dtype).removeprefix("torch.")
         raise DeploymentError(
             f"torch {torch.__version__} does not compute in {name} on this {device}: "
@@ -107,7 +107,7 @@ def _own_memory(model: torch.nn.Module) -> None:
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no malloc_trim
+    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 

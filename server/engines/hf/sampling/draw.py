@@ -28,7 +28,7 @@ def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
     if logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
         first, good = peaks(logits)
         return first.tolist(), good.tolist()
-    finite = logits.amax(dim=-1).isfinite()  # amax propagates NaN
+    finite = logits.amax(dim=-1).isfinite()  # NaN in a row makes the row's maximum NaN
     return logits.argmax(dim=-1).tolist(), finite.tolist()
 
 
@@ -113,7 +113,8 @@ def _holds_kept(top: torch.Tensor, params: SamplingParams) -> bool:
         return True
     if params.top_k > 0:
         return params.top_k < len(top) and last < float(top[params.top_k - 1])
-    # top_p is a share of what min_p keeps, whose sum is known only with all of it
+    # top_p refers to the total probability of the tokens that min_p keeps. That total is known only if ``top``
+    # has all of these tokens.
     return params.min_p == 0 and float(top.sum()) >= params.top_p
 
 

@@ -65,7 +65,7 @@ class VllmAdmission(AdmissionAdapter):
         self._head = ""  # id of the first waiting request that was not admitted
         self._short = 0  # number of blocks that the refused request lacked
         self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
-        self._departed_then = 0  # `account.departed` at the last refusal
+        self._departed_then = 0  # `account.departed` alone at the last refusal
         self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
@@ -127,7 +127,7 @@ class VllmAdmission(AdmissionAdapter):
                 prefix of the queue.
             room: upper bound of the requests that may start.
             step: number of the step.
-            keys: what each API key holds, if several keys share the engine.
+            keys: sequences and blocks that each API key holds; None if API keys do not share the engine.
         """
         self._keys = keys
         self.forecast.step = step
@@ -164,8 +164,7 @@ class VllmAdmission(AdmissionAdapter):
     def _may_start(self, waiting: Iterable[Any], most: int, room: int, step: int, state: State) -> list[Any]:
         """Return the requests at the head of the queue that admission accepts, and add them to `state`.
 
-        `most` is the upper bound of these requests, and `room` the number of requests that the batch has room
-        for.
+        At most `most` requests are returned. `room` is the number of requests that the batch has room for.
         """
         allowed: list[Any] = []
         budget = self.limits.max_num_batched_tokens

@@ -125,7 +125,7 @@ def read_groups(scheduler: Any, names: VllmNames) -> Groups:
     full = [at for at, block_size in keep_all if block_size == size]
     layout = KVLayout(
         tuple(KVGroup("full", (at,)) for at in full), size, 1, 1, 1, str(config.model_config.dtype), 1
-    )  # admission reads only groups and block size from this layout
+    )  # admission reads only the groups and the block size; the other values are placeholders
     return Groups(
         full=full[0] if full else None,
         others=tuple(

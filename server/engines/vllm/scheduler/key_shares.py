@@ -16,7 +16,10 @@ from tonnage.server.engines.vllm.params import KEY, PRIORITY, WEIGHT
 
 
 def wish_of(request: Any) -> AdmissionRequest:
-    """Return the key, weight and priority of a request of vLLM; key "" and weight 1 if it names none."""
+    """Return the API key, weight and priority of a vLLM request as an AdmissionRequest.
+
+    A request that names no key has the key "" and the weight 1. The token counts are placeholders.
+    """
     extra = getattr(request.sampling_params, "extra_args", None) or {}
     key, weight, priority = extra.get(KEY, ""), extra.get(WEIGHT, 1.0), extra.get(PRIORITY, 0)
     return AdmissionRequest(
@@ -42,7 +45,7 @@ class KeyShares:
             self.take(request)
 
     def take(self, request: Any) -> None:
-        """Add a running or starting request."""
+        """Add a running or starting request to the sequences and blocks that its API key holds."""
         uses, wish, blocks = self._about(request)
         add_use(uses, wish, 1, blocks)
 
@@ -55,7 +58,7 @@ class KeyShares:
         return self._shares.within(*self._about(request))
 
     def kept(self, request: Any) -> tuple[int, int]:
-        """Return how many seats in the batch and blocks stay free for other keys when the request starts."""
+        """Return how many sequences and blocks must stay free for other API keys when the request starts."""
         return self._shares.kept(*self._about(request))
 
     def may_start(self, waiting: Iterable[Any], room: int) -> list[Any]:

@@ -115,7 +115,7 @@ def _count(values: Mapping[str, Any], key: str) -> int:
     if value is None:
         return 1
     if value != int(value) or value < 1:
-        raise CacheConfigError(f"{values[key]!r} is not a number of keys", field=key)
+        raise CacheConfigError(f"{values[key]!r} is not a whole number of at least 1", field=key)
     return int(value)
 
 

@@ -234,7 +234,7 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _within_budget(self, allowed: list[Request] | None) -> Iterator[None]:
-        """Give vLLM a smaller token budget in the context, where several API keys share the step."""
+        """Reduce vLLM's token budget while the context is open, if several API keys share the step."""
         most = self.max_num_scheduled_tokens
         if allowed is not None and self.admission is not None:
             with self._guarded("before a step"):
@@ -449,9 +449,9 @@ class AdmissionMixin(Scheduler):
 
     @contextmanager
     def _guarded(self, when: str) -> Iterator[None]:
-        """Catch exceptions of our code in the context, and then leave scheduling to vLLM.
+        """Catch exceptions of our code while the context is open; after the first, vLLM schedules on its own.
 
-        After a second exception, requests that can never fit are no longer rejected either. `when` says for the
+        After a second exception, requests that can never fit are no longer rejected either. `when` tells in the
         log when the exception occurred.
         """
         try:

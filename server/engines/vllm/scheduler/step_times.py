@@ -22,7 +22,7 @@ class _Step(NamedTuple):
     tokens: int
     prompt_tokens: int
     sequences: int
-    context: int  # tokens
+    context: int  # tokens of KV cache that the running requests hold
 
 
 class StepTimes:
@@ -35,7 +35,7 @@ class StepTimes:
     def __init__(self, scheduler: Any, admission: VllmAdmission) -> None:
         self._scheduler, self._admission = scheduler, admission
         self._pace = _pace_of(scheduler) if admission.shares.several else None
-        self._under_way: dict[int, _Step] = {}  # by the id() of vLLM's SchedulerOutput
+        self._under_way: dict[int, _Step] = {}  # steps in flight, keyed by the id() of vLLM's SchedulerOutput
         self._last = float("-inf")  # time when the last step returned
         self._recomputed = 0  # recomputed tokens reported to `auto` so far
 
@@ -99,7 +99,7 @@ class StepTimes:
 
 
 def _pace_of(scheduler: Any) -> StepPace | None:
-    """Return the pace of a scheduler of vLLM, or None where vLLM cannot divide prompts into smaller chunks."""
+    """Return the `StepPace` of a vLLM scheduler, or None if vLLM cannot divide prompts into smaller chunks."""
     config, cache = scheduler.scheduler_config, scheduler.cache_config
     if not config.enable_chunked_prefill or config.disable_chunked_mm_input:
         return None
