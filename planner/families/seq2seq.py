@@ -415,7 +415,6 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     class_name, kind = wanted(fields, known, "MoshiForCausalLM")
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
-    fields.raw("num_hidden_layers")
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("ffn_dim", limit="width")
     common.divisible(inner, 2, "ffn_dim", "gate and up")
