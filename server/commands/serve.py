@@ -26,7 +26,7 @@ from tonnage.server.commands.launch import (
 )
 from tonnage.server.commands.stopping import stoppable
 from tonnage.server.engines.errors import EngineDead
-from tonnage.server.engines.heap import bound_heap, settle_heap
+from tonnage.server.engines.heap import bound_heap, settle_heap, shrink_heap
 from tonnage.server.engines.supervisor import SupervisedEngine
 from tonnage.server.http.protocol import BoundedHttpProtocol, raise_file_limit
 from tonnage.server.http.tls import Handshakes
@@ -264,6 +264,7 @@ async def _announce(state: ServerState, address: str) -> None:
     if state.started:
         settle_heap()
         print(f"ready on {address}", flush=True)
+        await shrink_heap()
 
 
 def _exit_code(stop: _Stop) -> int:

@@ -44,6 +44,20 @@ def process_tree(pid: int) -> list[int]:
     return tree
 
 
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Return RssAnon of a process in bytes, by default of this one; 0 if it has ended or there is no /proc.
+
+    /proc/PID/statm has the number of resident pages, and of those that belong to files or are shared
+    (proc_pid_statm(5)).
+    """
+    try:
+        with open(f"/proc/{pid}/statm") as statm:
+            _, resident, shared, *_ = map(int, statm.read().split())
+    except OSError:
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def process_tree_bytes(pid: int) -> int:
     """Return RssAnon + RssShmem of a process and its descendants in bytes; 0 if the process has ended.
 
