@@ -24,10 +24,10 @@ Model = TypeVar("Model", bound=BaseModel)
 # Lenient mode drops at most this many unknown nested fields, because each may need another validation of the
 # body.
 _MAX_UNKNOWN = 20
-# The event loop runs other tasks after this time of validation.
+# Validation yields to the event loop after this many seconds of work.
 _STEP_SECONDS = 0.005
-# Number of ignored fields that x-ignored-fields lists: at most 3 KB, of the 4 KB that nginx takes for the head
-# of an answer (its documentation, proxy_buffer_size).
+# Maximum number of field names in the response header x-ignored-fields, which keeps it below 3 KB. nginx takes
+# 4 KB for all headers of a response (its documentation, proxy_buffer_size).
 _MAX_LISTED = 32
 
 
@@ -35,9 +35,9 @@ _MAX_LISTED = 32
 class Fields(Generic[Model]):
     """A pydantic model of a request body, with the table that says which fields the API honours.
 
-    ``expected`` describes fields of several types in words, for error messages. ``drop`` removes parts without
-    effect from a body before it is validated, and returns their names. ``items`` has the types of lists that
-    may have thousands of items, which are validated in several steps.
+    ``expected`` maps a field of several types to a description of its values, for error messages. ``drop``
+    removes the parts of a body that have no effect, before the validation, and returns their names. ``items``
+    maps a field to the type of its items; lists in these fields may be long and are validated in several steps.
     """
 
     model: type[Model]
@@ -55,7 +55,9 @@ def parse_steps(
     lenient: bool = False,
     most: int = MAX_VALUES,
 ) -> Generator[None, None, tuple[Model, tuple[str, ...]]]:
-    """Validate a request body in steps that end with a yield (``http.bodies.completed`` runs them all).
+    """Validate a request body; the generator yields after each step, so that other tasks can run in between.
+
+    ``http.bodies.completed`` runs all steps at once.
 
     Args:
         body: The JSON text.
@@ -99,7 +101,10 @@ def parse_steps(
 
 
 def _validate_items(items: list[Any], adapter: TypeAdapter[Any]) -> Generator[None, None, None]:
-    """Replace the items of a list by validated ones, up to the first invalid item, which is reported later."""
+    """Replace the items of a list by validated ones, and stop at the first invalid item without an error.
+
+    The validation of the whole body reports that item.
+    """
     begun = time.perf_counter()
     for at, item in enumerate(items):
         try:
@@ -148,9 +153,10 @@ def _apply(
 
 
 def _listed(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the first names of fields for a header, with ``?`` for each character that a header cannot have.
+    """Return the field names for the header x-ignored-fields: the first 32, and the number of the others.
 
-    The other names are counted: clients and proxies reject long headers, and a waiting request keeps them.
+    A ``?`` replaces each character that a header cannot have. The number of names is limited, because clients
+    and proxies reject long headers and a waiting request keeps the names in memory.
     """
     first = tuple(
         "".join(c if c.isascii() and c.isprintable() else "?" for c in name) for name in names[:_MAX_LISTED]
@@ -159,7 +165,7 @@ def _listed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _dotted(location: Sequence[int | str]) -> str:
-    """Return a field's path; its parts, which may be names that the client made up, are cut short."""
+    """Return a field's path, with each name cut to 60 characters because it may come from the client."""
     return ".".join(str(part)[:60] for part in location)
 
 
@@ -189,7 +195,8 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
             continue
         *path, last = found["loc"]
         names = []
-        # `_places` yields nothing in a union, where the path holds the tag of the union's member
+        # `_places` yields nothing for a field inside a union: pydantic's path then contains the tag of the
+        # union's member, which is no key of the document.
         for place, where in _places(document, path):
             if isinstance(where, dict) and last in where:
                 del where[last]

@@ -16,7 +16,7 @@ from tonnage.server.errors import ApiError, ErrorCode, render
 # fastapi-offline (MIT) ships the files of Swagger UI (Apache-2.0) and ReDoc (MIT).
 _FILES = "fastapi_offline"
 _SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png")
-# Files that are sent at once. A page loads three.
+# Maximum number of documentation files that are sent at once. A page loads three.
 MOST_FILES = 64
 _DAY = {"cache-control": "private, max-age=86400"}
 
@@ -45,10 +45,10 @@ class _Sending:
 
 
 class _CountedFile(FileResponse):
-    """A file of the documentation, refused while too many are being sent.
+    """A response with a documentation file, or with an error while MOST_FILES files are being sent.
 
-    A client that does not read keeps some hundred kilobytes of a file in memory, for a minute
-    (`tonnage.server.http.protocol.WRITE_SECONDS`).
+    The limit bounds the server's memory. For a client that does not read, the server keeps some hundred
+    kilobytes of a file for a minute (`tonnage.server.http.protocol.WRITE_SECONDS`).
     """
 
     def __init__(self, path: Path, sending: _Sending) -> None:

@@ -110,7 +110,8 @@ _GENERATION: dict[str, FieldRule] = {
     # These fields are accepted without effect: they control OpenAI's billing, storage and abuse detection, or
     # the logs of other servers.
     **_ignored("user", "session_id"),
-    # OpenAI adds padding against traffic analysis; true only requests padding, so no client depends on it.
+    # With include_obfuscation OpenAI pads its events against traffic analysis. No client depends on the
+    # padding, so the field has no effect here.
     **_ignored("stream_options.include_obfuscation"),
     **_refused(
         use_beam_search=(False,),
@@ -190,7 +191,7 @@ RESPONSES: FieldTable = {
     **_ignored("service_tier", takes=_STRING),
     **_ignored("safety_identifier", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    **_ignored("client_metadata"),  # of Codex, about its session
+    **_ignored("client_metadata"),  # Codex sends data about its session in this field
     **_honoured("reasoning", why="a chat template that reads reasoning_effort or enable_thinking"),
     **_honoured("include_reasoning", why="a reasoning parser"),
     **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),
@@ -208,7 +209,8 @@ COUNT_TOKENS: FieldTable = {
     **_honoured("tools", "tool_choice", why=_TOOLS),
     **_honoured("output_config", "output_config.effort"),
     **_needs("output_config.format", "grammar"),
-    # The server's prefix cache needs no marks. The other fields control Anthropic's billing and routing.
+    # cache_control marks prefixes to cache; the server's prefix cache needs no marks. The other fields control
+    # Anthropic's billing and routing.
     **_ignored("cache_control", "context_management", "speed", "user_profile_id", "workspace_id"),
     **_refused("this server connects to no other server", mcp_servers=([],)),
     **_refused(mm_payload=("tensors", "none"), return_mm_kwargs=(False,)),

@@ -39,9 +39,9 @@ _ENCODE_INLINE_CHARACTERS = 16_384
 _ITEMS_INLINE = 100
 
 # Encoding a text in one piece takes 100 (English) to 210 (emoji, combining marks) bytes of memory per byte of
-# UTF-8: peak of tokenizers 0.23 for texts of 300,000 characters with the demo model's tokenizer. A text that
-# exceeds this limit and _BYTES_A_TOKEN per token of the context is therefore first encoded in slices, to count
-# its tokens. Ordinary prompts have three to five bytes per token.
+# UTF-8: peak of tokenizers 0.23 for texts of 300,000 characters with the demo model's tokenizer. A text longer
+# than this limit and than _BYTES_A_TOKEN per token of the context is therefore first encoded in slices, to
+# count its tokens. Ordinary prompts have three to five bytes per token, fewer than _BYTES_A_TOKEN.
 _ENCODE_WHOLE_BYTES = 2**17
 # At most this many requests encode long texts at once, because each needs memory and holds the interpreter's
 # lock while it builds the list.
@@ -56,8 +56,9 @@ Result = TypeVar("Result")
 class Delta:
     """New text of one choice of a request.
 
-    ``index`` is the prompt's number times n plus the sequence's number. ``token_ids`` and ``logprobs`` describe
-    the tokens that arrived; the end of their text may be held back until a stop string is excluded.
+    ``index`` is the index of the prompt times ``n`` plus the index of the sequence. ``token_ids`` and
+    ``logprobs`` describe all tokens that arrived. ``text`` may lack their last characters while these could be
+    the start of a stop string.
     """
 
     index: int
@@ -77,7 +78,7 @@ class _Sequence:
     detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
     min_tokens: int  # stop strings have no effect before this many tokens
-    shows_stop: bool = False  # whether the stop string that ends the text is a part of it
+    shows_stop: bool = False  # whether the text includes the stop string that ended it
     last: float | None = None
     finished: bool = False
 
@@ -97,7 +98,10 @@ class Generator:
 
     @property
     def ordinary_bytes(self) -> int:
-        """Bytes of UTF-8 that no ordinary text exceeds whose tokens fit into the context."""
+        """Upper bound of the UTF-8 bytes of an ordinary text whose tokens fit into the context.
+
+        Longer texts are encoded in slices first, to count their tokens with little memory.
+        """
         return max(_ENCODE_WHOLE_BYTES, _BYTES_A_TOKEN * self._state.max_model_len)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -125,7 +129,7 @@ class Generator:
         """Return the token ids of each pair of texts, and the index of the first token of the second text."""
         encode = self._state.tokenizer.encode_pairs
         found: list[tuple[tuple[int, ...], int | None]] = []
-        one: dict[int, int] = {}  # as in encode_all
+        one: dict[int, int] = {}  # equal tokens share one int object, as in encode_all
         for part in _slices(pairs, size=lambda pair: len(pair[0]) + len(pair[1])):
             encoded = await self.in_thread(encode, part, add_special_tokens)
             found += [(tuple(map(one.setdefault, ids, ids)), second) for ids, second in encoded]
@@ -141,20 +145,24 @@ class Generator:
         return found
 
     async def in_thread(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of ``work``, called in a thread; few calls run at once, and keys take turns."""
+        """Return the result of ``work``, called in a thread; at most two calls run at once.
+
+        API keys take turns, so a key with many requests delays the others by one call at most.
+        """
         async with self._encoding:
             return await asyncio.to_thread(work, *arguments)
 
     async def converted(self, items: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of ``work``, which visits ``items`` parts of a body; many take a thread."""
+        """Return the result of ``work``, which visits ``items`` parts of a body; many parts take a thread."""
         if items <= _ITEMS_INLINE:
             return work(*arguments)
         return await self.in_thread(work, *arguments)
 
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError (context_length_exceeded) for a text that has over twice the context's tokens.
+        """Raise ApiError (context_length_exceeded) for a text with more than twice the context's tokens.
 
-        Long texts are encoded in slices. The cuts change the token count by far less than a factor of two.
+        Tokens of a long text are counted in slices, which needs less memory than encoding it as a whole. The
+        cuts between slices change the count by far less than a factor of two.
         """
         tokenizer, limit, whole = self._state.tokenizer, self._state.max_model_len, self.ordinary_bytes
         for text in texts:
@@ -190,7 +198,7 @@ class Generator:
         )
         for prompt in prompts:
             self.check_token_ids([prompt], param)
-            await asyncio.sleep(0)  # all prompts together may have millions of tokens
+            await asyncio.sleep(0)  # lets other tasks run: all prompts may have millions of tokens
         return prompts
 
     def check_token_ids(self, prompts: Sequence[Sequence[int]], param: str) -> None:
@@ -428,12 +436,12 @@ class Generator:
 
 
 def _of_pair(params: SamplingParams, pooling: Pooling, second: int) -> SamplingParams:
-    """Return the parameters of a prompt whose second text begins at the token index ``second``."""
+    """Return the parameters for a prompt of two texts, the second of which begins at token index ``second``."""
     return replace(params, pooling=replace(pooling, second_text=second))
 
 
 def _utf8_bytes(text: str) -> int:
-    """Return the bytes of a text in UTF-8."""
+    """Return the number of bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 

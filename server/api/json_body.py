@@ -45,8 +45,8 @@ _CHECKED_AT_ONCE = 10_000
 # structured outputs).
 _MAX_KEYS = 10_000
 
-# A place in a JSON document: the place of the object or list around it (None: the document), and the name or
-# index in it (None: one of the names).
+# A place in a JSON document as a pair: the place of the enclosing object or list (None for the whole document),
+# and the member name or list index inside it (None when the place is a member name, not a value).
 _Place = tuple["_Place | None", str | int | None]
 _WITH_TEXT = (str, list, dict)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -137,16 +137,16 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
 
 
 def most_values(max_model_len: int) -> int:
-    """Return the maximum number of JSON values in a body: twice as many token ids as the context holds."""
+    """Return the maximum number of JSON values in a body: MAX_VALUES, or two per token of a larger context."""
     return max(MAX_VALUES, 2 * max_model_len)
 
 
 def document_steps(
     body: bytes | bytearray, most: int, names: Collection[str]
 ) -> Generator[None, None, dict[str, Any]]:
-    """Parse a body into a JSON object of bounded size, in steps that end with a yield.
+    """Parse a body into a JSON object of bounded size; the generator yields after each step.
 
-    A body of 8 MB takes 50 ms in all. The event loop can run other tasks between two steps.
+    The event loop can run other tasks between two steps. A body of 8 MB takes 50 ms in all.
 
     Args:
         body: The JSON text.
@@ -206,7 +206,7 @@ def _check_values(
 
 
 def check_embedded(texts: Sequence[str], most: int, where: str) -> None:
-    """Check JSON that is inside strings of a body, by the limits of a body, over all texts together.
+    """Check JSON texts that are strings inside a body; all together may have as many values as a body.
 
     Args:
         texts: JSON texts, which may be invalid.
@@ -253,8 +253,8 @@ def _check_surrogates(body: bytes | bytearray) -> Generator[None, None, None]:
     except (ValueError, RecursionError):
         return
     yield
-    # A place is the place of the object or list around it, and the name or index in it. Its text is built for
-    # the error alone, because a long name repeated for each value inside it would exceed the machine's memory.
+    # ``waiting`` holds each value with its `_Place`. A place becomes text only for the error, because a long
+    # name repeated for each value inside it would exceed the machine's memory.
     waiting: list[tuple[_Place | None, Any]] = [(None, document)]
     checked = 0
     while waiting:

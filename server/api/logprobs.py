@@ -15,7 +15,7 @@ LOWEST = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability that JSON can hold."""
+    """Return a log probability, or ``LOWEST`` for minus infinity, which JSON cannot represent."""
     return logprob if logprob > LOWEST else LOWEST
 
 
@@ -139,9 +139,10 @@ def with_logprobs(answer: str, lists: Sequence[str]) -> str:
 
 
 def filled(answer: str, empty: str, members: Sequence[str]) -> str:
-    """Return the JSON of an answer with ``members`` in the places of ``empty``, in order.
+    """Return the JSON of an answer with each occurrence of ``empty`` replaced by the next of ``members``.
 
-    A JSON string cannot contain ``empty`` if that has quotes, because quotes inside a string are escaped.
+    ``empty`` must contain quotes, like ``"logprobs":null``. It then cannot occur inside a JSON string, where
+    quotes are escaped.
     """
     pieces = answer.split(empty)
     begun = [piece + member for piece, member in zip(pieces, members, strict=False)]

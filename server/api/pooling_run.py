@@ -26,7 +26,7 @@ from tonnage.server.state import ServerState
 
 # A result: a vector, or a vector for each token.
 Values = npt.NDArray[np.float64]
-# The event loop runs other tasks after this time of writing an answer.
+# Writing an answer yields to the event loop after this many seconds of work.
 _STEP_SECONDS = 0.005
 
 
@@ -38,11 +38,11 @@ class PoolingRun:
         generator: The server's generator.
         request: The request's body.
         ticket: The request's ticket, which is finished after the last result.
-        tasks: The pooling tasks that the endpoint needs the model to do one of.
+        tasks: The endpoint's pooling tasks, of which the model must support at least one.
         param: Field of the request that has the inputs, for errors.
 
     Raises:
-        ApiError: The model does none of the tasks, or the server cannot serve now.
+        ApiError: The model supports none of the tasks, or the server cannot serve now.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class PoolingRun:
             async with aclosing(self._generator.run(submission, self.counts, self._ticket)) as deltas:
                 async for delta in deltas:
                     values = results[delta.index] = np.asarray(delta.pooled, np.float64)
-                    if values.ndim > 1:  # the queue bounds results of one vector
+                    if values.ndim > 1:  # single vectors need no limit: the queue bounds their number
                         held.hold(values.nbytes)
         self._ticket.finish("stop")
         return results
@@ -125,13 +125,13 @@ def vector_of(result: Values) -> list[float]:
 
 
 def rows_of(result: Values) -> list[float] | list[list[float]]:
-    """Return a result as nested lists."""
+    """Return a result as nested lists, one list of numbers per vector."""
     rows: list[float] | list[list[float]] = result.tolist()
     return rows
 
 
 def as_base64(result: Values) -> str:
-    """Return a result as base64 of its values in little-endian 32-bit floats, row after row."""
+    """Return a result as base64 of its values in little-endian 32-bit floats, vector after vector."""
     return base64.b64encode(result.astype("<f4").tobytes()).decode()
 
 

@@ -235,9 +235,9 @@ class SamplingFields(EngineBody):
         )
 
     def forget(self) -> None:
-        """Drop the fields that became sampling parameters, a grammar or a prompt.
+        """Remove the fields that were converted into sampling parameters, a grammar or a prompt.
 
-        A request that waits keeps these, and not what they were made from.
+        This frees memory: a waiting request needs only the results of the conversion.
         """
         for name in _CONVERTED & type(self).model_fields.keys():
             setattr(self, name, None)

@@ -19,8 +19,8 @@ from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
 from tonnage.server.text.tokenizer import Tokenizer
 
-# Positions of a prompt that are written as JSON before other requests have their turn: at most 21 tokens each,
-# which takes about two milliseconds.
+# Number of prompt positions that are written as JSON before the event loop runs other tasks. A position has at
+# most 21 tokens, so this takes about two milliseconds.
 _POSITIONS_AT_ONCE = 64
 _NO_SCORES = '"prompt_logprobs":[]'
 
@@ -42,12 +42,12 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-# ``prompt_logprobs`` of an answer: for each prompt token a dict from token id; null for the first
+# ``prompt_logprobs`` of an answer: per prompt token a dict, whose keys are token ids; null for the first token
 PromptScores = list[dict[str, PromptLogprob] | None]
 
 
 def is_none(value: Any) -> bool:
-    """Return whether a field of an answer has no value, and is left out."""
+    """Return whether a field of an answer is None and is therefore left out of its JSON."""
     return value is None
 
 
@@ -64,13 +64,13 @@ def check_prompt_logprobs(request: TokenOutputFields) -> None:
 class TokenOutput:
     """The token ids and prompt log probabilities of one answer, collected while it is generated.
 
-    Their bytes count with the answer's others.
+    ``held`` counts their bytes together with the other bytes of the answer.
 
     Args:
         state: The server's state.
         request: The request.
-        submission: The request's part for the engine.
-        held: The bytes of the answer.
+        submission: The prompts and parameters that the request submits to the engine.
+        held: Counter of the bytes that the answer holds in memory.
         hides_tokens: Whether the answer leaves out its token ids, because they show reasoning that is hidden.
     """
 
@@ -91,7 +91,7 @@ class TokenOutput:
         self._shows_tokens = self._shows_prompt and not hides_tokens
         self._ids: list[list[int]] = [[] for _ in range(submission.sequences)]
         self._scores: dict[int, str] = {}  # index of a prompt -> JSON of its log probabilities
-        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # digits and a comma
+        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # at most: the digits of an id, and a comma
         if self._shows_prompt:
             held.hold(self._id_bytes * self._n * sum(map(len, submission.prompts)))
 
@@ -124,11 +124,11 @@ class TokenOutput:
         return list(self._prompts[prompt]) if self._shows_prompt else None
 
     def scores(self) -> PromptScores | None:
-        """Return what stands for a prompt's log probabilities until ``fill``, or None if there are none."""
+        """Return a placeholder that ``fill`` replaces by a prompt's log probabilities, or None without any."""
         return None if self._top is None else []
 
     def fill(self, answer: str, prompts: Iterable[int]) -> str:
-        """Return an answer's JSON with the log probabilities of ``prompts`` where `scores` left a mark."""
+        """Return an answer's JSON with the placeholders of `scores` replaced by the prompts' probabilities."""
         if self._top is None:
             return answer
         lists = [f'"prompt_logprobs":[{self._scores.get(prompt, "")}]' for prompt in prompts]
@@ -136,7 +136,7 @@ class TokenOutput:
 
 
 def _position(token: TokenLogprobs | None, tokenizer: Tokenizer, top: int) -> str:
-    """Return the JSON of one position: the prompt's token, then the ``top`` likeliest, as vLLM has them."""
+    """Return the JSON of one position: the prompt's token, then the ``top`` likeliest, in vLLM's format."""
     if token is None:
         return "null"
     ranked = enumerate(token.top[:top], start=1)
@@ -156,5 +156,5 @@ def _position(token: TokenLogprobs | None, tokenizer: Tokenizer, top: int) -> st
 
 
 def ids_member(name: str, token_ids: Sequence[int]) -> bytes:
-    """Return a member of a JSON object that has token ids, with the comma before it."""
+    """Return the JSON member ``name`` with a list of token ids as its value, and with a comma before it."""
     return b',"%b":[%b]' % (name.encode(), ",".join(map(str, token_ids)).encode())

@@ -216,7 +216,7 @@ def _needs_grammar(what: str, param: str) -> ApiError:
 
 
 def _parameters(tool: ToolDict) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments; without properties in the schema only ``{}`` is allowed."""
+    """Return the JSON schema of a tool's arguments; a schema that names no property allows only ``{}``."""
     parameters = dict(tool["function"].get("parameters") or {})
     if not parameters.get("properties") and not _OPEN_KEYWORDS & parameters.keys():
         return parameters | _NO_PARAMETERS if parameters.get("type", "object") == "object" else parameters
@@ -272,11 +272,11 @@ class ForcedReader:
         self._value: _JsonValue | None = None  # the arguments of the call that is read, if any
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        """Parse the complete text of an answer; return an empty text (nothing else remains) and its calls."""
+        """Parse the complete text of an answer; return its calls, and an empty text, since no other remains."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
-        """Parse further text; return an empty text (nothing else remains) and the new pieces of calls."""
+        """Parse further text; return the new pieces of calls, and an empty text, since no other remains."""
         self._rest += text
         deltas: list[CallDelta] = []
         while (value := self._value or self._next_value(text, deltas)) is not None:
@@ -289,9 +289,9 @@ class ForcedReader:
         return Parsed("", deltas)
 
     def _next_value(self, text: str, deltas: list[CallDelta]) -> _JsonValue | None:
-        """Return the arguments of another call that begins, and append the call's name to ``deltas``.
+        """Return a reader of the next call's arguments, and append the call's name to ``deltas``.
 
-        Returns None if no call begins. ``text`` is the newest text; the head of a call ends with a colon.
+        Returns None if no call begins in ``text``, the newest text. A colon ends the head of a call.
         """
         if self._function is not None:
             name = self._function
@@ -335,7 +335,7 @@ class _JsonValue:
             elif character in "}]" and self._depth:
                 self._depth -= 1
             elif not self._depth and (character in "},]" or character.isspace()):
-                self.ended = True  # a number or a word, which ends before this character
+                self.ended = True  # the value is a number or a word, and ends before this character
                 return text[:at], text[at:]
             else:
                 continue

@@ -48,7 +48,7 @@ class FailedRequestLog:
             self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
 
     def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
-        """Log the error of a rejected or failed request; only count it when the window's lines are used up."""
+        """Log the error of a rejected or failed request, or only count it at the limit of lines per window."""
         if path in PUBLIC_PATHS:  # not logged: a health probe comes every few seconds while a model loads
             return
         if self._end is None:
@@ -77,7 +77,7 @@ class FailedRequestLog:
 
 
 def _field(error: ApiError) -> str | None:
-    """Return the top-level field of the request body that the error is about, or None.
+    """Return the name of the top-level field of the request body that the error is about, or None.
 
     Nested names and unknown fields are left out, because they may contain a secret of the client.
     """

@@ -147,7 +147,7 @@ def _headroom(state: ServerState, pool: PoolStats, room: CapacityForecast) -> di
 
 
 def _requests(state: ServerState, stats: EngineStats) -> dict[str, Any]:
-    """Return the number of requests by state, and the seconds since the oldest of each arrived.
+    """Return the number of requests by state, and for each state the age of its oldest request in seconds.
 
     When no request waits in the engine, all unfinished requests count as running, including requests that the
     engine has not reported yet.
@@ -170,5 +170,5 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def reserved_unused(pool: PoolStats) -> int:
-    """Return the blocks reserved for admitted requests that do not hold them yet."""
+    """Return the number of KV blocks that are reserved for admitted requests but not yet allocated to them."""
     return max(0, pool.reserved - pool.used)

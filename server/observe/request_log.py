@@ -1,7 +1,7 @@
 """The request log for `tonnage replay`: the size of each request and output, without text.
 
 A prompt is logged as one number per block of tokens. Equal numbers mean equal prefixes of the same tenant and
-cache salt. A number depends only on when its block was first seen, so it reveals nothing of its tokens.
+cache salt. Numbers are given in the order in which blocks are first seen, so they reveal nothing of the tokens.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ TITLES: Row = ("", "planned bytes", "measured", "difference", "verdict")
 # Accepted relative excess of the measured over the planned memory of all processes. Weights and KV pool must
 # match exactly, but allocations of libraries are only estimated.
 PROCESS_BOUND = 0.10
-OK, OUTSIDE = "ok", "OUTSIDE"  # verdicts, as in `tonnage demo` and `tonnage verify`
+OK, OUTSIDE = "ok", "OUTSIDE"  # verdicts on measured bytes, worded as in `tonnage demo` and `tonnage verify`
 
 # name of a component -> its key in a rank of the plan's JSON
 COMPONENTS = {
@@ -68,8 +68,9 @@ def status_of(report: Mapping[str, Any]) -> Status:
     """Return the status that a /memory report describes.
 
     Raises:
-        KeyError: a key is missing, because the report is from another release. TypeError and IndexError have
-            the same cause.
+        KeyError: a key is missing, because the report is from another release.
+        TypeError: a value has another type, for the same reason.
+        IndexError: a list is too short, for the same reason.
     """
     plan, flags = report["plan"], report["plan"]["deployment"]
     pool = _pool(report["pool"]["blocks"])
@@ -158,9 +159,10 @@ def _brief(seconds: float) -> str:
 
 
 def _verdict(planned: int, measured: int, bounds: tuple[int, int]) -> str:
-    """Return whether the measured bytes are within the plan's interval, and the interval if it has a width.
+    """Return a text on whether the measured bytes are within the plan's interval, and on the interval itself.
 
-    Less than the lower bound is no fault: the peak may still come.
+    An interval of one value is left out. Bytes below the lower bound are reported as "below" and not as an
+    error, because memory use may not have reached its peak yet.
     """
     low, high = bounds
     if low == high:
@@ -236,7 +238,7 @@ def _facts(report: Mapping[str, Any], pool: Mapping[str, int]) -> list[tuple[str
         facts.append(("KV pool", f"{states} of {blocks} ({gib(size)})"))
     if (auto := report["admission"]["auto"]) is not None:
         facts.append(("admission", auto_text(auto)))
-    if requests is None:  # null when the client's API key may not see the counts of all tenants
+    if requests is None:  # the counts are null when the client's API key may not see all tenants
         return facts
     running, waiting = requests["running"], requests["waiting"]
     limit = plan["deployment"]["max_num_seqs"]

@@ -1,4 +1,4 @@
-"""The observation of a running inference server: its measured state beside the plan for it.
+"""Observation of a running inference server: its measured state is shown beside the plan for it.
 
 ============== ===============================================================================
 ``client``     HTTP requests with limits on bytes and seconds; each error says what to do next

@@ -20,8 +20,8 @@ from tonnage.server.watch.records import PlanSummary, ServerFacts
 
 ENGINES: dict[str, EngineName] = {"vLLM": "vllm", "SGLang": "sglang", "llama.cpp": "llama.cpp"}
 
-# Memory of a stand-in for an unknown device, so large that every plan fits. Figures that depend on the device
-# are then left out.
+# When the device is unknown, the planner gets a CUDA device with so much memory that every plan fits. Figures
+# that depend on the device are then left out.
 _ANY_DEVICE = {"device": "cuda", "device_memory": 1 << 50}
 _DECIDE_THE_POOL = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
 
@@ -141,7 +141,7 @@ def _source(facts: ServerFacts, model: str | None) -> ModelSource:
 def _plan(source: ModelSource, flags: Mapping[str, Any]) -> Plan:
     """Return the plan for the server's flags.
 
-    The block size is passed to the planner only if the engine's default differs from the server's. An engine
+    The server's block size is passed to the planner only if it differs from the engine's default. An engine
     that derives the block size from the model may interpret a given size differently.
     """
     own = {name: value for name, value in flags.items() if name != "block_size"}

@@ -22,9 +22,9 @@ class ServerFacts:
         model: path or hub id of the model.
         flags: settings that the server reports, by field name of the Deployment.
         pool_tokens: number of token slots in one replica's KV pool.
-        most_tokens: upper bound of the pool's tokens that a flag of the server sets.
+        most_tokens: upper bound of the pool's tokens, which a flag of the server sets.
         measured: bytes by component that the server measured when it started.
-        hidden: components that cannot be planned from the reported facts.
+        hidden: memory components that cannot be planned from the reported facts.
         assumed: important fields of the Deployment that the server does not report; the plan uses their
             defaults.
         notes: notes for the user.
@@ -59,7 +59,7 @@ class Pool:
 
     @property
     def open(self) -> int | None:
-        """Return the blocks that no running request holds."""
+        """Return the number of blocks that no running request holds."""
         return None if self.used is None else max(0, self.usable - self.used)
 
 
@@ -111,12 +111,12 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class TierReading:
-    """The KV tiers of a server behind its pool; counters start at zero when the server starts.
+    """The KV tiers (host memory, disk) behind a server's KV pool; counters are zero when the server starts.
 
     Attributes:
         host_size: bytes of host memory.
         host_used: bytes of the blocks in host memory.
-        host_share: used share of host memory, for a server that reports tokens instead of bytes.
+        host_share: used fraction of host memory, for a server that reports tokens instead of bytes.
         disk_size: upper bound of the bytes on disk.
         disk_used: bytes on disk.
         hit_tokens: prompt tokens that were loaded instead of computed.
@@ -142,15 +142,16 @@ class TierReading:
 
     @property
     def used_share(self) -> float | None:
-        """Return the used share of host memory, or None when it is unknown."""
+        """Return the used fraction of the KV tier's host memory, or None when it is unknown."""
         if self.host_size and self.host_used is not None:
             return self.host_used / self.host_size
         return self.host_share
 
     def after(self, before: TierReading | None) -> TierReading:
-        """Return the reading with saved seconds that continue those of an earlier reading of the same run.
+        """Return this reading, with the saved seconds of the earlier reading `before` plus those since then.
 
-        Each increase of the hits is valued at the pace of its time, so that the sum never falls.
+        The tokens hit since `before` are multiplied by the prefill seconds per token measured now. Earlier hits
+        are not valued again, so that the saved seconds never decrease.
         """
         if self.token_seconds is None or self.hit_tokens is None:
             return self

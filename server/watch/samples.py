@@ -65,7 +65,7 @@ class Samples:
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """Return the samples that have these label values; a series without such a label is kept, too."""
+        """Return the samples with these label values; series that lack one of the labels are kept, too."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():

@@ -66,8 +66,8 @@ class Screen(Generic[AnyObservation]):
     """An output that redraws the terminal screen for each observation.
 
     Args:
-        draw: returns a rich renderable from an observation, the characters of its bars, and the error of a
-            later attempt (None without one).
+        draw: returns a rich renderable. It takes an observation, the characters for the bars, and the error of
+            a later attempt (None without one).
         again: whether to redraw the screen in place; False prints each observation below the previous one.
     """
 
@@ -101,6 +101,6 @@ class Screen(Generic[AnyObservation]):
         if not self._again:
             self._live.console.print(drawn)
             return
-        # started only now, so that an error before the first observation leaves the terminal unchanged
+        # The screen starts only now, so that an error before the first observation leaves the terminal alone.
         self._live.start()
         self._live.update(drawn, refresh=True)

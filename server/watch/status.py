@@ -114,7 +114,8 @@ def _head(observation: StatusObservation) -> list[str]:
 def pool_bar(status: Status, shades: str) -> str:
     """Return a bar that shows the KV pool's blocks by state, as rich markup.
 
-    The positions of the borders are rounded, not the widths of the parts, so that the widths add up to the bar.
+    The borders between the states are rounded to characters, not the widths, so that the widths add up to the
+    width of the bar.
     """
     at, before, parts = 0, 0, []
     for (state, blocks), shade in zip(status.pool.items(), shades, strict=True):

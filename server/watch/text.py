@@ -100,7 +100,7 @@ def rates_line(now: Observation) -> str | None:
 
 
 def tier_line(tier: TierReading) -> str:
-    """Return one line about the KV tiers: how full they are, their hits, and saved against spent seconds."""
+    """Return one line about the KV tiers: how full they are, their hits, and the seconds saved and spent."""
     parts = []
     for where, used, size in (
         ("host", tier.host_used, tier.host_size),
@@ -220,7 +220,7 @@ def to_dict(now: Observation) -> dict[str, Any]:
 
 
 def _tier(tier: TierReading) -> dict[str, Any]:
-    """Return the KV tiers as a JSON object, with the balance of saved and spent seconds."""
+    """Return the KV tiers as a JSON object, which includes the saved seconds minus the spent ones."""
     saved, spent = tier.saved_seconds, tier.spent_seconds
     gained = None if saved is None or spent is None else saved - spent
     return asdict(tier) | {"used_share": tier.used_share, "gained_seconds": gained}

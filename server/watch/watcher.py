@@ -21,7 +21,7 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-# Token rates and the average request are computed over this time, which is also the window of `Trend`.
+# Window in seconds over which token rates and the average request are computed. `Trend` uses it, too.
 _WINDOW_SECONDS = 120.0
 
 
@@ -145,7 +145,7 @@ class Watcher:
         return run
 
     def _unused_flags(self, facts: ServerFacts) -> tuple[str, ...]:
-        """Return a note on the flags that do not count because the server reports its own plan."""
+        """Return a note on the user's flags that have no effect because the server reports its own plan."""
         given = ["--model"] if self._model is not None else []
         given += [flags_of(Deployment)[name].option for name in self._given]
         if self._kv_unified is not None:
@@ -204,8 +204,8 @@ def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int
 def _headroom(run: _Run, reading: Reading) -> Headroom | None:
     """Return the headroom summed over all replicas, or None when it is unknown.
 
-    The largest prompt is not a sum: it is that of the emptiest replica. The engine reserves no blocks for
-    tokens that running requests will still generate, so these requests may soon take free blocks.
+    The field for the largest prompt is not a sum but that of the emptiest replica. The engine reserves no
+    blocks for tokens that running requests will still generate, so these requests may soon take free blocks.
     """
     if run.planned is None or run.planned.limits is None:
         return None
@@ -240,8 +240,8 @@ def _room(planned: PlanSummary, replica: Replica, typical: tuple[float, float] |
 def _typical(run: _Run, reading: Reading) -> tuple[float, float] | None:
     """Return the average prompt and output tokens of requests that finished in the last two minutes.
 
-    If none has finished in that time, all finished requests count. If none has finished at all, the current
-    requests count.
+    If no request has finished in that time, the averages are over all finished requests. If none has finished
+    since the start, they are over the current requests.
     """
     recent = reading.counters.since(run.looks[0][1].counters)
     for counters in (recent, reading.counters):

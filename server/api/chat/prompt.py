@@ -81,12 +81,12 @@ def template_of(state: ServerState) -> ChatTemplate:
 
 
 def earlier_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the messages of a conversation that have tool calls, which some parsers of calls need."""
+    """Return the messages of a conversation that have tool calls; some tool call parsers need them."""
     return [message.model_dump(exclude_none=True) for message in messages if message.tool_calls]
 
 
 def check_template_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ApiError for a variable that the server or Jinja itself passes to a template."""
+    """Raise ApiError when chat_template_kwargs sets a variable that the server or Jinja itself sets."""
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
         raise ApiError(

@@ -44,7 +44,7 @@ class RefusalPart(BaseModel):
 
 
 def _drop(_: Any) -> None:
-    """Return None in place of a value that was validated, so that a waiting request does not hold it."""
+    """Return None in place of a validated value, so that a waiting request does not keep it in memory."""
 
 
 # Type of a field that clients copy from an earlier response into their next request. The server accepts it,
@@ -60,7 +60,7 @@ class FunctionCall(BaseModel):
 
     name: str
     arguments: str
-    parsed_arguments: Annotated[Any, Dropped] = Unread  # added by the openai client's parse()
+    parsed_arguments: Annotated[Any, Dropped] = Unread  # the openai client's parse() adds this field
 
 
 class ToolCall(BaseModel):
@@ -71,7 +71,7 @@ class ToolCall(BaseModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: int | None = Unread  # present when the client assembled the message from the deltas of a stream
+    index: int | None = Unread  # sent by clients that built the message from the deltas of a stream
 
 
 class Message(BaseModel):
@@ -97,8 +97,8 @@ class Message(BaseModel):
     audio: None = Unread
     function_call: None = Unread
     annotations: Annotated[Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None, Dropped] = Unread
-    parsed: Annotated[Any, Dropped] = Unread  # added by the openai client's parse()
-    provider_specific_fields: Annotated[dict[str, Any] | None, Dropped] = Unread  # added by the litellm client
+    parsed: Annotated[Any, Dropped] = Unread  # the openai client's parse() adds this field
+    provider_specific_fields: Annotated[dict[str, Any] | None, Dropped] = Unread  # litellm's client adds it
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -207,7 +207,7 @@ class ChatRequest(TokenOutputFields):
     include_reasoning: bool | None = None
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the chat template."""
+        """Return the variables that the request passes to the chat template."""
         return effort_arguments(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
     def grammar(self) -> Grammar | None:

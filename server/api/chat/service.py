@@ -39,7 +39,7 @@ from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_o
 
 
 class ChatService(OpenAIEvents):
-    """Logic of the chat completions endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the chat completions endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -158,7 +158,7 @@ class ChatService(OpenAIEvents):
                     finishes[delta.index] = delta.finish_reason
                     shown = _shown_finish(delta.finish_reason, delta.index in called)
                     event += events.finish(delta.index, shown)
-                elif events.tokens_member and delta.token_ids:  # tokens whose text is held back
+                elif events.tokens_member and delta.token_ids:  # the text of these tokens is held back
                     event += events.nothing(delta.index)
                 if event:
                     yield event
@@ -169,9 +169,10 @@ class ChatService(OpenAIEvents):
     async def prepare(
         self, request: ChatRequest, *, default_max_tokens: int | None = None
     ) -> tuple[Submission, ToolUse]:
-        """Return the submission of a request to the engine, and how the request uses tools.
+        """Return what a request submits to the engine, and how it uses tools.
 
-        The request's messages and tools are emptied, because a request that waits does not need them.
+        The method removes the messages and tools from ``request`` to free memory, because a waiting request
+        no longer needs them.
 
         Args:
             request: The request.
@@ -289,7 +290,7 @@ class _ChatEvents(ChunkWriter):
     """Writer of the server-sent chunks of one streamed chat completion."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
-    # members of the next chunk alone: the prompt's token ids, and those of its choice's new tokens
+    # JSON members of the next chunk only: the prompt's token ids, and the ids of the choice's new tokens
     prompt_member = tokens_member = b""
 
     def role(self, index: int, content: bytes) -> bytes:

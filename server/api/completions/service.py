@@ -41,7 +41,7 @@ class _Answer:
     tokens: int = 0
     logprob: float = 0.0  # sum of the log probabilities of all tokens
     finish: Finish | None = None
-    index: int = 0  # number of the choice among those that are generated
+    index: int = 0  # index among all generated choices, of which best_of may drop some
 
     @property
     def mean_logprob(self) -> float:
@@ -49,7 +49,7 @@ class _Answer:
 
 
 class CompletionService(OpenAIEvents):
-    """Logic of the completions endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the completions endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 
@@ -108,7 +108,7 @@ class CompletionService(OpenAIEvents):
         return shown.encode()
 
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
-        """Return a builder of log probabilities for each choice, or none if the request asks for none."""
+        """Return one log probability builder per choice, or an empty list for a request without logprobs."""
         if request.logprobs is None:
             return []
         special = request.skip_special_tokens is False
@@ -329,7 +329,7 @@ class _CompletionEvents(ChunkWriter):
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger number, or None if there is none."""
+    """Return the larger of two numbers, the other one if one is None, or None if both are."""
     return max((number for number in (one, other) if number is not None), default=None)
 
 
@@ -374,5 +374,5 @@ NO_USAGE_YET = b',"usage":null'
 
 
 def usage_so_far(counts: TokenCounts) -> bytes:
-    """Return the token usage so far as bytes: the member ``usage`` that ends a chunk's JSON object."""
+    """Return the token usage so far as the JSON member ``usage``, the last one of a streamed chunk's object."""
     return b',"usage":' + usage(counts).model_dump_json().encode()

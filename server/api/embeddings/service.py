@@ -17,7 +17,7 @@ from tonnage.server.state import ServerState
 
 
 class EmbeddingService:
-    """Logic of the embeddings endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the embeddings endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
 

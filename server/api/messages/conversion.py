@@ -38,7 +38,7 @@ _BILLING = "x-anthropic-billing-header"
 
 
 def blocks_of(body: CountTokensRequest) -> int:
-    """Return how many content blocks a request has."""
+    """Return the number of content blocks in a request's messages."""
     return sum(1 if isinstance(turn.content, str) else len(turn.content) for turn in body.messages)
 
 
@@ -89,7 +89,7 @@ def _messages(body: CountTokensRequest) -> list[Message]:
     found: list[Message] = []
     for role, turns in groupby(converted, key=lambda message: message.role):
         made = list(turns)
-        # All turns are joined at once: joined one by one, each would copy the text of all before it.
+        # One join for all turns, because each join of two turns would copy the text of all earlier ones.
         text = "\n".join(turn.text() for turn in made) if role == "user" else ""
         found += made if role != "user" else [Message(role="user", content=text)]
     return found

@@ -20,10 +20,10 @@ from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 
 class MessagesService:
-    """Logic of Anthropic's messages endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of Anthropic's messages endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    # no event is added, because a stream ends with message_stop
+    # No further event ends a stream: its last event is message_stop, which the service itself sends.
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
@@ -102,7 +102,7 @@ class MessagesService:
         # Clients of this API send max_tokens that exceed most contexts. The end of the context ends an answer,
         # too, as in Anthropic's API.
         chat = await self._generator.converted(blocks_of(request), chat_request, request)
-        # a request that waits keeps its token ids, and not what they were made from
+        # a waiting request keeps only its token ids; the messages they were made from are freed
         request.messages, request.system, request.tools = [], None, None
         request.chat_template_kwargs = request.output_config = None
         return await self._chat.prepare(chat, default_max_tokens=request.max_tokens)

@@ -27,7 +27,7 @@ from tonnage.server.state import ServerState
 
 
 class ClassificationService:
-    """Logic of the classification endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the classification endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = CLASSIFICATION_FIELDS
 
@@ -55,7 +55,7 @@ class ClassificationService:
 
 
 class PoolingService:
-    """Logic of the pooling endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the pooling endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = POOLING_FIELDS
 

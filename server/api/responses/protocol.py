@@ -25,7 +25,7 @@ class InputText(BaseModel):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    parsed: Annotated[Any, Dropped] = None  # added by the openai client's parse()
+    parsed: Annotated[Any, Dropped] = None  # the openai client's parse() adds this field
 
 
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
@@ -67,7 +67,7 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Annotated[Any, Dropped] = None  # added by the openai client's parse()
+    parsed_arguments: Annotated[Any, Dropped] = None  # the openai client's parse() adds this field
     # the openai client 3 sends it as ``async_``
     async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))
     caller: None = None
@@ -182,7 +182,7 @@ class ReasoningOptions(BaseModel):
     generate_summary: Annotated[str | None, Dropped] = None
 
 
-# Values of ``include`` without effect: the items that would have these parts never occur here.
+# Values of ``include`` that have no effect, because this server never returns the items that they extend.
 _INCLUDED_NOWHERE = frozenset({
     "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
     "file_search_call.results", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
@@ -224,11 +224,11 @@ class ResponseRequest(SamplingFields):
     include_reasoning: bool | None = None
 
     def items(self) -> int:
-        """Return how many items the conversation has."""
+        """Return the number of items in the conversation."""
         return 1 if isinstance(self.input, str) else len(self.input)
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the chat template."""
+        """Return the variables that the request passes to the chat template."""
         effort = self.reasoning.effort if self.reasoning else None
         return effort_arguments(effort) | (self.chat_template_kwargs or {})
 

@@ -49,10 +49,11 @@ class _Stream:
 
 
 class ResponseService:
-    """Logic of the responses endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the responses endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    # no event is added, because a stream ends with response.completed, response.incomplete or response.failed
+    # No further event ends a stream: its last event is response.completed, response.incomplete or
+    # response.failed, which the service itself sends.
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
@@ -182,7 +183,7 @@ class ResponseService:
         """Return the JSON of the fields of a request that its response repeats.
 
         Raises:
-            ApiError: They are too large.
+            ApiError: The fields are too large.
         """
         limit = self._generator.ordinary_bytes
         repeated = pydantic_core.to_json(
@@ -280,7 +281,7 @@ def _messages(request: ResponseRequest) -> list[Message]:
             if thought is not None or not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", reasoning=thought))
             before = messages[-1]
-            # The list is the message's own: a copy for each call would make a long turn quadratic.
+            # Calls are appended to the message's own list, because copying it per call would be quadratic.
             before.tool_calls = before.tool_calls or []
             before.tool_calls.append(call)
         elif item.role == "assistant":

@@ -38,7 +38,7 @@ async def pair_prompts(
     """
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     await generator.check_characters(texts, param)
-    # A text beyond the context is refused before it is joined with hundreds of others.
+    # A text longer than the context is rejected before the prompts repeat it for hundreds of other texts.
     longest = max(texts, key=len)
     if len(longest) > state.max_model_len:
         check_input_length(state, len(await generator.encode(longest, add_special_tokens=False)), param)

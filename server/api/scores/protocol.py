@@ -25,7 +25,7 @@ class ScoringBody(EngineBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return the variables for the template of a cross-encoder."""
+        """Return the variables that the request passes to a cross-encoder's template."""
         more = {} if self.instruction is None else {"instruction": self.instruction}
         return more | (self.chat_template_kwargs or {})
 
@@ -42,7 +42,7 @@ class ScoreRequest(ScoringBody):
     data_2: Text | Texts | None = None
 
     def sides(self) -> tuple[list[str], list[str], str]:
-        """Return the texts of both sides, in pairs, and the name of the second side.
+        """Return the first and the second texts of all pairs, and the field name of the second texts.
 
         Raises:
             ApiError: A side is missing, or their lengths do not match.

@@ -38,7 +38,7 @@ _SMALLEST_NORMS = 1e-8
 
 
 class _Scores:
-    """Scores of pairs of texts, on which both endpoints are built."""
+    """Base class of the services of /v1/score and /v1/rerank, which scores pairs of texts."""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
         self._state = state
@@ -47,7 +47,7 @@ class _Scores:
     async def _scores(
         self, request: ScoringBody, first: Sequence[str], second: Sequence[str], param: str, ticket: Ticket
     ) -> tuple[list[float], EmbeddingUsage]:
-        """Return the score of each text of ``second`` with its text of ``first``, which may have only one."""
+        """Return the score of each pair of texts; a single first text is paired with every second text."""
         run = PoolingRun(self._state, self._generator, request, ticket, "embed", "classify", param=param)
         crosses = self._state.engine.capabilities.pools == "classify"
         if crosses:
@@ -65,7 +65,7 @@ class _Scores:
         return scores, EmbeddingUsage.of(run.counts)
 
     def _check_labels(self) -> None:
-        """Raise ApiError for a classifier with several labels, of which none is the score."""
+        """Raise ApiError for a classifier with several labels, because a score is the value of one label."""
         labels = len(self._state.classifier.labels)
         if labels != 1:
             raise ApiError(
@@ -78,7 +78,7 @@ class _Scores:
     async def _crossed(
         self, run: PoolingRun, request: ScoringBody, first: Sequence[str], second: Sequence[str], param: str
     ) -> list[float]:
-        """Return the value of a cross-encoder's label for each pair."""
+        """Return a cross-encoder's score of each pair: the value of its only label."""
         self._generator.check_sequences(len(second), 1, param=param)
         prompts, starts = await pair_prompts(
             self._state,
@@ -104,7 +104,7 @@ async def _cosines(
 
 
 class ScoreService(_Scores):
-    """Logic of the score endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the score endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = SCORE_FIELDS
 
@@ -123,7 +123,7 @@ class ScoreService(_Scores):
 
 
 class RerankService(_Scores):
-    """Logic of the rerank endpoint; every method raises ApiError or the engine's TonnageErrors."""
+    """Logic of the rerank endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = RERANK_FIELDS
 

@@ -12,7 +12,7 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import RequestMix
 from tonnage.server.requests.counts import RequestCounts
 
-# All reported times are at most this. The value also stands for "never", because PromQL cannot plot infinity.
+# Upper bound of all reported times in seconds. It also stands for "never", because PromQL cannot plot infinity.
 FOREVER_SECONDS = 86_400.0
 
 # The trend covers two minutes, which are eight scrapes at Prometheus' usual interval of 15 s.
@@ -69,17 +69,17 @@ class Trend:
         self._points: deque[tuple[float, int]] = deque()
 
     def observe(self, now: float, taken: int) -> None:
-        """Record that `taken` KV blocks were reserved at the time `now`, in seconds of a monotonic clock."""
+        """Record that `taken` KV blocks are reserved at the time `now` (seconds of a monotonic clock)."""
         if not self._points or now - self._points[-1][0] >= _SPACING_SECONDS:
             self._points.append((now, taken))
         while now - self._points[0][0] > _WINDOW_SECONDS:
             self._points.popleft()
 
     def seconds_to(self, blocks_left: int) -> float:
-        """Return the seconds until `blocks_left` more blocks are reserved, by a least-squares line.
+        """Return the estimated seconds until `blocks_left` more blocks are reserved.
 
-        The result is at most FOREVER_SECONDS, also when the line does not rise or there are fewer than two
-        points.
+        A least-squares line through the recorded points extrapolates the reserved blocks. The result is at most
+        FOREVER_SECONDS, which is also returned when the line does not rise or has fewer than two points.
         """
         if blocks_left <= 0:
             return 0.0

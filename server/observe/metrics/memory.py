@@ -21,7 +21,8 @@ def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
         ("device", "component"),
         planned,
     )
-    # An engine measures only the sum over its processes. Its label is the rank with the most planned bytes.
+    # An engine measures process memory only as the sum over its processes. The sum gets the device label of the
+    # rank with the most planned bytes.
     device = device_name(plan, plan.worst_rank)
     measured = {(device, name): size for name, size in measured_components(plan, memory).items()}
     page.gauges(

@@ -1,6 +1,7 @@
-"""Metrics of the hf engine's KV tier. The names of the disk tier are those of the tier inside vLLM.
+"""Metrics of the hf engine's KV tier, which keeps evicted blocks in host memory and on disk.
 
-`tonnage watch` exports those that a watched server reports under the same names.
+The metrics of the disk have the names that Tonnage's disk tier inside vLLM uses, too. `tonnage watch` exports
+the KV tier of a watched server under the same names.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from tonnage.cache.disk.metrics import GAUGES, METRICS
 from tonnage.server.engines.stats import TierStats
 from tonnage.server.observe.metrics.families import Page
 
-# Names and descriptions of the metrics of host memory, and of what the whole tier saves and takes, without the
-# prefix ``tonnage_tier_``
+# Names and descriptions of the metrics of host memory, and of the time that the whole tier saves and costs. The
+# names lack the prefix ``tonnage_tier_``.
 HOST_GAUGES = ("host_size", "host_used", "host_blocks")
 HOST_METRICS = {
     "host_size": "Planned bytes of the KV tier's host memory.",
@@ -34,7 +35,7 @@ def host_metric_name(name: str) -> str:
 
 
 def tier_families(page: Page, tier: TierStats | None, block_size: int) -> None:
-    """Write the blocks, bytes and hits of the host memory and of the folder behind it; nothing without a tier.
+    """Write the blocks, bytes and hits of a KV tier's host memory and folder; write nothing without a tier.
 
     Args:
         page: the metrics page to write to.

@@ -63,7 +63,7 @@ class Usage:
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        # present from the start, so that its series begin at zero
+        # the tenant exists from the start, so that its series begin at zero
         self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}
         self._limits = limits
         # id() of an unfinished ticket -> upper bound of the KV blocks of its request

@@ -66,7 +66,7 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
 
 
 def _cache_config(state: ServerState) -> dict[str, object]:
-    """Return the labels of `vllm:cache_config_info` that known tools read (of vLLM's 34).
+    """Return the labels of `vllm:cache_config_info` that known tools read, a few of vLLM's 34.
 
     Booleans are written as Python's ``True`` and ``False``.
     """

@@ -1,8 +1,8 @@
 """Statistics of one vLLM engine, summed up from the messages that vLLM sends to a stat logger after each step.
 
-A message has the running and waiting requests, the share of used blocks, and the tokens and finished requests
-of the step. It lacks received and aborted requests, reservations and cached blocks. These metrics are absent
-unless Tonnage's scheduler runs in vLLM and adds them.
+A message has the running and waiting requests, the fraction of used blocks, and the tokens and finished
+requests of the step. It lacks received and aborted requests, reservations and cached blocks. These metrics are
+absent unless Tonnage's scheduler runs in vLLM and adds them.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class EngineTotals:
     def _settle(self, admission: AdmissionStats) -> None:
         """Derive the aborted requests and the requests in flight from the counts of Tonnage's scheduler.
 
-        Because received = outcomes + in flight, a request that left the scheduler without an outcome was
-        aborted. At a stop string vLLM's front end ends a request one step before the scheduler knows it.
-        Therefore the count of aborted requests never decreases.
+        Aborted requests are the received ones that are neither finished nor unfinished. When a stop string
+        matches, vLLM's front end finishes a request one step before the scheduler does. The difference is then
+        too low for one step, so the count of aborted requests is never lowered.
         """
         counts = self.counts
         ended = sum(counts.outcomes[outcome] for outcome in _REPORTED)

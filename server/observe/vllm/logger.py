@@ -2,8 +2,9 @@
 
 vLLM loads it by its entry point (group `vllm.stat_logger_plugins`, name `tonnage`) when tonnage is installed in
 its environment, unless `VLLM_PLUGINS` leaves that name out. It runs in vLLM's API process. The plan is made
-from vLLM's own config; without a plan, for a model that the planner rejects, the other metrics remain. An
-exception in this module is counted, logged once, and never reaches vLLM. Written against vLLM 0.30 to 0.33.
+from vLLM's own config. For a model that the planner rejects there is no plan, and only the metrics of the plan
+are absent. An exception in this module is counted, logged once, and never reaches vLLM. Written against vLLM
+0.30 to 0.33.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows only messages of loggers 
 
 # Default max_tokens of a /v1/completions request (vLLM's SamplingParams and OpenAI's API).
 _DEFAULT_MAX_TOKENS = 16
-# Seconds between two memory samples of vLLM's processes, so long that sampling does not slow vLLM noticeably.
+# Seconds between two memory samples of vLLM's processes, long enough for sampling not to slow vLLM noticeably.
 _SAMPLE_SECONDS = 0.25
 
 
@@ -68,9 +69,10 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         self._workers = figures.WorkerMemory()
         parallel = vllm_config.parallel_config
         if parallel.worker_extension_cls.startswith("tonnage."):
-            return  # no metrics here, because `tonnage serve --backend vllm` has them on its own page
+            return  # `tonnage serve --backend vllm` started this vLLM, and has the metrics on its own page
         with self._guarded("at start"):
-            # called here, because this logger is the only Tonnage code in the API process of a plain vLLM
+            # The stat logger makes this call, which is about rejected requests, because it is Tonnage's only
+            # code in the API process of a plain vLLM.
             return_rejections()
         if getattr(parallel, "_api_process_count", 1) > 1:
             logger.warning(
@@ -84,7 +86,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         with self._guarded("at start"):
             self._name = served_name(vllm_config)
             self._register()
-            self._workers = figures.read()  # the workers have already started and written their figures
+            self._workers = figures.read()  # the workers have already written their measured bytes
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
                 self._sampler.start()
@@ -159,7 +161,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
-        # without a sampler the model is on a GPU, whose memory is not part of the processes' memory
+        # Without a sampler the model is on a GPU, and the memory of the processes does not include GPU memory.
         if sampler is None:
             return MeasuredMemory(
                 weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,
@@ -251,7 +253,7 @@ def _log_difference(plan: Plan, num_blocks: int) -> None:
 
 
 def _loaded(plan: Plan, stats: EngineStats) -> Plan:
-    """Return revision 1 of the plan, in which the KV pool has the size that vLLM gave it."""
+    """Return revision 1 of the plan, in which the KV pool has the size that vLLM allocated at its start."""
     pool = stats.pool
     cache = replace(plan.kv_cache, num_blocks=pool.num_blocks, usable_blocks=pool.usable)
     return replace(plan, revision=1, kv_cache=cache)

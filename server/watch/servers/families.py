@@ -16,7 +16,7 @@ _INFO = ("plan_id", "architecture", "engine", "quantization")
 def read_headroom(samples: Samples) -> Headroom | None:
     """Return the headroom summed over all engines of the page.
 
-    The largest prompt is not a sum: it is the largest that any engine can take.
+    The field for the largest prompt is not a sum but a maximum: the largest prompt that any engine can take.
     """
     blocks = samples.count("tonnage_headroom_blocks")
     requests = samples.count("tonnage_headroom_requests")
@@ -52,7 +52,7 @@ def _auto(samples: Samples) -> AutoStats | None:
 def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
     """Return the plan of one engine from the metrics page, or None when the page has no plan.
 
-    The bytes are of the rank whose memory is measured.
+    The plan's bytes are those of the rank whose memory is also measured.
     """
     engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples

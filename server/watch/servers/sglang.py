@@ -93,7 +93,7 @@ class SGLangServer:
 def _info(client: Client) -> Mapping[str, Any]:
     """Return the arguments of an SGLang server; empty for another server.
 
-    vLLM's /server_info is told apart by its missing model_path.
+    vLLM also has /server_info, but without the field model_path.
     """
     for path in _INFO_PATHS:
         found = mapping(client.get(path).json())

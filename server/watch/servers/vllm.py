@@ -50,8 +50,8 @@ _CONFIG = {
 # v1/simple_kv_offload/metrics.py; of LMCache: lmcache/observability.py.
 _TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
 _TIER_SECONDS = ("vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum")
-_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"  # a series for each rank, whose loads run at the same time
-_MOST_GIB = 1 << 30  # a larger size is no size
+_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"  # one series per rank; the ranks load at the same time
+_MOST_GIB = 1 << 30  # a larger value cannot be a size in GiB and is ignored
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
 
@@ -87,7 +87,7 @@ class VLLMServer:
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
-        # With a plan from Tonnage's plug-in no setting has to be assumed.
+        # The plan from Tonnage's plug-in has all settings, so none has to be assumed.
         has_plan = "tonnage_memory_planned_bytes" in samples
         if not has_plan and config.get("speculative_config"):
             notes.append("speculative decoding is on: the draft is planned only with --speculative-model")
@@ -158,9 +158,10 @@ def _pool(samples: Samples) -> Pool | None:
 def _tier(samples: Samples) -> TierReading | None:
     """Return the KV tiers, or None without one.
 
-    The hits of all connectors are external prefix hits (v1/metrics/loggers.py). The pace of prompts is the time
-    of the prefill phase over the tokens computed in it. vLLM's usage of its host memory is left out: it is the
-    share that transfers pin, not the share that is full (v1/kv_offload/cpu/spec.py).
+    vLLM counts the hits of all connectors as external prefix hits (v1/metrics/loggers.py). The seconds per
+    prompt token are the time of the prefill phase divided by the tokens computed in it. vLLM's metric for the
+    usage of host memory is left out: it has the fraction that transfers pin, not the fraction that is full
+    (v1/kv_offload/cpu/spec.py).
     """
     if not any(map(samples.has_prefix, _TIERS)):
         return None
@@ -218,7 +219,7 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(label: str | None) -> Any:
-    """Return the Python value of a label that vLLM wrote with str(), or the label itself if it has none."""
+    """Return the Python value of a label that vLLM wrote with str(), or the label if it is no literal."""
     try:
         return None if label is None else ast.literal_eval(label)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
