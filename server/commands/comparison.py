@@ -13,9 +13,9 @@ from tonnage.server.observe.status import OK, OUTSIDE, PROCESS_BOUND
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One line of a comparison: planned and measured bytes.
+    """One line of the comparison table: planned and measured bytes of one memory component.
 
-    `bound` is the largest accepted relative difference.
+    `bound` is the largest accepted difference, relative to the planned bytes.
     """
 
     name: str
@@ -39,10 +39,10 @@ class ComparisonRow:
 
 
 def process_row(engine: str, device: str, used: int, measured: int | None) -> ComparisonRow:
-    """Return the row that compares the memory of all processes, for a load without grammars and large bodies.
+    """Return the table row that compares planned and measured memory of all processes.
 
-    A plan for a CPU reserves memory for grammars and request bodies. This load does not use it, so it is
-    subtracted.
+    The measurement is of a load without grammars and large request bodies. A plan for a CPU reserves memory for
+    both, which is therefore subtracted from the planned bytes.
 
     Args:
         engine: name of the plan's engine.

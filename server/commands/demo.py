@@ -40,7 +40,7 @@ QUESTIONS = (
     "Bread is made from flour,",
     "The days of the week are Monday,",
 )
-_STARTS_WITHIN = 300.0  # seconds; a cold disk and two busy cores do not need longer
+_STARTS_WITHIN = 300.0  # seconds, enough for a cold disk and two busy cores
 _STOPS_WITHIN = 30.0
 
 
@@ -113,7 +113,7 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN
-    # no progress is shown here, because the server prints its own
+    # this command shows no progress, because the server prints its own
     while process.poll() is None and time.monotonic() < deadline:
         if url and _is_ready(url):
             return

@@ -40,8 +40,8 @@ PACKAGES = (
 )
 
 
-# The attention kernels are shown for this dtype, KV cache dtype, block size and head size: a GPU's defaults and
-# the most common head size.
+# The report shows the attention kernels for this dtype, KV cache dtype, block size (tokens) and head size: the
+# defaults on a GPU, and the most common head size.
 _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
 
 
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
         TonnageError: the model is unknown.
     """
     arguments = parser().parse_args(argv)
-    # This comes first, so that an unknown model fails at once.
+    # The model is looked up first, so that an unknown model fails at once.
     source = resolve_model(arguments.model) if arguments.model else None
     with busy("Importing the installed engines, which takes seconds ..."):
         found = devices()
@@ -113,7 +113,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, by device, the attention kernels that the hf backend tries, in order, and why it skips others."""
+    """Return per device the attention kernels that the hf backend tries, in order, and why it skips others."""
     # imported here, because this module imports torch
     from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not
 

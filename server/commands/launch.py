@@ -55,7 +55,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     """
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     settings = load_settings(arguments.config, **given)
-    # pydantic reads variables whatever the case of their names, so all spellings are removed
+    # pydantic ignores the case of variable names, so every spelling is removed
     for name in [name for name in os.environ if name.upper() in _SECRETS]:
         del os.environ[name]
     return settings
@@ -196,10 +196,13 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         if not getattr(settings, field):
             continue
         if settings.backend == "fake":
-            raise DeploymentError("the fake backend does not support it", field=field, hint="use --backend hf")
+            raise DeploymentError(
+                "the fake backend does not support this option", field=field, hint="use --backend hf"
+            )
         if not plan.kv_cache.layout.groups:
             raise DeploymentError(
-                f"{plan.model.architecture} is an encoder: it keeps no KV blocks", field=field
+                f"{plan.model.architecture} is an encoder and keeps no KV blocks; leave this option out",
+                field=field,
             )
     if settings.backend == "vllm":
         loras = lora_modules(settings.lora_modules, settings.model_name, asked.max_lora_rank)
@@ -221,7 +224,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
 
 
 def _made_by_vllm(model: str, asked: str | None) -> str | None:
-    """Return vLLM's name of the quantization that vLLM must apply while loading.
+    """Return the quantization that vLLM must apply while loading the model, under vLLM's name for it.
 
     Returns None when the checkpoint is already quantized, or when no quantization is `asked` for.
 
@@ -231,7 +234,7 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
     config = resolve_model(model).config
     if asked is None or read_quantization(config, None).scheme != "none":
         return None
-    if asked in WHILE_LOADING:  # vLLM's own names
+    if asked in WHILE_LOADING:  # these are vLLM's own names of quantizations
         return asked
     for why in quantization_notes(config, asked, "vllm"):
         raise DeploymentError(why, field="quantization")
@@ -239,10 +242,10 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
 
 
 def _pooling_task(plan: Plan, runner: str) -> PoolingTask | None:
-    """Return what the model makes of a prompt, as vLLM's runner does it; None if it generates text.
+    """Return the pooling task that vLLM's runner gives the model, or None for a model that generates text.
 
-    A classifier gives the values of its labels. Another model makes embeddings if it is an encoder, if it was
-    saved by sentence-transformers (modules.json), or if ``runner`` is ``pooling``.
+    A classifier returns the values of its labels. Another model returns embeddings if it is an encoder, if it
+    was saved by sentence-transformers (modules.json), or if ``runner`` is ``pooling``.
     """
     name = plan.model.architecture
     if name.endswith(CLASSIFIERS):

@@ -46,14 +46,16 @@ WAIT_TARGET = "1s"
 
 
 def run(argv: list[str]) -> int:
-    """Replay a trace and print the result; return 0, or 1 when a search for a number of GPUs finds none.
+    """Replay a trace and print the result; return 0, or 1 when --search-gpus finds no number of GPUs.
 
     Raises:
         TonnageError: the input is invalid.
     """
     arguments = parser().parse_args(argv)
     if arguments.wait_target is not None and not arguments.search_gpus:
-        raise DeploymentError("needs --search-gpus", field="--wait-target")
+        raise DeploymentError(
+            "has an effect only with --search-gpus; add that flag, or leave this one out", field="--wait-target"
+        )
     asked = arguments.wait_target or WAIT_TARGET
     target = parse_seconds(asked, "--wait-target")
     if not 0 < arguments.scale < float("inf"):
@@ -254,7 +256,7 @@ def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple
 
 
 def _states(setup: Setup) -> str:
-    """Return a text on how the prefix cache handles recurrent states; empty for a model without states."""
+    """Return a text on how the prefix cache keeps recurrent states, or "" for a model without such states."""
     # imported here, because it imports numpy, which --help does not need
     from tonnage.cache.blocks.groups import can_cache_states, num_states
 

@@ -1,4 +1,4 @@
-"""The flags of ``tonnage replay`` for KV tiers, and the text and JSON of the curve of all sizes."""
+"""The flags of ``tonnage replay`` for KV tiers, and the text and JSON of its curve of hit rate by tier size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | Non
 
     Raises:
         DeploymentError: a flag is not understood, or a bandwidth is not known.
-        UnsupportedArchitecture: the model has layers that do not keep every token.
+        UnsupportedArchitecture: the model has layers that do not keep every token (windows, states).
     """
     if arguments.tiers is None:
         for name in ("tier_policy", "host_bandwidth", "disk_bandwidth"):
@@ -49,19 +49,19 @@ def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | Non
         disk_bytes=sizes.get("disk", 0),
         token_bytes=token_bytes,
         policy=arguments.tier_policy or "lru",
-        # Each GPU loads its own part over its own link.
+        # Each GPU loads its own part of the blocks over its own link, so the bandwidths add up.
         host_bandwidth=host * token_bytes / rank_token_bytes(plan),
         disk_bandwidth=disk or 1.0,
     )
 
 
 def token_bytes_of(plan: Plan) -> int:
-    """Return the bytes of one token in all layers, on all ranks that divide the KV heads.
+    """Return the KV bytes of one token in all layers, summed over the ranks that divide the KV heads.
 
-    Ranks hold equal MLA latents, which a tier keeps once (vLLM 0.32, v1/kv_offload/cpu/spec.py).
+    All ranks hold the same MLA latents, so a tier keeps them only once (vLLM 0.32, v1/kv_offload/cpu/spec.py).
 
     Raises:
-        UnsupportedArchitecture: some layers do not keep every token, so that hits need more than a prefix.
+        UnsupportedArchitecture: some layers (sliding windows, states) do not keep the KV of every token.
     """
     layout = plan.kv_cache.layout
     kinds = sorted({group.kind for group in layout.groups} - {"full", "mla"})
@@ -76,13 +76,13 @@ def token_bytes_of(plan: Plan) -> int:
 
 
 def rank_token_bytes(plan: Plan) -> int:
-    """Return the bytes of one token in the layers that keep every token, on one rank."""
+    """Return the KV bytes of one token on one rank, in the layers that keep every token."""
     layout = plan.kv_cache.layout
     return sum(layout.token_bytes(group) for group in layout.groups if group.kind != "state")
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """Parse host=SIZE,disk=SIZE into bytes."""
+    """Parse a flag of the form ``host=SIZE,disk=SIZE`` into bytes by tier name."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
@@ -121,7 +121,7 @@ def _link(gpu: Gpu | None) -> float:
 
 
 def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
-    """Return the curve as (size, hit rate) text, with the knee."""
+    """Return the curve of hit rate by cache size as (size, hit rate) texts, ending with its knee."""
     rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
     rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]
     knee = curve.knee()
@@ -129,7 +129,7 @@ def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
 
 
 def curve_dict(curve: TierCurve, chunk_bytes: int) -> dict[str, object]:
-    """Return the curve for ``--json``."""
+    """Return the curve of hit rate by cache size as a JSON object, with sizes in bytes."""
     return {
         "points": [{"bytes": size, "hit_rate": round(rate, 5)} for size, rate in curve.points(chunk_bytes)],
         "highest": round(curve.highest, 5),

@@ -1,7 +1,8 @@
 """``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many replicas of a plan a load needs.
 
-Without these options ``tonnage plan`` makes the same plan. The trace is replayed at the given rate through the
-server's admission and block manager. The number of replicas grows until waits are short enough.
+The plan is that of ``tonnage plan`` without these options. The trace is replayed at the given rate (requests
+per second) through the server's admission and block manager. The number of replicas grows until waits are short
+enough.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     for name in ("trace", "rate"):
         if getattr(arguments, name) is None:
-            raise DeploymentError("--replicas needs it", field=f"--{name}")
+            raise DeploymentError("--replicas auto needs this option", field=f"--{name}")
     for name in _OTHERS:
         if getattr(arguments, name):
             raise DeploymentError(

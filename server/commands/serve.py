@@ -43,13 +43,13 @@ log = logging.getLogger("tonnage.server")
 # Seconds that uvicorn gives responses for their last bytes after the drain; longer responses are cut off.
 _GRACE_SECONDS = 1
 
-# Number of waits of 50 ms for slow clients, which can still read the last event of their responses.
+# Maximum number of waits, of 50 ms each, for slow clients to read the last event of their responses.
 _LAST_EVENT_TURNS = 100
 
-# Connections accepted in one iteration of the event loop. While 5,000 connections arrive with a request each, a
-# probe of /health waits in the same backlog (the clients of benchmarks/abuse.py resets, 2 cores). It waited at
-# most 2.7 s with 4 per iteration, 1.3 s with 8, 0.7 s with 16, 0.4 s with 32 and 0.2 s with 64. Each takes an
-# open file.
+# Number of connections accepted in one iteration of the event loop. While 5,000 connections arrive with a
+# request each, a probe of /health waits in the same backlog (the clients of benchmarks/abuse.py resets, 2
+# cores). The probe waited at most 2.7 s with 4 connections per iteration, 1.3 s with 8, 0.7 s with 16, 0.4 s
+# with 32 and 0.2 s with 64. The listening socket has one duplicate, an open file, for each of them.
 ACCEPTED_A_ROUND = 32
 
 
@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
             ssl_keyfile=settings.ssl_keyfile,
         )
         _load(config)
-        if config.ssl is not None:  # uvicorn would count a connection only after its handshake
+        if config.ssl is not None:  # by itself, uvicorn counts a connection only after its handshake
             config.http_protocol_class = Handshakes(config.ssl)  # type: ignore[assignment]
             config.ssl = None
         stop.server = Server(config)
@@ -176,7 +176,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        # the length of the backlog is uvicorn's; from here on no other process can use the port
+        # 2048 is uvicorn's default backlog. From here on no other process can use the port.
         sock.listen(2048)
     except OSError as error:
         sock.close()
@@ -193,20 +193,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accepting(sock: socket.socket) -> list[socket.socket]:
-    """Return the listening socket and duplicates of it, so that more connections are accepted at once.
+    """Return the listening socket and 31 duplicates of it, so that more connections are accepted at once.
 
     In one iteration of the event loop, uvloop (libuv 1.52, uv__server_io) accepts one connection per socket,
     while asyncio accepts all waiting ones. With one socket and 512 clients at once, a probe of /health waited
-    512 iterations. The server closes all the sockets.
+    512 iterations. The server closes all 32 sockets when it stops.
     """
     return [sock, *(sock.dup() for _ in range(ACCEPTED_A_ROUND - 1))]
 
 
 class _Stop:
-    """Handler of the server's stop, which records the cause.
-
-    The cause is a signal, a failed start, or an engine that died too often.
-    """
+    """Handler that stops the server and records why: a signal, a failed start, or too many engine deaths."""
 
     def __init__(self, drain_seconds: float) -> None:
         self.server: uvicorn.Server | None = None
@@ -226,7 +223,7 @@ class _Stop:
         if self._draining is not None:
             assert self.state is not None
             if not self._draining.done():
-                # cancelled, because it would otherwise log that all requests have ended
+                # the drain is cancelled, because it would otherwise log that all requests have ended
                 self._draining.cancel()
                 log.warning("second stop signal: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()
@@ -268,7 +265,7 @@ async def _announce(state: ServerState, address: str) -> None:
 
 
 def _exit_code(stop: _Stop) -> int:
-    # after a signal the exit code is the signal's, since a signal while loading also sets an error
+    # A signal decides the exit code even when there is an error: a signal while loading also sets an error.
     if stop.error is not None and stop.signal is None:
         print(f"tonnage: {stop.error}", file=sys.stderr)
         unexpected = type(stop.error) in (TonnageError, EngineDead)

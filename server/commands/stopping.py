@@ -1,4 +1,4 @@
-"""A context manager that makes SIGTERM unwind the stack, so that a command cleans up."""
+"""A context manager in which SIGTERM raises an exception, so that a command cleans up before it ends."""
 
 from __future__ import annotations
 

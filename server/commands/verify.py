@@ -90,10 +90,10 @@ async def _measure(engine: Engine, settings: Settings) -> list[ComparisonRow]:
 
 
 async def _full_batch(engine: Engine) -> None:
-    """Run as many sequences as the batch can hold; their prompts together exceed one step's token budget.
+    """Run as many sequences as the batch can hold, with prompts that together exceed one step's token budget.
 
-    The plan includes the activations of a step with a full budget, so the measured peak must include such a
-    step.
+    The plan includes the activations of a step with a full token budget, so the measured peak must include
+    such a step.
     """
     deployment = engine.plan.deployment
     sequences = deployment.max_num_seqs or 1

@@ -146,7 +146,7 @@ class ChatTemplate:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a template: of a file, or of the shipped template with this name."""
+    """Return the source of a chat template, read from a file or from the shipped template with this name."""
     if str(file) in SHIPPED and not file.exists():
         file = _SHIPPED / f"{file}.jinja"
     try:
@@ -185,7 +185,7 @@ def _to_json(
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """Return the pieces as one text; raise TemplateError when they exceed ``MOST_CHARACTERS``."""
+    """Return the joined pieces of a prompt; raise TemplateError when they exceed ``MOST_CHARACTERS``."""
     parts: list[str] = []
     size = 0
     for piece in pieces:
@@ -203,7 +203,7 @@ def _refuse(message: str) -> NoReturn:
 class _Generation(jinja2.ext.Extension):
     """Jinja extension for the tag ``{% generation %}``, which marks assistant text for training.
 
-    Prompts need no marks, so the tag only renders its body.
+    A server does not train, so the tag only renders its body.
     """
 
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a plain set

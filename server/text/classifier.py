@@ -1,4 +1,4 @@
-"""What the API reads of a classifier's config.json: the names of its labels, and the form of text pairs."""
+"""The part of a classifier's config.json that the API reads: names of labels, and the form of text pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tonnage.planner.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ClassifierConfig:
-    """The labels of a classifier and the form of its inputs; empty for other models.
+    """The labels of a classifier and the form of its inputs; other models have no labels.
 
     Attributes:
         labels: name of each label by its index.
@@ -30,8 +30,8 @@ class ClassifierConfig:
 def read_classifier(folder: Path) -> ClassifierConfig:
     """Read a classifier's config.json.
 
-    Without names, the labels are LABEL_0, LABEL_1 and so on; without a number of labels there are two
-    (PreTrainedConfig, transformers 5.19).
+    If the config names no labels, they are LABEL_0, LABEL_1 and so on. If it has no number of labels either,
+    there are two (PreTrainedConfig, transformers 5.19).
 
     Raises:
         ConfigError: ``id2label`` or ``num_labels`` is invalid.

@@ -1,4 +1,4 @@
-"""The common first tokens of all prompts with the same system prompt, for ``--shared-system-prompt``."""
+"""The first tokens that all prompts with the same system prompt share, for ``--shared-system-prompt``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def shared_prefix(
 ) -> tuple[int, ...]:
     """Return the first tokens that all chats with the system prompt in the file ``path`` share.
 
-    Without a chat template (of the model, or in the file ``chat_template``), the prompt is taken for a
-    completion that begins with this text.
+    Without a chat template (the model's, or the file ``chat_template``), the text of the file counts as the
+    beginning of completion prompts.
 
     Raises:
         DeploymentError: The file cannot be read, or its tokens do not fill one KV block of ``block_size``

@@ -22,7 +22,7 @@ class StopAutomaton:
 
     Attributes:
         depth: number of characters of each state's suffix.
-        match: length of the longest stop string that ends with each state, 0 for none.
+        match: characters of the longest stop string with which each state's suffix ends, 0 for none.
     """
 
     __slots__ = ("_fail", "_next", "depth", "match")
@@ -65,7 +65,7 @@ class StopAutomaton:
 
 @lru_cache(8)
 def automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """Return the automaton of ``stops``; the sequences of a request, and similar requests, share it."""
+    """Return the automaton of ``stops``, cached so that all sequences with the same stop strings share it."""
     return StopAutomaton(stops)
 
 

@@ -19,16 +19,18 @@ import jinja2.nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Upper bound of the characters that a template may produce, and of any text in it: twice the default limit of a
-# request body. A conversation that is shown once fits; JSON that indentation expands does not.
+# Upper bound of the characters of a prompt that a template produces, and of each text that it computes: twice
+# the default limit of a request body. A conversation that is written once fits; JSON that indentation expands
+# may not.
 MOST_CHARACTERS = 2**24
 # Upper bound of the rounds of all loops of one rendering. A template goes a few times through the messages of a
 # request, of which there are at most 10,000 (api/json_body.py). A million rounds take a fifth of a second.
 MOST_ROUNDS = 2**20
-# A field width of seven digits or more in a format string makes a text of megabytes from nothing.
+# Matches a field width of seven digits or more in a format string, which would pad a text to megabytes.
 _WIDE = re.compile(r"[%{][^%{}]*\d{7}")
-_WIDTH_OF_VALUE = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # "%*d", "{:{}}"
-# Numbers above these bits are in no template. Without a limit, a power of a power fills the memory.
+_WIDTH_OF_VALUE = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # a width given as a value: "%*d", "{:{}}"
+# Upper bound of the bits of a number, more than any template needs. Without it, a power of a power would fill
+# the memory.
 _MOST_BITS = 4096
 
 
@@ -36,18 +38,21 @@ class _CountedLoops(jinja2.compiler.CodeGenerator):
     """Jinja's code generator, which passes loops and concatenations through the environment's checks."""
 
     def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
-        """Write text of the template as it is, and compute no other constant while compiling."""
+        """Write literal text of the template as it is; raise Impossible for other constants.
+
+        Jinja then computes them while it renders, where the limits apply.
+        """
         if not isinstance(node, jinja2.nodes.TemplateData):
             raise jinja2.nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
 
     def visit_For(self, node: jinja2.nodes.For, frame: Any) -> None:
-        """Count the rounds of a loop."""
+        """Compile a loop so that each of its rounds is counted."""
         node.iter = _called("counted", node.iter)
         super().visit_For(node, frame)
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Any) -> None:
-        """Check the size of ``a ~ b``."""
+        """Compile ``a ~ b`` so that the size of the result is checked."""
         self.visit(_called("concatenated", *node.nodes), frame)
 
 
@@ -80,7 +85,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             yield value
 
     def concatenated(self, *values: Any) -> str:
-        """Return the texts of the values as one text."""
+        """Return the values joined to one text, for ``a ~ b`` in a template; check its size."""
         texts = [str(value) for value in values]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -111,7 +116,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _called(method: str, *values: Any) -> jinja2.nodes.Call:
-    """Return the call of one of the environment's methods in a template."""
+    """Return the syntax tree node of a template that calls one of the environment's methods."""
     return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(method), list(values), [], None, None)
 
 
@@ -123,7 +128,7 @@ def _check_size(size: int) -> None:
 
 
 def _check_widths(form: str, values: Any) -> None:
-    """Raise TemplateError for a format string with a huge width, which may be one of its values."""
+    """Raise TemplateError for a format string with a huge field width, written in it or given as a value."""
     several = values if isinstance(values, tuple) else (values,)
     large = any(isinstance(value, int) and abs(value) > MOST_CHARACTERS for value in several)
     if _WIDE.search(form) or (large and _WIDTH_OF_VALUE.search(form)):
@@ -131,14 +136,14 @@ def _check_widths(form: str, values: Any) -> None:
 
 
 def _check_method(text: str, method: str, values: tuple[Any, ...]) -> None:
-    """Raise TemplateError for a call of a method of ``text`` whose result would be too large."""
+    """Raise TemplateError for a call of a string method of ``text`` whose result would be too large."""
     if method in ("format", "format_map"):
         _check_widths(text, values)
     elif method == "join" and values and isinstance(values[0], list | tuple):
         _check_size(len(text) * len(values[0]) + sum(len(each) for each in values[0] if isinstance(each, str)))
     elif method == "replace" and len(values) > 1 and isinstance(values[0], str) and isinstance(values[1], str):
         _check_size(len(text) + len(values[1]) * text.count(values[0]))
-    elif method != "encode":  # ljust, center, zfill, expandtabs ...
+    elif method != "encode":  # methods that pad: ljust, center, zfill, expandtabs ...
         for value in values:
             if isinstance(value, int):
                 _check_size(abs(value) * (text.count("\t") if method == "expandtabs" else 1))

@@ -13,11 +13,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tonnage.planner.errors import CheckpointError, ConfigError
 
 # U+FFFD at the end of a text may be a character whose last bytes are still missing. Byte-fallback decoders show
-# several U+FFFD until the character is complete. A run of this length is invalid bytes, which no further token
-# will complete.
+# several U+FFFD until the character is complete. A run of this many U+FFFD stands for invalid bytes, which no
+# further token will complete.
 _MAX_HELD = 64
-# Number of tokens at the prompt's end that decoding needs: two characters of four tokens, each of a single
-# byte.
+# Number of tokens at the prompt's end that decoding needs: two characters of four bytes, one token per byte.
 _PROMPT_END = 8
 _REPLACEMENT = "\ufffd"
 
@@ -38,8 +37,8 @@ class Tokenizer:
         self._rust = rust
         self.eos_token_ids = eos_token_ids
         self._byte_level = "ByteLevel" in repr(rust.decoder)
-        # True for the plain ByteLevel decoder, which joins the bytes of tokens: a text is then the sum of its
-        # tokens.
+        # True for the plain ByteLevel decoder, which joins the bytes of tokens: the bytes of a text are then
+        # those of its tokens, one after the other.
         self.joins_bytes = repr(rust.decoder).startswith("ByteLevel(")
         self._special = {
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
@@ -94,8 +93,8 @@ class Tokenizer:
     ) -> list[tuple[list[int], int | None]]:
         """Return the token ids of pairs of texts, joined with the tokenizer's special tokens.
 
-        With each pair comes the index of its first token of type 1, which begins the second text; None if the
-        tokenizer has no token types. Other threads are not blocked.
+        Each pair also has the index of its first token of type 1, with which the second text begins. The index
+        is None if the tokenizer has no token types. The call does not block other threads.
         """
         found = self._rust.encode_batch_fast(list(pairs), add_special_tokens=add_special_tokens)
         return [(pair.ids, pair.type_ids.index(1) if 1 in pair.type_ids else None) for pair in found]
@@ -137,10 +136,10 @@ class Tokenizer:
         return found
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each word, at the beginning of a text and after a space.
+        """Return the token ids of each word as it is encoded at the beginning of a text and after a space.
 
-        The ids after a space count only if their first token differs and their number is equal, as in vLLM 0.32
-        (sampling_params.py: update_from_tokenizer).
+        The encoding after a space is included only if its first token differs and its number of tokens is
+        equal, as in vLLM 0.32 (sampling_params.py: update_from_tokenizer).
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -296,8 +295,8 @@ class Detokenizer:
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
     """Return the last tokens of the prompt that are decoded together with the answer.
 
-    They are the fewest that begin with a complete character. Decoding after them keeps the leading space of the
-    first generated token.
+    They are the fewest tokens whose text begins with a complete character. Some decoders strip the leading space
+    of their first token, so decoding these tokens first keeps the space of the first generated token.
     """
     for size in range(1, min(_PROMPT_END, len(prompt_token_ids)) + 1):
         ids = list(prompt_token_ids[-size:])

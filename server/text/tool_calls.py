@@ -37,7 +37,7 @@ class Call:
 
 
 class Parsed(NamedTuple):
-    """The parts of a piece of an answer: text, pieces of tool calls, and reasoning, which precedes both."""
+    """The result of parsing a piece of an answer: text, pieces of tool calls, and the reasoning before them."""
 
     text: str = ""
     calls: Sequence[CallDelta] = ()
@@ -62,8 +62,8 @@ class AnswerReader(Protocol):
 class OutputParser(Protocol):
     """Interface to the formats of tool calls and reasoning of one model family.
 
-    ``tonnage.server.engines.vllm.output_parser`` implements it with vLLM's parsers. ``reads_tools`` and
-    ``reads_reasoning`` say which of the two it finds.
+    ``tonnage.server.engines.vllm.output_parser`` implements it with vLLM's parsers. ``reads_tools`` says
+    whether a parser finds tool calls, and ``reads_reasoning`` whether it finds reasoning.
     """
 
     reads_tools: bool
@@ -78,7 +78,7 @@ class OutputParser(Protocol):
         grammar: Grammar | None,
         template_arguments: Mapping[str, Any],
     ) -> ToolUse:
-        """Return how a request with these tools, or without any, is prompted, generated and parsed."""
+        """Return the settings of a request with these tools: its prompt, its grammar and its parsing."""
 
 
 @dataclass(frozen=True, slots=True)

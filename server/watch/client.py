@@ -89,8 +89,8 @@ class Client:
         held: list[socket.socket] = []
         over = threading.Event()
 
-        # A timer ends the request, because a socket's timeout limits only a single read. A response that arrives
-        # slowly, in many reads, never exceeds it.
+        # A timer ends the request, because a socket's timeout limits only a single read. A response that
+        # arrives slowly, in many reads, never exceeds it.
         def hang_up() -> None:
             over.set()
             for sock in held or [connection.sock]:
