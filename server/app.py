@@ -138,7 +138,7 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    # With an access log, failed requests are not logged a second time, since it has a line for each request.
+    # An access log has a line for each request, so with it failed requests get no second line.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals, operations_only=operations_only)
     return app
@@ -146,7 +146,7 @@ def create_app(
 
 def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
     """Return the model's chat template, and warn when no request with tools can succeed with it."""
-    # The demo model's own template shows no tools.
+    # The demo model's own chat template ignores tools, so the shipped hermes template is used for them.
     tool_template = "hermes" if settings.model == "demo" else None
     found = ChatTemplate.from_folder(folder, settings.chat_template, tool_template=tool_template)
     if settings.tool_call_parser is not None and (found is None or not found.knows_tools):
@@ -160,7 +160,7 @@ def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
 
 
 def _output_parser(settings: Settings, folder: Path) -> Callable[[], OutputParser] | None:
-    """Return a function that loads the configured parsers of tool calls and reasoning, or None without any.
+    """Return a function that loads the configured parsers of tool calls and reasoning, or None if none is set.
 
     Raises:
         DeploymentError: Only one of --enable-auto-tool-choice and --tool-call-parser is set.
@@ -180,8 +180,8 @@ def _add_middleware(
 ) -> None:
     """Add the ASGI middleware, innermost first.
 
-    The request id and CORS headers are added outside of authentication, so that a rejection for a missing or
-    wrong key has both, too.
+    The middleware for the request id and for CORS wraps authentication, so that a rejection for a missing or
+    wrong API key has these headers, too.
     """
     if keys:
         public = PUBLIC_PATHS | ({"/metrics"} if settings.metrics_public else set())
@@ -193,7 +193,7 @@ def _add_middleware(
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    # The operations page of a Ray replica listens on the node's address, whatever --host says.
+    # The HTTP page of a Ray replica listens on the node's address, not on that of --host.
     host = "" if operations_only else settings.host
     hosts = allowed_hosts(host, settings.allowed_hosts, keys=bool(keys))
     if hosts is not None:

@@ -54,7 +54,7 @@ EXTRAS = {
 
 _GPUS = "tonnage plan demo --gpu list names the GPUs"
 _MODELS = "tonnage plan takes a folder or a hub id; tonnage page has a list of models"
-# Words that are no commands -> the command that answers
+# word that users may type but that is no command -> the command to use instead
 _INSTEAD = {
     "devices": _GPUS, "gpus": _GPUS, "gpu": _GPUS, "list": _GPUS, "models": _MODELS, "model": _MODELS,
     "estimate": "tonnage plan MODEL --gpu NAME", "size": "tonnage plan MODEL --gpu NAME",
@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command and return its exit code.
 
     Returns:
-        0 for success, 1 for a negative result, 2 for bad input, 130 when interrupted, 141 for a closed pipe.
+        0 for success, 1 for a negative result such as a plan that does not fit, 2 for bad input, 130 when
+        interrupted by Ctrl-C, and 141 for a closed output pipe.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open()
@@ -115,8 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tonnage: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the program that reads the output, such as head or less, has ended
-        # Without this the interpreter flushes stdout again at exit and reports the error a second time.
+    except BrokenPipeError:  # the program that reads this command's output, such as head or less, has ended
+        # With stdout still set, the interpreter would flush it again at exit and report the error twice.
         sys.stdout = None
         return BROKEN_PIPE
     except OSError as error:
@@ -137,7 +138,7 @@ def _open() -> None:
 
 def _encodable() -> None:
     """Make stdout print ``?`` for characters that its encoding lacks, instead of raising an error."""
-    # Python uses surrogateescape for stdout in the C locale.
+    # surrogateescape is Python's error handler of stdout in the C locale.
     out, refusing = sys.stdout, ("strict", "surrogateescape")
     if isinstance(out, TextIOWrapper) and not out.encoding.lower().startswith("utf") and out.errors in refusing:
         out.reconfigure(errors="replace")
@@ -180,12 +181,14 @@ def _dispatch(arguments: list[str]) -> int:
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
         module = (
-            # a server command: it replays traces, and the planner may not import the cache package
+            # The module is in the server package, because the planner may not import the cache package, which
+            # replays traces.
             "tonnage.server.commands.replicas"
         )
         require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
-        # a server command: the cache package reads traces, and the planner may not import it
+        # The module is in the server package, because the planner may not import the cache package, which reads
+        # traces.
         module = "tonnage.server.commands.trace_concurrency"
     if name in EXTRAS:
         require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)

@@ -1,4 +1,4 @@
-"""``tonnage completion SHELL``: prints a shell's completion script, or the manual page.
+"""``tonnage completion SHELL``: prints the completion script for a shell, or the manual page.
 
 shtab generates the scripts from the parsers of all commands, so they always match the commands. The module
 imports ``cli``, because it needs the table of all commands.
@@ -93,9 +93,9 @@ def tree() -> argparse.ArgumentParser:
 def offering(root: argparse.ArgumentParser, file: dict[str, Any]) -> argparse.ArgumentParser:
     """Add to the options of ``root`` the values that shell completion offers, and return ``root``.
 
-    Flags with choices offer them, some options offer names from the catalogues, and options that take a path
-    get the completion ``file``. The result is only for completion, because the added choices would reject other
-    valid input.
+    Flags with choices offer these, some options offer names from the catalogues (such as GPUs), and options
+    that take a path get the completion ``file``. The parser is then for completion only, because the added
+    choices would reject other valid input.
     """
     for action in (*_actions(root), *(a for name in COMMANDS for a in _actions(_commands(root)[name]))):
         values = _values(action)
@@ -131,6 +131,6 @@ def _values(action: argparse.Action) -> Iterable[str]:
 
 
 def _named(name: str) -> Iterable[str]:
-    """Return the valid values of an option that depend on the engine or come from a catalogue."""
+    """Return the valid values of an option that come from a catalogue or depend on the engine."""
     names = _NAMES.get(name)
     return names() if names else ()

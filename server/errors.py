@@ -98,7 +98,7 @@ RULES: dict[ErrorCode, _Rule] = {
     ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
     ErrorCode.INVALID_API_KEY: _Rule(401),
     ErrorCode.PERMISSION_DENIED: _Rule(403),
-    # Status 429 is for a client that has used up its own quota, while other clients are still served.
+    # Status 429 means that the client has used up its own quota, while other clients are still served.
     ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, retryable=True),
     ErrorCode.INSUFFICIENT_QUOTA: _Rule(429),
     ErrorCode.UNSUPPORTED_ENDPOINT: _Rule(400),
@@ -221,7 +221,7 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Return Anthropic's JSON object for ``error``, which is also the data of its error event."""
+    """Return Anthropic's JSON object for ``error``, which is the body of a response or the data of an event."""
     body = envelope(error)["error"]
     return anthropic_error(body["code"], body["message"], body["param"], request_id)
 
@@ -229,12 +229,13 @@ def anthropic_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
 def anthropic_error(code: str, message: str, param: str | None, request_id: str) -> dict[str, Any]:
     """Return Anthropic's JSON object for an error with this code and message about the field ``param``."""
     if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
-        # clients recognize a prompt that is too long by these words, and shorten the conversation
+        # Clients recognise by these words that the prompt is too long, and then shorten the conversation.
         message = f"prompt is too long: {message}"
     kind = _ANTHROPIC_TYPES.get(RULES[ErrorCode(code)].status, "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     if param == "thread":
-        # The anthropic package then sends the whole conversation (lib/threads/_thread_state.py, 2.14).
+        # After this error the anthropic package sends the whole conversation (2.14,
+        # lib/threads/_thread_state.py).
         error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": error, "request_id": request_id}
 

@@ -58,8 +58,8 @@ def require(extra: str, what: str, hint: str | None = None) -> None:
 
 def require_serving(backend: str) -> None:
     """Raise ExtraMissing unless the files of /docs and an engine for the option ``--backend`` are installed."""
-    # Only this package is checked: vLLM brings the rest of the extra `server`, and `watch` does not need
-    # fastapi_offline.
+    # Only fastapi_offline is checked: vLLM installs the other packages of the extra `server`. `tonnage watch`,
+    # which has the same extra, does not need fastapi_offline.
     if not _installed("fastapi_offline"):
         raise ExtraMissing(
             "/docs needs fastapi_offline, not installed here", hint="pip install 'tonnage[server]'"

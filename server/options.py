@@ -19,8 +19,8 @@ from tonnage.planner.units import parse_seconds
 if TYPE_CHECKING:
     from tonnage.server.engines.sharing import KVEventsConfig
 
-# Flags of the plan that an engine is started with (engine_arguments in engines/vllm/engine.py; the hf engine
-# gets the plan object). No backend implements the features that the other flags of `tonnage plan` describe.
+# Flags of `tonnage plan` that an engine is started with (engine_arguments in engines/vllm/engine.py; the hf
+# engine gets the plan object). No backend implements the features of the other flags.
 PLANNED = (
     "device", "gpu", "device_memory", "gpu_memory_utilization", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
@@ -114,12 +114,13 @@ class Options:
     # As in vLLM, the limit counts unfinished sequences, waiting and running; a request with n > 1 counts n.
     # vLLM has no limit by default; 512 is the queue of Ollama (OLLAMA_MAX_QUEUE).
     max_num_queued_reqs: int = flag(512, "unfinished sequences before new ones get 503", group=_LIMITS)
-    # The default is OpenAI's default for /v1/completions, 16 (API reference, "max_tokens").
+    # 16 is OpenAI's default for /v1/completions (API reference, "max_tokens").
     default_max_tokens: int = flag(16, "max_tokens of a request without one", group=_LIMITS)
     default_chat_max_tokens: int = flag(
         1024, "upper bound of max_completion_tokens for a chat request without one", group=_LIMITS
     )
-    # The default fits a million token ids as JSON, more than any context served here, in less than 8 MiB.
+    # The default suffices for a million token ids as JSON, which take less than 8 MiB. No context served here
+    # has as many tokens.
     max_request_body_bytes: int = flag(8 * 2**20, "largest accepted request body", group=_LIMITS, unit="bytes")
     body_timeout: float = flag(30.0, "time a client has to send its body", group=_LIMITS, unit="seconds")
     request_timeout: float | None = flag(

@@ -1,7 +1,7 @@
 """Argument parsers of the server's commands, with one function per command.
 
-They are not in the modules of the commands, because ``--help``, shell completion and the manual page need only
-the options. This module imports neither the server nor the cache, nor their libraries.
+The parsers are not in the modules of the commands, because ``--help``, shell completion and the manual page
+need only the options. This module imports neither the server nor the cache, nor their libraries.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _add_settings(p: Parser, names: tuple[str, ...] | None = None) -> None:
         p: The parser of a command.
         names: Names of the Options to add; None adds all.
 
-    An option that is absent from the command line is absent from the namespace, so that the environment or the
-    file can set it.
+    An option that is absent from the command line is absent from the namespace, so that an environment variable
+    or the configuration file can set it.
     """
     p.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=_MODEL)
     add_token_flag(p)
@@ -180,7 +180,9 @@ examples:
     _add_client(p)
     planned = p.add_argument_group("the plan, where the server does not report it")
     for name, flag in flags_of(Deployment).items():
-        if name != "engine":  # no flag, because watch recognises the engine from the server
+        if (
+            name != "engine"
+        ):  # the flag --engine is left out, because watch recognises the engine from the server
             flag.add_to(planned)
     return p
 

@@ -37,7 +37,7 @@ _KINDS: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "Path": Path, "tuple[str, ...]": tuple[str, ...],
     "KVEventsConfig": KVEventsConfig,
 }  # fmt: skip
-# words for a value of the type that a pydantic error names (bool_parsing, string_type ...)
+# type in the code of a pydantic error (bool_parsing, string_type ...) -> words for a value of this type
 _WORDS = {"bool": "true or false", "string": "a name"}
 _PREFIX = "TONNAGE_"
 # Environment variables that other modules read: the caches, the scheduler inside a plain vLLM
@@ -45,7 +45,7 @@ _PREFIX = "TONNAGE_"
 _OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
 # Kubernetes sets variables with these endings in every container for a Service named tonnage or tonnage-SUFFIX.
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-# value of TONNAGE_PORT that Kubernetes sets for a Service named tonnage
+# a value of TONNAGE_PORT that Kubernetes sets for a Service named tonnage, such as tcp://10.0.0.1:80
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
@@ -66,7 +66,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
     kind = _KINDS.get(flag.kind, str)
     if flag.optional:
         kind = kind | None
-    if flag.kind == "bool":  # left to pydantic, which also accepts 1, yes and on
+    if flag.kind == "bool":  # the text of a bool is left to pydantic, which also accepts 1, yes and on
         return kind, field
     if flag.secret:
         return Annotated[kind, NoDecode, BeforeValidator(read), _Secrets], field
@@ -76,7 +76,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class _Declared(Options, BaseSettings):
-        """Stand-in for the type checker; at run time this class is generated with a field for each setting."""
+        """Empty class for the type checker; at run time it is generated with a field for each setting."""
 
 else:
     _DECLARED = {name: flags_of(Deployment)[name] for name in PLANNED} | dict(flags_of(Options))
@@ -96,7 +96,7 @@ class Settings(_Declared):
 
     model: str = Field(min_length=1, description="folder with config.json, .gguf file, hub id, or demo")
 
-    # The tables of the TOML file; load_settings sets them for the construction of one Settings object.
+    # The contents of the TOML file; load_settings sets them while it creates one Settings object.
     _file: ClassVar[dict[str, Any]] = {}
 
     @classmethod

@@ -28,8 +28,8 @@ from tonnage.server.text.classifier import ClassifierConfig
 from tonnage.server.text.tokenizer import Tokenizer
 from tonnage.server.text.tool_calls import OutputParser
 
-# How long stop() waits for cancelled requests. They need a few rounds of the event loop to end, so one second
-# is a generous upper bound.
+# Seconds that stop() waits for cancelled requests. They need a few rounds of the event loop to end, so one
+# second is a generous upper bound.
 _CUT_OFF_SECONDS = 1.0
 # Interval in seconds of the log lines during a drain.
 DRAIN_PROGRESS_SECONDS = 5.0
@@ -147,7 +147,10 @@ class ServerState:
         return "" if name == self.model_name else name
 
     def check_task(self, *tasks: PoolingTask) -> None:
-        """Raise ApiError when the model does none of the tasks; without tasks, when it generates no text."""
+        """Raise ApiError when the model does none of the pooling ``tasks``.
+
+        Without tasks, raise it when the model generates no text.
+        """
         pools = self.engine.capabilities.pools
         if pools in tasks if tasks else pools is None:
             return
@@ -243,8 +246,8 @@ class ServerState:
         if self.draining:
             raise ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
         if not self.started:
-            # Suggest waiting as long again as the load has taken so far. This is an exponential back-off, which
-            # needs no estimate of the load time.
+            # Suggest a wait as long as the load has taken so far. This is an exponential back-off, which needs
+            # no estimate of the load time.
             waited = time.monotonic() - self._loading_since
             raise ApiError(
                 ErrorCode.MODEL_LOADING,

@@ -1,4 +1,4 @@
-"""The child process of ``tonnage.server.demo.model``: downloads from the hub, or dequantizes the GGUF file.
+"""The child process of ``tonnage.server.demo.model``, which downloads or converts the demo model.
 
 Usage: ``python -m tonnage.server.demo.convert hub FOLDER`` or ``convert GGUF FOLDER``. The last line on stdout
 is a JSON object, empty on success, else with ``error`` and ``disk_full``. All other output goes to stderr.

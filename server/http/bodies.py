@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.turns import Turns
 
-# The first bytes of each body are not counted, so that large bodies never cause the rejection of a small one.
+# These first bytes of each body are not counted, so that large bodies never cause the rejection of a small one.
 # uvicorn buffers as many bytes per connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
 FREE_BYTES = 65_536
 # Number of bodies of the maximum size that may arrive at once. By default these are 24 MiB in total, which the
@@ -22,7 +22,7 @@ Parsed = TypeVar("Parsed")
 
 
 def completed(steps: Generator[None, None, Parsed]) -> Parsed:
-    """Run all steps of a generator one after the other, and return its value."""
+    """Run all steps of a generator without a pause between them, and return the generator's value."""
     while True:
         try:
             next(steps)
@@ -39,7 +39,7 @@ class BodyBytes:
         self._turn = Turns(1)
 
     def hold(self, before: int, after: int) -> None:
-        """Count the growth of one body from ``before`` to ``after`` bytes.
+        """Count the growth of one request body from ``before`` to ``after`` bytes.
 
         Raises:
             ApiError: All bodies together would exceed ``most`` bytes (server_overloaded, a retry may succeed).

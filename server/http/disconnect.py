@@ -43,7 +43,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected; ``receive`` is that of a request."""
+    """Wait until the client has disconnected; ``receive`` is the ASGI receive of its request."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -53,4 +53,4 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
         task.cancel()
         await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # read the exception, so that asyncio does not report it as never retrieved
+        task.exception()  # the exception is read, so that asyncio does not report it as never retrieved

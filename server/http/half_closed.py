@@ -1,10 +1,10 @@
 """Detection of whether a client that closed its sending half still waits for its answer.
 
-A client that disconnects and one that only ends its sending both send one FIN. The server learns the difference
-when it writes: the host of a disconnected client answers with a reset, and the next write fails. A slow answer
-is therefore begun early, byte by byte. The bytes are the start that all answers share, or zeros before the size
-of the next chunk (RFC 9112, 7.1: chunk-size is 1*HEXDIG). An interim ``100 Continue`` would work too, but
-HTTP/1.0 has none, and Go's client accepts only five of them.
+A FIN arrives both from a client that disconnects and from a client that only ends its sending. The server
+learns the difference when it writes: the host of a disconnected client answers with a reset, and the next write
+fails. The server therefore sends the first bytes of a slow answer early, one at a time. These bytes are the
+start that all answers share, or leading zeros of the next chunk's size (RFC 9112, 7.1: chunk-size is 1*HEXDIG).
+An interim ``100 Continue`` would work too, but HTTP/1.0 has none, and Go's client accepts only five of them.
 
 RFC 9112 says that a half-closed connection does not imply that the client wants no answer
 (github.com/httpwg/http-core/issues/22). uvicorn, nginx (unless proxy_ignore_client_abort is set) and Go's
@@ -24,15 +24,15 @@ START = b"HTTP/1.1 "  # uvicorn's STATUS_LINE begins with these bytes for every 
 # byte is due. A disconnected client is detected by the second byte, 0.15 s after the FIN (later on a connection
 # with a long round trip).
 FIRST_SECONDS = 0.05
-# Time after which the probe has detected a disconnected client: two bytes, and the reset after the second.
+# Seconds after which the probe has detected a disconnected client: two bytes, and the reset after the second.
 PROBED_SECONDS = 4 * FIRST_SECONDS
 
 
 class HalfClosed:
-    """Probe that tells whether the client of a half-closed connection is still there.
+    """Probe that detects whether the client of a half-closed connection has disconnected.
 
-    It writes the nine bytes of ``START`` one at a time, the last after 26 s. Once a stream has begun, its own
-    events and keep-alive comments act as the probe.
+    The probe writes the nine bytes of ``START``, the beginning of every answer, one at a time, the last after
+    26 s. Later the events and keep-alive comments of a stream act as the probe.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
@@ -43,7 +43,7 @@ class HalfClosed:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """Start probing the client of a request that waits for its answer.
+        """Start to probe whether the client of a request that waits for its answer has disconnected.
 
         ``cycle`` is uvicorn's object for the request whose answer comes next on the connection.
         """
@@ -80,7 +80,7 @@ class HalfClosed:
 class _StartedTransport(asyncio.Transport):
     """A transport that skips the first bytes of an answer, because the probe has already sent them.
 
-    It has the methods that uvicorn's request cycle uses.
+    The class implements only the methods that uvicorn's request cycle calls.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:

@@ -1,8 +1,8 @@
 """Buffers for streamed events that their clients have not read yet.
 
-If a stream waited for a slow client, it would hold its sequences and its place in the queue until the client
-has read. Instead the stream continues, and its unread events are buffered. One limit applies to the buffers of
-all streams together.
+If the engine's stream waited for a slow client, it would hold its sequences and its place in the queue until
+the client has read. Instead the stream continues, and its unread events are buffered. One limit applies to the
+buffers of all streams together.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from tonnage.planner.engines.runtime.api import OUTBOX_BYTES
 from tonnage.server.errors import ApiError, ErrorCode
 
 # OUTBOX_BYTES is the limit over all streams. With events of 250 bytes, one per token, a single slow client may
-# be 67,000 tokens behind, or 512 clients 130 tokens each. In addition, each connection buffers 64 KiB.
+# have 67,000 unread tokens, or 512 clients 130 tokens each. In addition, each connection buffers 64 KiB.
 
 
 class Buffer(Protocol):
-    """Bytes of an answer that are held until the client receives them; ``len`` is their number."""
+    """Interface of the bytes of an answer that are held until the client gets them; ``len`` is their number."""
 
     def __len__(self) -> int:
         """Return the number of bytes held."""
 
     def cut(self) -> None:
-        """Give up the answer and release its bytes."""
+        """Discard the answer and release its bytes."""
 
 
 class Outboxes:
-    """The buffers (outboxes) of all streams of one server, and the parts of answers that are sent whole.
+    """The buffers (outboxes) of all streams of one server, and of all answers that are sent when complete.
 
-    When together they exceed OUTBOX_BYTES, the client with the largest buffer is disconnected.
+    When all buffers together exceed OUTBOX_BYTES, the largest is discarded, and its client gets an error or is
+    disconnected.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Outboxes:
         return len(self._behind)
 
     def hold(self, outbox: Buffer, size: int) -> None:
-        """Count ``size`` more bytes buffered by ``outbox``; above the limit, disconnect the slowest clients."""
+        """Count ``size`` more bytes in ``outbox``; above the limit of all buffers, discard the largest."""
         self._behind.add(outbox)
         self.idle.clear()
         self.held += size
@@ -60,14 +61,14 @@ class Outboxes:
         self.held -= size
 
     def end(self, outbox: Buffer) -> None:
-        """Remove an outbox whose client has been sent everything or has disconnected."""
+        """Remove an outbox that has sent all its events or whose client has disconnected."""
         self._behind.discard(outbox)
         if not self._behind:
             self.idle.set()
 
 
 class HeldAnswer:
-    """The bytes of an answer that is held until it is complete; they count with the buffers of streams."""
+    """Counter of the bytes of an answer that is held until it is complete; its limit is that of all streams."""
 
     def __init__(self, outboxes: Outboxes) -> None:
         self._outboxes = outboxes
@@ -94,7 +95,7 @@ class HeldAnswer:
             )
 
     def cut(self) -> None:
-        """Mark the answer as given up, and release its bytes."""
+        """Mark the answer as discarded, and release its bytes."""
         self.is_cut = True
         self.close()
 
@@ -138,15 +139,15 @@ class Outbox:
         return self._writer is not None or paused
 
     async def ready(self) -> None:
-        """Wait until the client has read the earlier answers on its connection."""
+        """Wait until the client has read the earlier answers of the connection (HTTP pipelining)."""
         if self._connection is not None:
             await self._connection.flow.drain()
 
     async def put(self, event: bytes) -> None:
         """Send ``event``, or buffer it when the client has not yet read earlier events.
 
-        For a client that was disconnected as too slow the call never returns. It is cancelled, as after any
-        disconnect.
+        If the client was disconnected because it read too slowly, the call waits until its task is cancelled,
+        as happens after every disconnect.
         """
         if not self.behind:
             await self._send({"type": "http.response.body", "body": event, "more_body": True})
@@ -186,8 +187,8 @@ class Outbox:
     async def _write(self) -> None:
         while self._kept:
             await self._connection.flow.drain()
-            # Send whole events, because some clients take each chunk for one event. Only an event above the
-            # size limit is split.
+            # Send only whole events, because some clients parse each HTTP chunk as one event. Only an event
+            # larger than HIGH_WATER_LIMIT is split.
             end = self._kept.rfind(b"\n\n", 0, HIGH_WATER_LIMIT) + 2
             piece = bytes(self._kept[: end if end > 1 else HIGH_WATER_LIMIT])
             del self._kept[: len(piece)]

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tonnage.server.http.disconnect import wait_for_disconnect
 from tonnage.server.http.half_closed import PROBED_SECONDS
 
-# One start takes a third of a millisecond, so eight take less than 5 ms, which clients do not notice.
+# Number of requests started per round of the event loop. One start takes a third of a millisecond, so eight
+# take less than 5 ms, which clients do not notice.
 STARTS_PER_ROUND = 8
 # When a round takes longer than this, fewer requests start in the next one. Prompts of a kilobyte take 2 ms
 # each to encode. With eight of them per round, 5,000 connections delayed /health by 5 s (benchmarks/abuse.py
@@ -43,7 +44,7 @@ class RequestPacing:
         self._counting = False  # whether a call of _next_round is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the wrapped app when it is the request's turn."""
+        """Wait for the request's turn, then call the wrapped app."""
         if scope["type"] == "http" and scope["path"] not in _UNPACED:
             if not self._counting:
                 self._counting = True
@@ -85,7 +86,7 @@ async def _is_gone(scope: Scope) -> bool:
     connection = scope.get("tonnage.connection")
     if connection is None:
         return False
-    await asyncio.sleep(0)  # the end of a connection that arrived with the request is read in the next round
+    await asyncio.sleep(0)  # a FIN that arrived together with the request is read in the next round
     if connection.half_closed and not connection.transport.is_closing():
         await asyncio.sleep(PROBED_SECONDS)
     return bool(connection.transport.is_closing())

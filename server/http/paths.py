@@ -9,7 +9,7 @@ class LenientPaths:
     """ASGI middleware that routes HEAD like GET, and a path with trailing slashes like the path without them.
 
     A redirect would lose the body of a POST request in many clients. Paths below ``kept`` are left as they are,
-    because their pages have relative links. The HTTP server sends no body in answer to HEAD.
+    because their pages have relative links. For HEAD the HTTP server leaves out the body of the response.
     """
 
     def __init__(self, app: ASGIApp, kept: tuple[str, ...] = ()) -> None:
@@ -17,7 +17,7 @@ class LenientPaths:
         self._kept = kept
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app with the path and the method that its routes have."""
+        """Call the app with GET instead of HEAD, and with the path without trailing slashes."""
         if scope["type"] == "http":
             path = scope["path"]
             if path.endswith("/") and len(path) > 1 and not path.startswith(self._kept):

@@ -22,39 +22,40 @@ from tonnage.server.errors import ApiError, ErrorCode, envelope, headers
 from tonnage.server.http.half_closed import HalfClosed
 from tonnage.server.http.receiving import UNPACED_BYTES, pacing_of
 
-# the default of h11 (max_incomplete_event_size), on which uvicorn's other HTTP protocol is based
+# The default limit of h11 (max_incomplete_event_size), the parser of uvicorn's other HTTP implementation.
 MAX_HEAD_BYTES = 65_536
 # The default of gunicorn (limit_request_fields) and of Apache (LimitRequestFields). uvicorn has no limit: 48
 # clients whose heads of 64 KB had 7,000 fields delayed /health by 0.5 s, and took 450 MiB (benchmarks/abuse.py
 # fields).
 MAX_HEADER_FIELDS = 100
-# After its first FREE_PIECES pieces, a body must have at least PIECE_BYTES per piece on average. A read from a
-# socket can hold 40,000 chunks of one byte.
+# After its first FREE_PIECES pieces (chunks, reads), a body must have at least PIECE_BYTES per piece on
+# average. Without this limit, one read from a socket can hold 40,000 chunks of one byte.
 FREE_PIECES, PIECE_BYTES = 4096, 16
-# Enough time for a slow line; nginx's client_header_timeout is 60 s and gunicorn's worker timeout 30 s.
+# Time limit for a request's head, enough for a slow connection. nginx's client_header_timeout is 60 s, and
+# gunicorn's worker timeout 30 s.
 HEAD_SECONDS = 20.0
 WRITE_SECONDS = 60.0  # how long a client may read nothing of its answer; the same as nginx's send_timeout
 
 # Limit of connections: four times the queue's default of 512 sequences. It leaves room for waiting requests,
 # rejections and probes. uvicorn's backlog is 2,048, too.
 MAX_CONNECTIONS = 2048
-# Number of connections closed at once above the limit. Finding the longest idle of 2,048 connections takes a
-# millisecond. Done once for each of 4,000 simultaneous connections, the search delayed /health by 14 s
+# Number of idle connections closed at once when there are too many. Searching 2,048 connections for the longest
+# idle takes a millisecond. One search for each of 4,000 simultaneous connections delayed /health by 14 s
 # (benchmarks/abuse.py connections, load 12).
 CLOSED_AT_ONCE = 64
-# File descriptors that connections must leave unused. With the hf engine the server itself has 46 files open
-# (/proc/PID/fd of the API process); 32 of them listen (commands/serve.py). The rest is for an engine that
-# starts while another one ends, for logs, and for connections that are being closed.
+# Number of file descriptors that connections must leave unused. With the hf engine the server itself has 46
+# files open (/proc/PID/fd of the API process); 32 of them are listening sockets (commands/serve.py). The other
+# 50 are for an engine that starts while another one ends, for logs, and for connections that are being closed.
 RESERVED_FILES = 96
-FEWEST_FILES = 64  # the 46 files of the server itself, and those of an engine process that starts
+FEWEST_FILES = 64  # 46 files of the server itself, and the files of an engine process that starts
 # Number of requests that a connection may send before the first is answered; above it the connection is closed.
 # uvicorn has no limit: 128 KB with 4,738 heads blocked the event loop for 124 ms (11 ms with 16 heads), and the
 # pipeline could grow without end.
 MAX_PIPELINED = 16
 
 
-# Number of half-closed connections that are kept for their answers. Above it the end of a client's sending is
-# a disconnect, as in nginx and Go. Without a limit, 5,000 clients that disconnected were all probed, which
+# Number of half-closed connections that are kept open for their answers. Above it, a FIN from a client counts
+# as a disconnect, as in nginx and Go. Without a limit, 5,000 clients that disconnected were all probed, which
 # paused a stream for 1.3 s and left 46 MB of the heap in use (benchmarks/abuse.py resets).
 MOST_HALF_CLOSED = 64
 _half_closed: set[asyncio.Protocol] = set()
@@ -146,12 +147,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._half_closed.stop()
             _half_closed.discard(self)
         super().connection_lost(exc)
-        # uvicorn tells only the newest request of the connection. Another one that is answered would go on,
-        # and wait for a disconnect forever.
+        # uvicorn reports the disconnect only to the connection's newest request. An earlier request whose
+        # answer is being written would continue, and wait for its disconnect forever.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
-        # The pipeline's requests refer to the connection, so only a garbage collection would release them.
+        # Pipelined requests and the connection refer to each other. Without this line only the garbage
+        # collector would free them.
         self.pipeline.clear()
         self._body.clear()
         self._unparsed.clear()
@@ -191,7 +193,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_large())
         answered = self.cycle is None or self.cycle.response_complete
         if self._late is None and answered and not self._refused and self in self.connections:
-            # The bytes begin the next head, or belong to a body that is no longer read, so a time limit starts.
+            # The bytes begin the next head, or belong to a body that is no longer read. The time limit starts.
             self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes the connection
@@ -210,7 +212,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
-            assert self._answering is not None  # a complete request has arrived
+            assert self._answering is not None  # because a complete request has arrived
             self._half_closed.watch(self._answering)
         return True
 
@@ -240,12 +242,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._trailers += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        """Enforce the size limit of the head and start the request."""
+        """Enforce the size limit of the request's head, then start the request."""
         self._in_head = False
         self._around = 0
         self._stop_late()
         if not self.flow.write_paused:
-            # a new answer begins, so earlier bytes that are still unsent do not mean a stalled client
+            # A new answer begins, so unsent bytes of the earlier answer no longer show that the client stalled.
             self._stop_stalled()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEAD_BYTES:
             self._refuse(_too_large())
@@ -253,10 +255,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Keep a piece of the body until the received bytes are parsed.
+        """Keep a piece of the body, and pass all pieces to uvicorn together when the received bytes are parsed.
 
-        uvicorn copies the whole body for each piece. With pieces of one byte, 32 clients that sent 30 KB each
-        delayed /health by 1.2 s (benchmarks/abuse.py chunks).
+        uvicorn copies the whole body for each piece that it gets. With pieces of one byte, 32 clients that sent
+        30 KB each delayed /health by 1.2 s (benchmarks/abuse.py chunks).
         """
         self._around = 0
         if self._refused:
@@ -300,9 +302,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # -- limit of connections ----------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Close the connections that have waited longest for a request, or for their client to read.
+        """Close the connections that have waited longest for a request, to make room for this new one.
 
-        When every connection has a request in progress, reject this new connection instead.
+        If none waits for a request, close those that have waited longest for their client to read. If every
+        connection has a request in progress, reject this new connection instead.
         """
         others = [
             each for each in self.connections if isinstance(each, BoundedHttpProtocol) and each is not self
@@ -352,7 +355,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _still_unsent(self, before: int) -> None:
         """Disconnect a client that has read nothing since the last check, when ``before`` bytes were unsent.
 
-        Its request ends as after any disconnect.
+        The server then cancels the client's request, as after every disconnect.
         """
         self._stalled = None
         if self.transport.get_write_buffer_size() < before:

@@ -1,9 +1,9 @@
 """TLS handshakes, counted and limited in time from the moment a connection is accepted.
 
-asyncio and uvloop make a TLS connection known to its protocol after the handshake, for which a client has 60 s.
-Connections that never send a handshake would use up all file descriptors unseen. Here every connection begins
-with `TlsHandshake`, and the HTTP protocol takes over when the handshake is complete. OpenSSL's state for a
-connection (48 KiB) is made when the client sends its first bytes.
+asyncio and uvloop create the protocol object of a TLS connection only after the handshake, for which a client
+has 60 s. Connections that never send a handshake could use up all file descriptors without being counted. Here
+every connection begins with `TlsHandshake`, and the HTTP protocol takes over when the handshake is complete.
+OpenSSL's state for a connection (48 KiB) is allocated when the client sends its first bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, cast
 
 from tonnage.server.http.protocol import CLOSED_AT_ONCE, BoundedHttpProtocol, max_connections
 
-# A handshake takes two round trips. nginx's client_header_timeout of 60 s includes it; ours is shorter, because
-# a connection without a key can wait here.
+# Time limit of a handshake, which takes two round trips. nginx's client_header_timeout of 60 s includes it.
+# This limit is shorter, because a client without an API key can hold a connection here.
 HANDSHAKE_SECONDS = 10.0
 
 
 class Handshakes:
-    """The TLS handshakes in progress, and the factory of connections for uvicorn.
+    """The TLS handshakes in progress; calling the object creates the protocol of a connection, for uvicorn.
 
     Args:
         context: TLS context with the server's certificate.
@@ -32,11 +32,11 @@ class Handshakes:
         self.waiting: dict[TlsHandshake, None] = {}  # handshakes in progress, in the order of acceptance
 
     def __call__(self, **arguments: Any) -> TlsHandshake:
-        """Return the protocol of a new connection; ``arguments`` are uvicorn's for an HTTP protocol."""
+        """Return the protocol of a new connection; uvicorn passes ``arguments`` for its HTTP protocol."""
         return TlsHandshake(self, lambda: BoundedHttpProtocol(**arguments), arguments["server_state"])
 
     def make_room(self, connections: int) -> None:
-        """Close the oldest handshakes when they and ``connections`` exceed the limit of connections."""
+        """Close the oldest handshakes when handshakes and ``connections`` together exceed the limit."""
         if len(self.waiting) + connections <= max_connections():
             return
         for oldest in list(self.waiting)[: min(CLOSED_AT_ONCE, len(self.waiting) - 1)]:
@@ -44,14 +44,14 @@ class Handshakes:
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection until its TLS handshake is complete."""
+    """The asyncio protocol of a connection until its TLS handshake is complete."""
 
     def __init__(self, handshakes: Handshakes, make: Callable[[], BoundedHttpProtocol], state: Any) -> None:
         self._handshakes, self._make, self._state = handshakes, make, state
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.TimerHandle | None = None
-        self._early = bytearray()  # bytes received before a protocol that reads them was in place
+        self._early = bytearray()  # bytes received before the protocol that reads them took over
         self._ended = False  # whether the client has ended the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -65,7 +65,8 @@ class TlsHandshake(asyncio.Protocol):
         loop, transport = asyncio.get_running_loop(), self._transport
         assert transport is not None
         work = loop.create_task(loop.start_tls(transport, self, self._handshakes.context, server_side=True))
-        # start_tls queues the calls by which its own protocol takes over. `_pass_on` runs directly after them.
+        # start_tls schedules the calls with which its own protocol takes over the connection. The doubled
+        # call_soon lets `_pass_on` run directly after them.
         loop.call_soon(loop.call_soon, self._pass_on)
         try:
             encrypted = await work
@@ -84,7 +85,7 @@ class TlsHandshake(asyncio.Protocol):
             protocol.data_received(bytes(self._early))
 
     def _pass_on(self) -> None:
-        """Pass the bytes that arrived before start_tls took over the connection to its protocol."""
+        """Pass bytes that arrived before start_tls took over the connection to the protocol of start_tls."""
         early, self._early = self._early, bytearray()
         protocol: Any = None if self._transport is None else self._transport.get_protocol()
         if protocol is self or not early:
@@ -103,7 +104,7 @@ class TlsHandshake(asyncio.Protocol):
             self._task = asyncio.get_running_loop().create_task(self._shake_hands())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, whose client has closed it."""
+        """Remove the connection from the handshakes in progress, because its client has closed it."""
         self._ended = True
         self._forget()
 

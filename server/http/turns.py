@@ -1,6 +1,7 @@
-"""Turns at work that few requests may do at once, such as parsing a large body or encoding a long text.
+"""A limit on how many requests do heavy work at once, such as parsing a large body or encoding a long text.
 
-API keys take turns, so a key with many requests delays a request of another key by one turn.
+Waiting requests get their turns in rotation over their API keys, so a key with many requests delays a request
+of another key by one turn only.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ _KEY: ContextVar[str] = ContextVar("tonnage_key", default="")
 
 
 def work_for(key: str) -> None:
-    """Note the name of the API key whose request the calling task, and each task that it starts, serves."""
+    """Record the API key for whose request the calling task, and each task that it starts, does its work."""
     _KEY.set(key)
 
 
 class Turns:
-    """An asynchronous context manager, in which at most ``places`` callers are at the same time.
+    """An asynchronous context manager that at most ``places`` callers can be inside at the same time.
 
-    The waiting keys form a circle. When a place is free, the next key of the circle gets it, and of this key's
-    callers the one that waited longest. Without API keys, callers get places in the order of their arrival.
+    Keys with waiting callers take turns in rotation. A free place goes to the next key, and there to the caller
+    that has waited longest. Without API keys, callers get places in the order of their arrival.
     """
 
     def __init__(self, places: int) -> None:
@@ -38,7 +39,7 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # the place was given to this caller, which no longer wants it
+            if not turn.cancelled():  # this caller got the place, but was cancelled
                 self._give()
             raise
 
@@ -52,7 +53,7 @@ class Turns:
             turn = turns.popleft()
             if turns:
                 self._waiting[key] = turns
-            if not turn.done():  # else its caller was cancelled
+            if not turn.done():  # a turn that is done belongs to a cancelled caller
                 turn.set_result(None)
                 return
         self._free += 1

@@ -31,7 +31,7 @@ from tonnage.server.settings import Settings, load_settings
 
 # Autoscaling adds replicas when more requests than this are waiting per replica.
 _WAITING_PER_REPLICA = 4.0
-# Autoscaling removes a replica only if this share of the other replicas' pools stays free.
+# Autoscaling removes a replica only if this fraction of the other replicas' pools stays free.
 _SPARE_SHARE = 0.3
 
 
@@ -86,7 +86,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=settings.drain_seconds,
         ray_actor_options={
             "num_cpus": 0
-        },  # The API needs little beside the engines, and it must also start on a node that they fill.
+        },  # The API needs few resources and reserves none, so that it can start on a node that engines fill.
     )
     return api.bind(settings, plan, engine.bind(settings, plan))
 
@@ -107,11 +107,11 @@ def placement(plan: Plan, options: ClusterOptions) -> dict[str, Any]:
 
 
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Return the number of replicas for Ray's autoscaler, and an empty state.
+    """Return the number of replicas for Ray's autoscaler, and an empty autoscaling state.
 
-    Each replica shall have at most `_WAITING_PER_REPLICA` waiting requests. A replica is removed only when no
-    request waits and the other pools can take all reserved blocks with a share of `_SPARE_SHARE` left free.
-    Otherwise scaling down might at once be followed by scaling up.
+    Replicas are added when more than `_WAITING_PER_REPLICA` requests per replica are waiting. A replica is
+    removed only when no request waits and the other replicas' pools can take all reserved blocks and still have
+    the fraction `_SPARE_SHARE` free. Otherwise scaling down might at once be followed by scaling up.
     """
     waiting, now = _sum(context, "waiting"), context.current_num_replicas
     if waiting > _WAITING_PER_REPLICA * now:

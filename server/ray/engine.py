@@ -22,8 +22,8 @@ from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, PoolStats, total
 from tonnage.server.ray.replica import ReplicaReport
 
-# Interval of asking the replicas for reports. Prometheus needs no shorter one, and each broadcast is a
-# control-plane operation of Ray, too costly to make per request.
+# Interval in seconds at which the replicas are asked for reports. Prometheus needs no shorter one. Each
+# broadcast is a control-plane operation of Ray, too costly to make per request.
 _REPORT_SECONDS = 1.0
 
 
@@ -122,7 +122,8 @@ class RayEngine(Engine):
     def _refuse(self, request: GenerationRequest) -> None:
         """Raise an error for a request that cannot be sent to a replica.
 
-        No replica may be ready, or no replica's pool may ever hold the request.
+        This is the case when no replica is ready, when the server is draining, or when no replica's pool can
+        ever hold the request.
         """
         if not self._stats.ready:
             raise QueueFull("no replica is ready")
@@ -159,7 +160,7 @@ class RayEngine(Engine):
                 await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
-        """Stop asking the replicas for reports; Ray itself stops the replicas."""
+        """Stop requesting reports from the replicas; Ray itself stops the replicas."""
         self._draining = True
         if self._reporter is not None:
             self._reporter.cancel()

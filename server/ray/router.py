@@ -16,8 +16,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tonnage.server.engines.request import GenerationRequest
 
-# Prefixes are compared in chunks of this many tokens, coarser than blocks of 16: a shorter common prefix is not
-# worth a longer queue.
+# Prefixes are compared in chunks of this many tokens, not in blocks of 16, because a common prefix shorter than
+# a chunk is not worth a longer queue.
 CHUNK_TOKENS = 64
 REMEMBERED_CHUNKS = 1 << 17  # The router remembers this many chunks: 8 Mi tokens of prompts, in about 20 MiB.
 # A replica's cached prefix is ignored when its queue is longer than the shortest by more than this. A hit saves
@@ -26,9 +26,9 @@ MAX_QUEUE_LEAD = 8
 
 
 def chain(token_ids: tuple[int, ...], salt: str) -> list[int]:
-    """Return a 64-bit hash for each full chunk of the prompt, over all tokens up to the chunk's end.
+    """Return one 64-bit hash per full chunk of the prompt, computed over all tokens up to the chunk's end.
 
-    Equal hashes therefore mean equal prefixes with the same salt.
+    Equal hashes therefore mean equal prefixes with the same cache salt.
     """
     tokens = np.asarray(token_ids, np.int32)
     value = xxhash.xxh3_64_intdigest(salt.encode())
@@ -73,8 +73,8 @@ def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, f
     """Return the replica ids, best first: longest matched prefix, then most headroom, then shortest queue.
 
     A replica whose queue is longer than the shortest by more than MAX_QUEUE_LEAD is ranked as if it had no
-    matched prefix. A replica without a report of its headroom has just started, so it is taken to have as much
-    as the best one; then the shortest queue decides.
+    matched prefix. A replica without a report of its headroom has just started, so its headroom counts as equal
+    to the largest reported one, and the length of its queue decides.
     """
     shortest, most = min(queues.values(), default=0), max(headroom.values(), default=0.0)
 
@@ -87,9 +87,9 @@ def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, f
 
 
 class Headroom:
-    """The replicas' unreserved blocks by their last reports, less those of the requests sent to them since.
+    """The replicas' unreserved blocks: those of the last reports, minus the needs of requests sent since then.
 
-    Reports are up to one second old. By the reports alone, all requests of a burst would go to one replica.
+    Reports are up to one second old. Without the subtraction, all requests of a burst would go to one replica.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Headroom:
         return known
 
     def sent(self, replica_id: str, tokens: int) -> None:
-        """Record that a request that may grow to this number of tokens was sent to a replica."""
+        """Record that a request was sent to a replica; it may grow to ``tokens`` tokens."""
         self._sent_tokens[replica_id] = self._sent_tokens.get(replica_id, 0) + tokens
 
 
@@ -141,7 +141,7 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         return [[replicas[key]] for key in ranked]
 
     def _count(self, pending: PendingRequest, replica_id: str) -> None:
-        """Count a request as one of the replica's, until it is completed or cancelled."""
+        """Add a request to the replica's queue count, until the request is completed or cancelled."""
         request_id = pending.metadata.internal_request_id
         if request_id not in self._replica:
             pending.future.add_done_callback(
@@ -153,10 +153,10 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
             self._headroom.sent(replica_id, tokens)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record which replica has accepted a request; it need not be the best one, which may be full."""
+        """Record which replica has accepted a request; the best one may have been full."""
         key = replica_id.unique_id
         request_id = pending_request.metadata.internal_request_id
-        if request_id in self._replica:  # else it has already ended
+        if request_id in self._replica:  # a request without an entry has already ended
             self._replica[request_id] = key
         self._memory.remember(_hashes(pending_request), key)
 

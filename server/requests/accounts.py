@@ -1,6 +1,6 @@
-"""Accounting of the API's requests: received = stop + length + aborted + rejected + error + in flight.
+"""Counts of the API's requests: received = stop + length + aborted + rejected + error + in flight.
 
-Each received request is either in flight or has exactly one of these outcomes.
+Each received request is either in flight or has exactly one of the five outcomes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Accounts(RequestCounts):
     def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANONYMOUS) -> Ticket:
         """Count a new request and return its Ticket, on which an outcome must be recorded exactly once."""
         if not self.in_flight:
-            # Restart the estimate after an idle time: in it no request could end, which would lower the
-            # measured rate.
+            # Restart the estimate after an idle time. Its seconds without requests would lower the measured
+            # rate.
             self._drain = DrainEstimate()
         self.received += 1
         self.in_flight += 1
@@ -157,7 +157,7 @@ class Ticket:
     def timed_out(self, seconds: float | None) -> ApiError:
         """Return the error for a request that exceeded its time limit of ``seconds``.
 
-        If the request has no token yet, the error suggests a retry.
+        If the request has generated no token yet, the error suggests a retry, because the queue was the cause.
         """
         if self.first_token_seconds is None:
             return ApiError(
@@ -173,8 +173,8 @@ class Ticket:
     def tokens(self, count: int, now: float, last: float | None) -> None:
         """Record the latency of ``count`` new tokens of a sequence.
 
-        They arrived at ``now``, and the sequence's previous tokens at ``last`` (None for its first); both are
-        monotonic seconds.
+        The tokens arrived at ``now``. ``last`` is the arrival of the sequence's previous tokens, None for its
+        first ones. Both are seconds of a monotonic clock.
         """
         if self.first_token_seconds is None:
             self.first_token_seconds = now - self._start

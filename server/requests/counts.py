@@ -33,7 +33,7 @@ class RequestCounts:
         self.time_to_first_token = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self.inter_token_latency = Histogram(INTER_TOKEN_LATENCY_BUCKETS)
         self.request_duration = Histogram(REQUEST_DURATION_BUCKETS)
-        # The wait in the queue is a part of the time to first token, so it has the same buckets.
+        # The wait in the queue is a part of the time to first token, so both histograms have the same buckets.
         self.queue_wait = Histogram(TIME_TO_FIRST_TOKEN_BUCKETS)
         self._finished: deque[float] = deque(maxlen=32)  # monotonic times of the last 32 completions
 

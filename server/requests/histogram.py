@@ -32,6 +32,6 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        """Count a duration of ``seconds``, ``times`` times."""
+        """Add ``times`` durations of ``seconds`` each to the histogram."""
         self.counts[bisect_left(self.borders, seconds)] += times
         self.total += seconds * times

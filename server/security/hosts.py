@@ -1,9 +1,9 @@
-"""The names by which clients may address a server without keys that listens on loopback.
+"""The check of the header Host, for a server without API keys that listens on loopback.
 
-A web page can point a name of its own at 127.0.0.1 (DNS rebinding). The browser then lets the page read a local
-server's answers. Such requests have the page's name in the header Host. Names without a dot are answered,
-because no web site has one. A server with keys or on another address is not checked, unless ``--allowed-hosts``
-is given.
+The owner of a web page can point the page's name at 127.0.0.1 (DNS rebinding). The browser then lets the page
+read a local server's answers. These requests have the page's name in the header Host and are rejected. Names
+without a dot are accepted, because no web site has one. A server with keys or on another address makes no
+check, unless ``--allowed-hosts`` is given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def allowed_hosts(host: str, given: Collection[str], *, keys: bool) -> frozenset[str] | None:
-    """Return the names in Host that a server answers, or None if it answers all.
+    """Return the names in the header Host that the server accepts, or None if it accepts every name.
 
     Args:
         host: Address on which the server listens.
@@ -39,7 +39,7 @@ class HostCheck:
         self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app if the request's Host is allowed."""
+        """Call the app if the request's header Host is allowed; otherwise reject the request."""
         if scope["type"] == "http":
             # A request of HTTP/1.0 may have no Host; no browser sends one.
             name = _name(Headers(scope=scope).get("host", "localhost"))

@@ -84,9 +84,11 @@ def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
         tenants += [_tenant(entry, number, file) for number, entry in enumerate(_entries(file), 1)]
     names = [tenant.name for _, tenant in tenants]
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise DeploymentError(f"two keys have the name {min(doubled)!r}", field="api_key_file")
+        raise DeploymentError(
+            f"two keys have the name {min(doubled)!r}; give each key a name of its own", field="api_key_file"
+        )
     if len({digest for digest, _ in tenants}) < len(tenants):
-        raise DeploymentError("the same key is given twice", field="api_key_file")
+        raise DeploymentError("the same API key is given twice; remove one of them", field="api_key_file")
     return KeyRing(tenants)
 
 

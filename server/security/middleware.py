@@ -49,8 +49,8 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        # A stream sends its chunks through this ``send``, past the middleware, which needs only the start of a
-        # response. Passing each token through all middleware would take a twentieth of the time of the token.
+        # A stream sends its chunks through this ``send`` and so bypasses the middleware, which needs only the
+        # start of a response. Passing each token through all middleware would take a twentieth of its time.
         scope["tonnage.send"] = send
 
         async def named(message: Message) -> None:
@@ -67,14 +67,14 @@ class RequestId:
 class Authentication:
     """ASGI middleware that requires ``Authorization: Bearer KEY`` and puts the key's tenant into the scope.
 
-    The headers ``x-api-key`` and ``api-key`` may have the key instead.
+    The headers ``x-api-key`` and ``api-key`` may have the key instead of ``Authorization``.
 
-    A browser cannot send that header by itself. For pages it is asked for ``Basic`` authentication, with the
-    key as the password. Other paths do not accept ``Basic``, because a browser would also send it with requests
-    that other sites cause.
+    A browser that opens a page cannot send such a header by itself. For pages, the browser is asked for
+    ``Basic`` authentication, with the key as the password. Other paths do not accept ``Basic``, because a
+    browser would also send it with requests that other sites cause.
 
     With several keys, only keys with ``metrics = true`` may read the metrics. ``tonnage.sees_all`` in the scope
-    says whether the key may. ``on_refused`` is called for each rejected request.
+    says whether the request's key may. ``on_refused`` is called for each rejected request.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Authentication:
             # A browser asks for HTML when it opens a page, and sends sec-fetch-mode when the page loads its
             # files.
             from_page = browser and ("text/html" in headers.get("accept", "") or "sec-fetch-mode" in headers)
-            if from_page and not header:  # not logged, because a browser's first request never has the header
+            if from_page and not header:  # no log line, because a browser's first request never has a key
                 await render(error, _BASIC_CHALLENGE)(scope, receive, send)
                 return
             await self._refuse(error, scope, _BASIC_CHALLENGE if from_page else None)(scope, receive, send)

@@ -13,8 +13,8 @@ from starlette.types import Scope
 REJECTIONS_PER_SECOND = 200
 # After a quiet time, this many rejections are sent without delay, so that a few mistakes are answered at once.
 BURST = 50
-# Upper bound of a rejection's delay. When more clients than REJECTIONS_PER_SECOND x MAX_DELAY_SECONDS are
-# waiting, the limit of connections takes effect instead.
+# Upper bound of a rejection's delay. When more clients than REJECTIONS_PER_SECOND x MAX_DELAY_SECONDS wait for
+# their rejection, the limit of connections takes effect instead.
 MAX_DELAY_SECONDS = 5.0
 
 

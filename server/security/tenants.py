@@ -1,4 +1,4 @@
-"""Tenants: the owners of requests, and the part of the server's capacity that each may use."""
+"""Tenants, which are the owners of requests, and the quotas of the server's capacity that each may use."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class Tenant:
     def priority_of(self, requested: int | None) -> int:
         """Return the priority of a request: ``requested``, or the tenant's default if it is None.
 
-        A priority better than the tenant's own would let its requests overtake tenants that the operator ranked
-        higher. One step is worth seconds of waiting (`tonnage.cache.admission.types.AGEING_SECONDS`), so -1000
-        is worth hours. Without keys no tenants are ranked, so a request may have any priority.
+        A priority better than the tenant's own would let its requests overtake those of tenants that the
+        operator ranked higher. One step of priority outweighs some seconds of waiting
+        (`tonnage.cache.admission.types.AGEING_SECONDS`), so -1000 outweighs hours. Without keys there are no
+        tenants to rank, so a request may have any priority.
 
         Raises:
             ApiError: The priority is better than the tenant's own.
@@ -90,11 +91,11 @@ class Quotas:
     ) -> None:
         """Check that a request leaves other tenants a fair share of the queue.
 
-        A tenant without a limit of its own may hold at most as many places in the queue as remain free. Alone
-        it gets half, two tenants get a third each, and a place is always left for the next tenant. The rule is
-        dynamic thresholds with alpha 1 (Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory
-        Packet Switches", IEEE/ACM Transactions on Networking 6(2), 1998). A tenant's first sequence needs only
-        a free place.
+        A tenant without a limit of its own may hold at most as many places in the queue as remain free. A
+        single active tenant gets half of the queue, two tenants get a third each, and so on, so the next tenant
+        always finds a free place. The rule is dynamic thresholds with alpha 1 (Choudhury and Hahne, "Dynamic
+        Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking 6(2),
+        1998). A tenant's first sequence is always accepted while a place is free.
 
         Args:
             tenant: The tenant that sends the request.
@@ -110,7 +111,10 @@ class Quotas:
             return
         most = max(1, queue // 2)
         if sequences > most:
-            raise _never(f"{sequences} sequences at once; a key may have {most} of the queue's {queue} places")
+            raise _never(
+                f"{sequences} sequences at once; a key may hold {most} of the queue's {queue} places: "
+                "send fewer prompts or a smaller n"
+            )
         held, free = self._account(tenant).sequences, queue - queued - sequences
         if held + sequences > max(1, free):
             raise ApiError(
@@ -131,7 +135,9 @@ class Quotas:
         limit = tenant.max_num_seqs
         if limit is not None:
             if sequences > limit:
-                raise _never(f"{sequences} sequences at once; this key may run {limit}")
+                raise _never(
+                    f"{sequences} sequences at once; this key may run {limit}: send fewer prompts or a lower n"
+                )
             if account.sequences + sequences > limit:
                 raise ApiError(
                     ErrorCode.RATE_LIMIT_EXCEEDED,
@@ -141,7 +147,10 @@ class Quotas:
         rate = tenant.tokens_per_minute
         if rate is not None:
             if tokens > rate:
-                raise _never(f"{tokens} tokens; this key may use {rate} per minute")
+                raise _never(
+                    f"{tokens} tokens; this key may use {rate} per minute: shorten the prompt, or lower "
+                    "max_tokens"
+                )
             if tokens > account.tokens:
                 raise ApiError(
                     ErrorCode.RATE_LIMIT_EXCEEDED,
@@ -153,7 +162,7 @@ class Quotas:
         account.sequences += sequences
 
     def leave(self, tenant: Tenant, sequences: int, unused_tokens: int) -> None:
-        """Return an ended request's sequences and the tokens that it did not use to the tenant's quota."""
+        """Give the sequences and the unused tokens of an ended request back to the tenant's quota."""
         account = self._account(tenant)
         account.sequences -= sequences
         if tenant.tokens_per_minute is not None:

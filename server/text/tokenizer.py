@@ -295,8 +295,8 @@ class Detokenizer:
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
     """Return the last tokens of the prompt that are decoded together with the answer.
 
-    They are the fewest tokens whose text begins with a complete character. Some decoders strip the leading space
-    of their first token, so decoding these tokens first keeps the space of the first generated token.
+    They are the fewest tokens whose text begins with a complete character. Some decoders strip the leading
+    space of their first token, so decoding these tokens first keeps the space of the first generated token.
     """
     for size in range(1, min(_PROMPT_END, len(prompt_token_ids)) + 1):
         ids = list(prompt_token_ids[-size:])
