@@ -366,9 +366,12 @@ class Generator:
                     if sequence.finished:
                         continue  # a stop string ended this choice, and the prompt's other choices still run
                     if chunk.refused:
-                        raise Refused(chunk.error or "the engine refused the request")
+                        raise Refused(chunk.error or "the engine rejected the request without a reason")
                     if chunk.finish_reason in ("error", "abort"):
-                        raise ApiError(ErrorCode.ENGINE_DEAD, chunk.error or "the engine ended the request")
+                        raise ApiError(
+                            ErrorCode.ENGINE_DEAD,
+                            chunk.error or "the engine ended the request without a reason; send it again",
+                        )
                     counts.cached[index // n] = chunk.cached_tokens
                     if chunk.queued_seconds is not None and chunk.index == 0 and sequence.last is None:
                         ticket.queued(chunk.queued_seconds)
@@ -395,7 +398,9 @@ class Generator:
                     if not unfinished:
                         break
             if unfinished:
-                raise ApiError(ErrorCode.ENGINE_DEAD, "the engine ended the request without a finish reason")
+                raise ApiError(
+                    ErrorCode.ENGINE_DEAD, "the engine ended the request without a finish reason; send it again"
+                )
         except NeverFits as error:
             error.field = submission.field
             raise

@@ -87,7 +87,7 @@ def count_parameters(checkpoint: Path) -> int:
     with checkpoint.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > 2**20:  # an invalid file; the header of the demo model's 272 tensors takes 30 KB
-            raise ValueError(f"the header claims {size} bytes")
+            raise ValueError(f"not a safetensors file: its header would have {size} bytes")
         header: dict[str, Any] = json.loads(file.read(size))
     total, end = 0, 0
     for name, tensor in header.items():
@@ -99,7 +99,7 @@ def count_parameters(checkpoint: Path) -> int:
         total += elements
         end = max(end, tensor["data_offsets"][1])
     if 8 + size + end != checkpoint.stat().st_size:
-        raise ValueError(f"{checkpoint.name} is cut short")
+        raise ValueError(f"{checkpoint.name} has fewer or more bytes than its header says")
     return total
 
 
