@@ -45,19 +45,19 @@ LIMITS = Limits(
 )
 
 
-def test_full_group_reserves_blocks_for_prompt_and_output() -> None:
+def test_full_attention_reserves_blocks_for_prompt_and_max_tokens() -> None:
     assert reserved_blocks(AdmissionRequest(1600, 3200), LIMITS) == 300
     assert reserved_blocks(AdmissionRequest(1, 15), LIMITS) == 1
     assert reserved_blocks(AdmissionRequest(1, 16), LIMITS) == 2
 
 
-def test_forks_share_the_full_prompt_blocks_and_nothing_else() -> None:
+def test_reservation_for_n_outputs_shares_only_the_full_prompt_blocks() -> None:
     # 40 prompt tokens: 2 full blocks shared; each of the 4 forks owns the partial third and its output.
     assert reserved_blocks(AdmissionRequest(40, 50, n=1), LIMITS) == 2 + 4
     assert reserved_blocks(AdmissionRequest(40, 50, n=3), LIMITS) == 2 + 3 * 4
 
 
-def test_reservation_sums_all_groups_of_the_pool() -> None:
+def test_reservation_is_the_sum_over_all_kv_cache_groups() -> None:
     sliding = KVGroup("sliding", (1,), window=32)
     limits = replace(LIMITS, layout=layout_of(FULL, sliding))
     request = AdmissionRequest(1000, 1000)
@@ -72,7 +72,7 @@ def test_reservation_sums_all_groups_of_the_pool() -> None:
     prompt=st.integers(1, 90),
     more=st.integers(1, 60),
 )
-def test_sliding_window_reservation_is_the_maximum_over_all_steps(
+def test_sliding_window_reservation_is_the_largest_number_of_blocks_held_in_any_step(
     window: int, budget: int, size: int, prompt: int, more: int
 ) -> None:
     """Compare with the blocks that each step [computed, end) writes or looks back to, position by position."""
@@ -100,7 +100,9 @@ def beside(*running: AdmissionRequest) -> Admission:
     return manager.admission
 
 
-def test_waiting_requests_share_the_forecast_of_the_running_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_lengths_are_forecast_once_per_step_for_all_waiting_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Judge six requests: lengths are forecast once, and again only after a step has changed the blocks."""
     manager = manager_of(805, 64, FULL, seqs=8, policy=Policy(AdmissionMode.GUARANTEED))
     for number in range(2):
@@ -122,7 +124,7 @@ def test_waiting_requests_share_the_forecast_of_the_running_ones(monkeypatch: py
     assert len(forecasts) == 2
 
 
-def test_admission_distinguishes_now_later_and_never() -> None:
+def test_admission_tells_requests_that_fit_now_later_or_never_apart() -> None:
     first, second = AdmissionRequest(1600, 3200), AdmissionRequest(8000, 1600)
     assert beside().decide_early(first) == Admit(300)
     assert beside(first).decide_early(second) == Wait(WaitReason.BLOCKS, blocks_short=300 + 600 - 805)
@@ -141,7 +143,7 @@ def test_admission_distinguishes_now_later_and_never() -> None:
     assert "prompt of 11880 tokens fits" in str(never)
 
 
-def test_never_names_the_exceeded_limit() -> None:
+def test_rejection_of_a_request_that_never_fits_names_the_exceeded_limit() -> None:
     long = refusal(AdmissionRequest(16_000, 385), LIMITS)
     assert isinstance(long, Never)
     assert (long.reason, long.needed_tokens, long.max_model_len) == (NeverReason.MAX_MODEL_LEN, 16_385, 16_384)
@@ -164,7 +166,7 @@ def test_never_names_the_exceeded_limit() -> None:
     window=st.none() | st.integers(1, 30),
     size=st.sampled_from([1, 2, 4, 8]),
 )
-def test_largest_prompt_of_never_is_exact(
+def test_largest_prompt_that_a_rejection_suggests_is_exactly_the_largest_that_fits(
     usable: int, max_model_len: int, max_tokens: int, n: int, window: int | None, size: int
 ) -> None:
     groups = (FULL,) if window is None else (FULL, KVGroup("sliding", (1,), window=window))
@@ -178,7 +180,7 @@ def test_largest_prompt_of_never_is_exact(
 
 
 @pytest.mark.parametrize("field", ["prompt_tokens", "max_tokens", "n"])
-def test_request_with_zero_counts_is_rejected(field: str) -> None:
+def test_request_with_zero_prompt_tokens_max_tokens_or_n_is_rejected(field: str) -> None:
     values = {"prompt_tokens": 1, "max_tokens": 1, "n": 1, field: 0}
     with pytest.raises(InvalidRequest, match=field):
         AdmissionRequest(**values)
@@ -279,7 +281,7 @@ HYBRID = (FULL, KVGroup("sliding", (1,), window=100), KVGroup("sliding", (2,), w
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("groups", [(FULL,), HYBRID, HYBRID[1:]], ids=["full", "hybrid", "sliding"])
 @pytest.mark.parametrize("order", ["random", "one at a time", "all prompts first", "longest first"])
-def test_reservations_suffice_under_every_schedule(
+def test_reserved_blocks_suffice_for_admitted_requests_in_every_scheduling_order(
     budget: int, groups: tuple[KVGroup, ...], order: str
 ) -> None:
     """Admit requests as early as allowed, fork them and run them to max_tokens, in adversarial orders.
@@ -349,7 +351,7 @@ def test_reservations_suffice_under_every_schedule(
     assert manager.stats().reserved == manager.stats().used == 0
 
 
-def test_reservations_are_released_at_the_end_of_each_fork() -> None:
+def test_each_of_n_outputs_releases_its_reservation_when_it_ends() -> None:
     manager = manager_of(100, 64, FULL)
     manager.admit(0, list(range(40)), 50, n=3)
     extend(manager, 0, 40)

@@ -124,7 +124,7 @@ def test_small_requests_do_not_starve_a_large_one(mode: AdmissionMode) -> None:
     assert len(before) < 60
 
 
-def test_requests_that_pass_the_queue_head_do_not_delay_it() -> None:
+def test_small_requests_that_overtake_the_queue_head_do_not_delay_it() -> None:
     """Start the head in the same step with and without passing; every request runs to max_tokens."""
     first = [(0.0, 400, 100, 100)] * 3
     head, short, long = (0.0, 800, 200, 200), (0.0, 60, 4, 4), (0.0, 60, 200, 200)
@@ -158,7 +158,7 @@ def take(queue: WaitingQueue, manager: KVCacheManager) -> int | None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tenant_quota_is_kept_and_blocks_no_other_tenant(mode: AdmissionMode) -> None:
+def test_tenant_at_its_quota_waits_without_blocking_other_tenants(mode: AdmissionMode) -> None:
     _, manager = queue_and_manager(Policy(mode, tenant_blocks=20))
     assert isinstance(manager.admit(0, [1] * 200, 40, tenant="a"), Admitted)  # 15 blocks
     assert manager.admit(1, [2] * 80, 16, tenant="a") == Wait(WaitReason.TENANT_QUOTA, 1)
@@ -186,7 +186,7 @@ def test_cancelled_queue_head_lets_the_next_request_start() -> None:
     assert len(queue) == 0
 
 
-def test_abort_after_preemption_releases_everything() -> None:
+def test_abort_of_a_preempted_request_releases_all_its_blocks() -> None:
     queue, manager = queue_and_manager(Policy(AdmissionMode.PREDICTIVE))
     for id in range(2):
         queue.push(Waiting(id, AdmissionRequest(700, 500), 0.0))
@@ -220,7 +220,9 @@ def test_abort_after_preemption_releases_everything() -> None:
 
 
 @pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE, AdmissionMode.GREEDY])
-def test_decisions_do_not_depend_on_future_outputs(mode: AdmissionMode) -> None:
+def test_admission_decisions_do_not_depend_on_the_future_output_lengths_of_requests(
+    mode: AdmissionMode,
+) -> None:
     rng = random.Random(3)
     trace = trace_of(*[(0.0, rng.randint(20, 400), rng.randint(1, 60), 80) for _ in range(40)])
     setup = replace(SETUP, policy=Policy(mode), leap=False, check=None)

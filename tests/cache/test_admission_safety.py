@@ -40,7 +40,7 @@ def snapshot_of(
     )
 
 
-def test_committed_peak_equals_slack_of_finishing_order() -> None:
+def test_committed_peak_is_capacity_minus_the_least_free_blocks_in_finishing_order() -> None:
     draw = random.Random(0)
     for _ in range(200):
         count = draw.randrange(1, 9)
@@ -75,7 +75,9 @@ STATES = st.integers(1, 5).flatmap(
 
 @settings(deadline=None, max_examples=300)
 @given(STATES)
-def test_safety_check_agrees_with_a_search_over_all_orders(state: tuple[list[int], list[int], int]) -> None:
+def test_safety_check_of_the_pool_agrees_with_a_search_over_all_finishing_orders(
+    state: tuple[list[int], list[int], int],
+) -> None:
     held, need, available = state
     snapshot = snapshot_of(sum(held) + available, held, need)
     assert is_safe(snapshot) == some_order_works(available, need, held)
@@ -84,7 +86,7 @@ def test_safety_check_agrees_with_a_search_over_all_orders(state: tuple[list[int
 
 @settings(deadline=None, max_examples=300)
 @given(STATES, st.data())
-def test_grants_keep_the_state_safe_and_progress(
+def test_granting_blocks_keeps_the_pool_safe_and_at_least_one_request_progresses(
     state: tuple[list[int], list[int], int], data: st.DataObject
 ) -> None:
     held, need, available = state
@@ -113,7 +115,7 @@ def test_grants_keep_the_state_safe_and_progress(
             assert left == 0 or not some_order_works(left - 1, more_need, more_held)
 
 
-def test_partial_grants_are_whole_multiples() -> None:
+def test_partially_granted_block_requests_are_multiples_of_the_given_size() -> None:
     # 12 available: the second must still find its 5 when the first has taken a part of the 14 it needs.
     snapshot = snapshot_of(20, [4, 4], [14, 5])
     assert grant(snapshot, ints(0), ints(13), multiple=1).tolist() == [7]
@@ -121,7 +123,7 @@ def test_partial_grants_are_whole_multiples() -> None:
     assert grant(snapshot, ints(1), ints(5), multiple=2).tolist() == [5]
 
 
-def test_exact_block_count_is_below_the_bound_for_merged_blocks() -> None:
+def test_exact_peak_of_merged_blocks_is_below_the_upper_bound() -> None:
     """Compare the bound and the exact count for two requests that share four merged blocks.
 
     Each request computed the blocks itself before they were found equal. The bound counts them as never
@@ -149,7 +151,7 @@ def test_exact_block_count_is_below_the_bound_for_merged_blocks() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_committed_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> None:
+def test_committed_peak_equals_the_maximum_of_held_blocks_over_all_steps(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
     size = data.draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
 
@@ -183,7 +185,7 @@ def test_committed_peak_is_the_maximum_over_all_steps(data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("budget", [16, 64, 9600])
-def test_sequences_stall_instead_of_overflowing_the_pool(budget: int) -> None:
+def test_sequences_are_stalled_when_the_pool_has_no_safe_block_for_them(budget: int) -> None:
     """Run (1,600 + 3,200) and (8,000 + 1,600) tokens in 805 blocks to their end without preemption.
 
     Started together they would need 808 blocks at 64 tokens per step and 834 at 16.
@@ -242,7 +244,7 @@ def test_sequences_stall_instead_of_overflowing_the_pool(budget: int) -> None:
         assert stalls
 
 
-def test_safety_law_reserves_the_maximum_of_sliding_groups() -> None:
+def test_admitted_requests_with_sliding_windows_always_find_the_blocks_that_they_need() -> None:
     """Run random operations on a pool with a full and a sliding group, with forks and shared prefixes.
 
     Every admitted request finds the blocks that it needs, and every request ends.

@@ -22,7 +22,9 @@ WINDOWS = KVLayout(
 
 
 @pytest.mark.parametrize("mode", list(AdmissionMode))
-def test_sliding_window_model_admits_while_all_reservations_fit(mode: AdmissionMode) -> None:
+def test_requests_of_a_sliding_window_model_are_admitted_while_all_reservations_fit_the_pool(
+    mode: AdmissionMode,
+) -> None:
     manager = KVCacheManager(
         WINDOWS, 41, max_num_seqs=16, max_model_len=200, max_num_batched_tokens=8, policy=Policy(mode)
     )

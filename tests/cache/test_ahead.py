@@ -66,7 +66,9 @@ def hits(compiler: Compiler) -> int:
     return sum(one.stats.cache_hits.values())  # type: ignore[attr-defined]
 
 
-def test_start_reads_code_compiled_ahead(sources: Path, tmp_path: Path) -> None:
+def test_compiler_loads_code_from_the_precompiled_archive_instead_of_compiling(
+    sources: Path, tmp_path: Path
+) -> None:
     archived(sources)
     compiler = Compiler(sources)
     assert "all" in compiler
@@ -75,7 +77,9 @@ def test_start_reads_code_compiled_ahead(sources: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.nbc"))
 
 
-def test_compiled_archive_depends_on_sources_not_their_location(sources: Path, tmp_path: Path) -> None:
+def test_precompiled_archive_is_used_after_moving_the_sources_but_not_after_changing_them(
+    sources: Path, tmp_path: Path
+) -> None:
     archived(sources)
     sources.rename(tmp_path / "moved")
     moved = Compiler(tmp_path / "moved")
@@ -84,7 +88,7 @@ def test_compiled_archive_depends_on_sources_not_their_location(sources: Path, t
     assert "all" not in Compiler(tmp_path / "moved")
 
 
-def test_compiled_archive_depends_on_the_instruction_set(
+def test_precompiled_archive_of_another_instruction_set_is_not_used(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archived(sources)
@@ -108,7 +112,7 @@ def test_compiled_archive_depends_on_the_instruction_set(
         (("avx512bf16", "avx512vl", "fma"), None),
     ],
 )
-def test_best_supported_instruction_level_is_chosen(
+def test_highest_instruction_set_level_that_the_cpu_supports_is_chosen(
     lacks: tuple[str, ...], level: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = {name: name not in lacks for name in ahead.LEVELS[0].needs}
@@ -144,7 +148,7 @@ ahead.write(level.path, {compiler.archive.name: compiler.archive.collected})
 
 
 @pytest.mark.parametrize("level", ahead.LEVELS, ids=lambda level: level.name)
-def test_code_compiled_for_another_instruction_level_runs(
+def test_code_precompiled_for_a_lower_instruction_set_level_runs_on_this_cpu(
     level: ahead.Level, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compile vector instructions in a process with a configured instruction level; load and run them here."""
@@ -168,7 +172,7 @@ def test_code_compiled_for_another_instruction_level_runs(
 
 
 @pytest.mark.parametrize("name", ["CPU_NAME", "CPU_FEATURES", "ENABLE_AVX"])
-def test_configured_processor_selects_its_archive(
+def test_archive_is_not_used_when_numba_is_configured_for_another_processor(
     name: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archived(sources)
@@ -176,7 +180,7 @@ def test_configured_processor_selects_its_archive(
     assert "all" not in Compiler(sources)
 
 
-def test_damaged_archive_is_recompiled(sources: Path) -> None:
+def test_functions_of_a_damaged_precompiled_archive_are_compiled_again(sources: Path) -> None:
     archived(sources)
     path = ahead.LEVELS[-1].path
     whole = path.read_bytes()
@@ -188,7 +192,9 @@ def test_damaged_archive_is_recompiled(sources: Path) -> None:
     assert "all" not in compiler
 
 
-def test_compilation_by_signature_runs_no_code(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_by_signature_does_not_call_the_function(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = Compiler(sources)
     module = importlib.import_module("ahead_module")
     one = compiler(function())
@@ -199,7 +205,7 @@ def test_compilation_by_signature_runs_no_code(sources: Path, monkeypatch: pytes
     assert [member.partition("-")[0] for member in found.members] == ["ahead_module.one"]
 
 
-def test_ahead_compilation_reports_progress(
+def test_ahead_of_time_compilation_reports_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Compile ahead in a process that only has to import, and in one that fails."""

@@ -53,7 +53,7 @@ def observe(fit: CostFit, cost: StepCost, steps: int, seed: int, noise: float = 
 
 
 @pytest.mark.parametrize("cost", [CPU, GPU, StepCost(0.006, 2e-5, 1e-5, 3e-8)])
-def test_step_costs_are_fitted_from_noisy_steps(cost: StepCost) -> None:
+def test_step_cost_model_is_fitted_from_noisy_step_times(cost: StepCost) -> None:
     fit = CostFit()
     assert fit.cost is None
     observe(fit, cost, 1000, 0, noise=0.05)
@@ -64,7 +64,7 @@ def test_step_costs_are_fitted_from_noisy_steps(cost: StepCost) -> None:
         assert found.seconds(*shape) == pytest.approx(cost.seconds(*shape), rel=0.05)
 
 
-def test_step_costs_follow_a_slower_engine() -> None:
+def test_fitted_step_costs_follow_an_engine_that_becomes_slower() -> None:
     fit = CostFit()
     observe(fit, GPU, 2000, 0)
     slower = StepCost(2 * GPU.fixed, 2 * GPU.prefill, 2 * GPU.sequence, 0.0)
@@ -73,7 +73,7 @@ def test_step_costs_follow_a_slower_engine() -> None:
     assert fit.cost.fixed == pytest.approx(slower.fixed, rel=0.1)
 
 
-def test_machine_pause_does_not_change_the_step_cost() -> None:
+def test_single_long_pause_does_not_change_the_fitted_step_cost() -> None:
     fit = CostFit()
     observe(fit, CPU, 640, 0)
     for _ in range(10):
@@ -99,7 +99,7 @@ def test_step_costs_are_unknown_before_a_prompt_and_never_negative() -> None:
 
 
 @pytest.mark.parametrize("rule", [VLLM, Rule(0.7), Rule(0.6)])
-def test_rehearsal_serves_every_token_once(rule: Rule) -> None:
+def test_simulated_admission_serves_every_token_exactly_once(rule: Rule) -> None:
     load = load_of(64)
     outcome = rehearse(load, ENGINE, CPU, rule)
     tokens = int(load.output.sum())
@@ -111,7 +111,7 @@ def test_rehearsal_serves_every_token_once(rule: Rule) -> None:
     )
 
 
-def test_rehearsal_of_a_large_pool_has_no_preemption() -> None:
+def test_simulated_admission_with_a_large_pool_has_no_preemptions() -> None:
     large = Engine(100_000, 16, 2048, 256)
     outcomes = [rehearse(load_of(64), large, CPU, rule) for rule in (VLLM, Rule(0.7))]
     assert outcomes[0] == outcomes[1]
@@ -119,14 +119,14 @@ def test_rehearsal_of_a_large_pool_has_no_preemption() -> None:
     assert outcomes[0].recomputed == 0
 
 
-def test_rehearsal_without_prefix_caching_recomputes_whole_requests() -> None:
+def test_simulated_preemption_without_prefix_caching_recomputes_whole_requests() -> None:
     apart = replace(ENGINE, prefix_caching=False)
     cached, whole = (rehearse(load_of(64), engine, CPU, VLLM) for engine in (ENGINE, apart))
     assert whole.preemptions > 0
     assert whole.recomputed > cached.recomputed > 0
 
 
-def test_holding_requests_back_gains_only_if_recompute_is_costly() -> None:
+def test_delaying_admission_raises_simulated_throughput_only_if_recompute_is_costly() -> None:
     load = load_of(128)
     gain = {
         name: rehearse(load, ENGINE, cost, Rule(0.7)).tokens_per_second
@@ -144,7 +144,7 @@ def outcome(tokens: float, first: float = 1.0, between: float = 0.1) -> Outcome:
     return Outcome(tokens, first, first, between, 0.1, 10)
 
 
-def test_best_rule_keeps_ttft_and_time_between_tokens() -> None:
+def test_chosen_admission_rule_worsens_neither_ttft_nor_inter_token_latency() -> None:
     own = outcome(100)
     choices = [
         Choice(VLLM, own, own),
@@ -159,21 +159,23 @@ def test_best_rule_keeps_ttft_and_time_between_tokens() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
-def test_large_throughput_gain_allows_an_equal_time_to_the_first_token(tokens: float, rule: Rule) -> None:
+def test_large_throughput_gain_permits_a_rule_with_equal_ttft(tokens: float, rule: Rule) -> None:
     own = outcome(100)
     held = Choice(Rule(0.7), outcome(tokens, first=1.0, between=0.05), own)
     assert best([Choice(VLLM, own, own), held], None).rule == rule
 
 
 @pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
-def test_large_throughput_gain_allows_less_margin_in_token_latency(tokens: float, rule: Rule) -> None:
+def test_large_throughput_gain_permits_a_rule_with_smaller_inter_token_latency_margin(
+    tokens: float, rule: Rule
+) -> None:
     own = outcome(100)
     held = Choice(Rule(0.7), outcome(tokens, first=0.9, between=0.098), own)
     assert best([Choice(VLLM, own, own), held], None).rule == rule
 
 
 @pytest.mark.parametrize("cost", [CPU, StepCost(0.040, 0.003, 0.0002, 5e-7)])
-def test_bounds_exceed_the_scatter_of_vllms_rule(cost: StepCost) -> None:
+def test_margins_for_leaving_vllms_rule_exceed_its_random_variation(cost: StepCost) -> None:
     ratios = []
     for seed in range(24):
         load, more = load_of(64, 300, seed), load_of(64, 300, seed)
@@ -191,7 +193,7 @@ def test_bounds_exceed_the_scatter_of_vllms_rule(cost: StepCost) -> None:
     assert 0 < 2 * between < 1 - START[0].between
 
 
-def test_target_itl_trades_throughput_for_time_between_tokens() -> None:
+def test_target_inter_token_latency_is_met_at_the_cost_of_throughput() -> None:
     own = outcome(100)
     choices = [
         Choice(VLLM, own, own),
@@ -225,7 +227,7 @@ def test_auto_mode_starts_with_vllms_rule() -> None:
     assert auto.choice is None
 
 
-def test_auto_holds_back_with_costly_recompute_and_a_queue() -> None:
+def test_auto_mode_delays_admission_when_recompute_is_costly_and_requests_wait() -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128).share is not None
     assert auto.choice is not None
@@ -233,7 +235,7 @@ def test_auto_holds_back_with_costly_recompute_and_a_queue() -> None:
     assert auto.rule(14) == VLLM  # a queue that is nearly empty
 
 
-def test_vllms_rule_holds_in_a_burst_unless_a_time_between_tokens_is_set() -> None:
+def test_auto_mode_uses_vllms_rule_in_a_short_burst_unless_target_itl_is_set() -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128).share is not None
     assert auto.rule(220) == VLLM
@@ -244,7 +246,7 @@ def test_vllms_rule_holds_in_a_burst_unless_a_time_between_tokens_is_set() -> No
 
 
 @pytest.mark.parametrize(("count", "known"), [(200, False), (60, True)])
-def test_no_rule_is_chosen_while_the_lengths_of_many_running_requests_are_unknown(
+def test_auto_mode_chooses_no_rule_while_many_running_requests_exceed_all_known_lengths(
     count: int, known: bool
 ) -> None:
     auto = taught(CPU, 128)
@@ -254,7 +256,7 @@ def test_no_rule_is_chosen_while_the_lengths_of_many_running_requests_are_unknow
     assert (auto.choice is not None) == known
 
 
-def test_rule_does_not_alternate_between_two_levels() -> None:
+def test_admission_rule_does_not_alternate_when_the_load_is_between_two_levels() -> None:
     auto = taught(CPU, 128)
     between = round(_LEVEL ** (math.log(128, _LEVEL) // 1 - 0.5))  # half-way between two levels
     auto.rule(128)
@@ -266,18 +268,18 @@ def test_rule_does_not_alternate_between_two_levels() -> None:
     assert auto.rule(between - 1) == auto.rule(between + 1)
 
 
-def test_auto_uses_vllms_rule_with_cheap_recompute() -> None:
+def test_auto_mode_uses_vllms_rule_when_recompute_is_cheap() -> None:
     assert taught(GPU, 128).rule(128) == VLLM
 
 
-def test_target_itl_holds_back_although_vllms_rule_is_faster() -> None:
+def test_target_itl_delays_admission_even_where_vllms_rule_has_higher_throughput() -> None:
     auto = taught(GPU, 128, target=0.025)
     assert auto.rule(128).share is not None
     assert auto.choice is not None
     assert auto.choice.outcome.tokens_per_second < auto.choice.own.tokens_per_second
 
 
-def test_previous_rule_holds_during_a_background_rehearsal() -> None:
+def test_previous_admission_rule_applies_until_a_background_simulation_has_ended() -> None:
     auto = taught(CPU, 128)
     auto.background = True
     assert auto.rule(128) == VLLM
@@ -286,21 +288,21 @@ def test_previous_rule_holds_during_a_background_rehearsal() -> None:
     assert auto.rule(128).share is not None
 
 
-def test_step_without_duration_is_ignored() -> None:
+def test_step_of_zero_seconds_is_ignored_in_the_fit_of_step_costs() -> None:
     auto = Auto(ENGINE, background=False)
     auto.stepped(8, 8, 100, 0.0, 8)
     assert auto.cost is None
     assert auto.rule(8) == VLLM
 
 
-def test_vllms_rule_holds_for_outputs_too_long_to_rehearse() -> None:
+def test_outputs_too_long_to_simulate_are_left_out_of_the_simulation() -> None:
     auto = Auto(Engine(10_000_000, 16, 2048, 256), background=False)
     for output, simulated in ((100_000, 0), (100, 200 + 1536)):
         lengths = Lengths(np.array([(100, output, 2 * output)] * 100), np.full(100, 0.01), 0.0)
         assert len(auto._load(100, lengths).output) == simulated
 
 
-def test_vllms_rule_holds_after_an_exception_in_a_rehearsal(
+def test_auto_mode_uses_vllms_rule_after_an_exception_in_a_simulation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     auto = taught(CPU, 128)
@@ -314,7 +316,9 @@ def test_vllms_rule_holds_after_an_exception_in_a_rehearsal(
     assert "a rehearsal failed" in caplog.text
 
 
-def test_guard_returns_to_vllms_rule_below_its_forecast(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_mode_returns_to_vllms_rule_when_throughput_is_below_the_forecast(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128) != VLLM
     with caplog.at_level(logging.WARNING, logger="tonnage.cache"):
@@ -329,7 +333,7 @@ def test_guard_returns_to_vllms_rule_below_its_forecast(caplog: pytest.LogCaptur
     assert len([record for record in caplog.records if "vLLM's rule holds" in record.message]) == 1
 
 
-def test_guard_ignores_windows_in_which_running_requests_grow() -> None:
+def test_growing_outputs_of_running_requests_do_not_count_as_low_throughput() -> None:
     auto = taught(CPU, 128)
     produced = 0
 
@@ -345,7 +349,7 @@ def test_guard_ignores_windows_in_which_running_requests_grow() -> None:
     assert auto.fallbacks == 0
 
 
-def test_target_itl_is_rejected_outside_auto() -> None:
+def test_target_itl_is_rejected_in_other_admission_modes_than_auto() -> None:
     with pytest.raises(CacheConfigError, match="target_itl"):
         Policy(AdmissionMode.PREDICTIVE, target_itl=0.1)
     with pytest.raises(CacheConfigError, match="target_itl"):

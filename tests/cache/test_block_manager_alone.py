@@ -109,7 +109,7 @@ def run(scheduler: Scheduler[Known], seed: int) -> list[object]:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)], ids=["full", "sliding"])
-def test_block_manager_alone_decides_like_the_full_one_by_sum_and_lru(groups: tuple) -> None:
+def test_minimal_block_manager_decides_like_the_full_one_with_sum_admission_and_lru(groups: tuple) -> None:
     layout = KVLayout(groups, 4, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
     alone = BlockManager(layout, 40, admission=BySum, **LIMITS)
     full = KVCacheManager(layout, 40, policy=Policy(AdmissionMode.NO_EVICT), eviction="lru", **LIMITS)
@@ -118,7 +118,7 @@ def test_block_manager_alone_decides_like_the_full_one_by_sum_and_lru(groups: tu
     assert ours[-1][2].hit_tokens > 0 < ours[-1][2].evictions
 
 
-def test_block_manager_alone_caches_no_prefix_of_windows_only_without_a_keyed_hash() -> None:
+def test_minimal_block_manager_disables_prefix_caching_for_sliding_windows_only() -> None:
     layout = KVLayout((SLIDING,), 4, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
     assert not BlockManager(layout, 40, admission=BySum, **LIMITS).prefix.enabled
     assert KVCacheManager(layout, 40, **LIMITS).prefix.enabled

@@ -30,7 +30,7 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def test_folder_of_sessions_is_one_trace_with_hash_ids_of_each_session(tmp_path: Path) -> None:
+def test_folder_of_session_files_is_read_as_one_trace_with_hash_ids_per_session(tmp_path: Path) -> None:
     write(tmp_path / "a.json", SESSION)
     write(tmp_path / "b.json", SESSION | {"id": "trace_0002"})
     trace = read_trace(tmp_path)
@@ -58,12 +58,14 @@ REFUSED_SESSIONS = [
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSED_SESSIONS)
-def test_session_with_impossible_fields_is_refused_by_name(tmp_path: Path, change, words: str) -> None:
+def test_session_file_with_an_invalid_field_is_rejected_naming_the_field(
+    tmp_path: Path, change, words: str
+) -> None:
     with pytest.raises(TraceError, match=words):
         read_trace(write(tmp_path / "s.json", SESSION | change))
 
 
-def test_other_json_file_is_refused(tmp_path: Path) -> None:
+def test_json_file_that_is_no_session_trace_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="not an agentic session"):
         read_trace(write(tmp_path / "s.json", {"requests": []}))
     (tmp_path / "cut.json").write_text("{")
@@ -84,7 +86,7 @@ def rag(tmp_path: Path, *records: object) -> Path:
     return write(tmp_path / "0_trace.jsonl", *records)
 
 
-def test_ragpulse_prompts_share_the_blocks_before_their_first_different_component(tmp_path: Path) -> None:
+def test_ragpulse_prompts_share_the_blocks_before_their_first_differing_part(tmp_path: Path) -> None:
     other = RAG | {"hash_ids": RAG["hash_ids"] | {"passages_ids": [8]}, "timestamp": "93"}
     again = RAG | {"hash_ids": RAG["hash_ids"] | {"user_input": [10]}, "timestamp": "99"}
     trace = read_trace(rag(tmp_path, RAG, other, again))
@@ -96,7 +98,7 @@ def test_ragpulse_prompts_share_the_blocks_before_their_first_different_componen
     assert [one == two for one, two in zip(first, third, strict=True)] == [True] * 4 + [False] * 3
 
 
-def test_ragpulse_without_lengths_is_refused_by_name(tmp_path: Path) -> None:
+def test_ragpulse_trace_without_component_lengths_is_rejected_naming_the_component(tmp_path: Path) -> None:
     alone = write(tmp_path / "0_trace.jsonl", RAG)
     with pytest.raises(TraceError, match="no file beside it has the lengths"):
         read_trace(alone)
@@ -112,7 +114,7 @@ def stored(hashes: list[object], parent: object, **more: object) -> dict[str, ob
             "block_size": 16, "medium": "GPU", **more}  # fmt: skip
 
 
-def test_kv_events_become_requests_with_shared_blocks(tmp_path: Path) -> None:
+def test_recorded_kv_events_are_read_as_requests_that_share_blocks(tmp_path: Path) -> None:
     path = write(
         tmp_path / "events.jsonl",
         [100.0, [stored(["a", "b", "c"], None)], 0],
@@ -149,7 +151,9 @@ REFUSED_EVENTS = [
 
 
 @pytest.mark.parametrize(("batch", "words"), REFUSED_EVENTS)
-def test_kv_event_with_missing_fields_is_refused_by_name(tmp_path: Path, batch: object, words: str) -> None:
+def test_kv_event_with_missing_fields_is_rejected_naming_the_field(
+    tmp_path: Path, batch: object, words: str
+) -> None:
     with pytest.raises(TraceError, match=words):
         read_trace(write(tmp_path / "events.jsonl", batch))
 
@@ -160,14 +164,14 @@ def in_msgpack(path: Path, *batches: object) -> Path:
     return path
 
 
-def test_kv_events_in_msgpack_are_those_in_json(tmp_path: Path) -> None:
+def test_kv_events_in_msgpack_give_the_same_requests_as_in_json(tmp_path: Path) -> None:
     batches = [[100.0, [stored(["a", "b", "c"], None)], 0], [100.1, [stored(["d"], "c")], 0], [101.5, []]]
     found = read_trace(in_msgpack(tmp_path / "events.msgpack", *batches))
     assert found.format == "kv-events"
     assert found.requests == read_trace(write(tmp_path / "events.jsonl", *batches)).requests
 
 
-def test_recording_of_vllm_has_the_prompts_that_were_sent() -> None:
+def test_kv_events_recorded_from_vllm_give_the_prompts_that_were_sent() -> None:
     """Six sessions of three turns with 400, 500 and 600 tokens, on a pool that holds three and a host tier.
 
     Later turns load blocks from the tier, so that vLLM reports their blocks a second time. Its blocks have 32
@@ -200,13 +204,13 @@ REFUSED_BYTES = [
 
 
 @pytest.mark.parametrize(("data", "words"), REFUSED_BYTES)
-def test_msgpack_that_is_damaged_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
+def test_damaged_msgpack_trace_is_rejected_with_the_reason(tmp_path: Path, data: bytes, words: str) -> None:
     (tmp_path / "events.msgpack").write_bytes(data)
     with pytest.raises(TraceError, match=words):
         read_trace(tmp_path / "events.msgpack")
 
 
-def test_msgpack_values_equal_those_of_another_library() -> None:
+def test_own_msgpack_reader_gives_the_same_values_as_the_msgpack_library() -> None:
     draw = random.Random(1)
 
     def value(depth: int = 0) -> object:
@@ -225,7 +229,7 @@ def test_msgpack_values_equal_those_of_another_library() -> None:
     assert [found for _, found in msgpack.values(data)] == made
 
 
-def test_events_of_our_own_publisher_are_read(tmp_path: Path) -> None:
+def test_kv_events_published_by_tonnage_are_read_as_a_trace(tmp_path: Path) -> None:
     msgspec = pytest.importorskip("msgspec")
     pytest.importorskip("zmq")
     from tonnage.cache.prefix.events import BlockStored
@@ -238,7 +242,7 @@ def test_events_of_our_own_publisher_are_read(tmp_path: Path) -> None:
     assert (request.prompt_tokens, len(request.hash_ids)) == (32, 2)
 
 
-def test_csv_with_a_mapping_has_hash_ids_in_a_cell(tmp_path: Path) -> None:
+def test_csv_trace_with_a_column_mapping_reads_a_list_of_hash_ids_from_one_cell(tmp_path: Path) -> None:
     path = tmp_path / "own.csv"
     path.write_text('t,in,out,ids,size\n0,128,4,"[1, 2]",64\n3,128,4,"[1, 5]",64\n')
     names = parse_columns("arrival=t,prompt_tokens=in,output_tokens=out,hash_ids=ids,hash_block=size")

@@ -321,18 +321,18 @@ def run(oracle: Oracle, operations: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_ten_thousand_random_operations_keep_every_slot(groups: tuple[KVGroup, ...]) -> None:
+def test_ten_thousand_random_operations_keep_the_content_of_every_kv_slot(groups: tuple[KVGroup, ...]) -> None:
     many_operations(groups, 14 * len(groups), seeds=10)
 
 
 @pytest.mark.parametrize(("groups", "blocks"), WITH_STATES.values(), ids=WITH_STATES.keys())
-def test_random_operations_with_states_chunked_attention_and_latents(
+def test_random_operations_keep_kv_slots_with_states_chunked_attention_and_mla_latents(
     groups: tuple[KVGroup, ...], blocks: int
 ) -> None:
     many_operations(groups, blocks, seeds=3)
 
 
-def test_random_operations_with_cached_states_and_windows() -> None:
+def test_random_operations_keep_kv_slots_with_cached_states_and_sliding_windows() -> None:
     many_operations((FULL, KVGroup("sliding", (1,), window=5), KVGroup("state", (2,))), 40, seeds=1)
 
 
@@ -370,7 +370,7 @@ COLLIDING: dict[str, HashBlock] = {
 
 
 @pytest.mark.parametrize("hash_block", COLLIDING.values(), ids=COLLIDING.keys())
-def test_colliding_hashes_never_serve_a_wrong_block(hash_block: HashBlock) -> None:
+def test_hash_collision_never_gives_a_block_of_other_tokens(hash_block: HashBlock) -> None:
     hits = 0
     # layouts of windows alone rely on the hash: see tonnage.cache.prefix.index
     with_full = [groups for groups in LAYOUTS.values() if any(group.kind == "full" for group in groups)]

@@ -57,7 +57,7 @@ def state_of(manager: KVCacheManager, sequence: int) -> int:
     return int(manager.states[0][manager.row(sequence)])
 
 
-def test_sequence_copies_a_cached_state_before_writing() -> None:
+def test_sequence_copies_a_cached_recurrent_state_before_writing_to_it() -> None:
     manager, prompt = make(), list(range(10))
     assert admit(manager, 1, prompt).cached_tokens == 0
     assert compute(manager, 1, 8) == ()
@@ -75,7 +75,7 @@ def test_sequence_copies_a_cached_state_before_writing() -> None:
     assert manager.stats().used == 0
 
 
-def test_copied_state_is_released_in_the_next_step() -> None:
+def test_source_of_a_copied_recurrent_state_is_released_in_the_next_step() -> None:
     manager = make()
     admit(manager, 1, list(range(10)))
     compute(manager, 1, 8)
@@ -88,7 +88,7 @@ def test_copied_state_is_released_in_the_next_step() -> None:
     assert cached in pool_lists.all_cached(manager.core)
 
 
-def test_state_inside_a_block_is_no_prefix_hit() -> None:
+def test_recurrent_state_at_a_position_inside_a_block_is_no_prefix_hit() -> None:
     manager, prompt = make(interval=None), list(range(12))
     admit(manager, 1, prompt)
     compute(manager, 1, 6, 12)  # after 6 tokens, and after 12: the state after 8 was never kept
@@ -98,7 +98,7 @@ def test_state_inside_a_block_is_no_prefix_hit() -> None:
     assert admit(manager, 3, [*prompt, 1, 2]).cached_tokens == 12
 
 
-def test_shared_prefix_without_state_gets_one_at_its_end() -> None:
+def test_recurrent_state_is_cached_at_the_end_of_a_prefix_that_two_prompts_share() -> None:
     manager, common = make(), list(range(12))
     admit(manager, 1, [*common, 50, 51, 52, 53, 54])
     compute(manager, 1, 16, 17)
@@ -110,7 +110,9 @@ def test_shared_prefix_without_state_gets_one_at_its_end() -> None:
 
 
 @pytest.mark.parametrize(("interval", "kept"), [(0, {16}), (8, {8, 16}), (None, {4, 8, 12, 16})])
-def test_retention_interval_decides_which_states_are_kept(interval: int | None, kept: set[int]) -> None:
+def test_retention_interval_decides_which_recurrent_states_stay_cached(
+    interval: int | None, kept: set[int]
+) -> None:
     manager, prompt = make(interval=interval), list(range(18))
     admit(manager, 1, prompt, 16)
     compute(manager, 1, 4, 8, 12, 16, 18)
@@ -119,7 +121,7 @@ def test_retention_interval_decides_which_states_are_kept(interval: int | None, 
     assert found - {0} == kept
 
 
-def test_evicted_state_shortens_the_hit_to_an_earlier_state() -> None:
+def test_prefix_hit_ends_at_an_earlier_recurrent_state_after_eviction_of_the_last() -> None:
     manager, prompt = make(interval=None), list(range(14))
     admit(manager, 1, prompt)
     compute(manager, 1, 4, 8, 12, 14)
@@ -133,7 +135,7 @@ def test_evicted_state_shortens_the_hit_to_an_earlier_state() -> None:
     assert admit(manager, 3, prompt).cached_tokens == 12
 
 
-def test_state_computed_by_two_sequences_is_cached_once() -> None:
+def test_equal_recurrent_states_of_two_sequences_are_cached_once() -> None:
     manager, prompt = make(), list(range(9))
     for sequence in (1, 2):
         admit(manager, sequence, prompt)
@@ -147,7 +149,7 @@ def test_state_computed_by_two_sequences_is_cached_once() -> None:
     assert len({state_of(manager, 1), state_of(manager, 2), copies[0].src}) == 3
 
 
-def test_forked_sequences_never_write_into_a_shared_state() -> None:
+def test_forked_sequences_never_write_into_a_shared_recurrent_state() -> None:
     manager = make()
     admit(manager, 1, list(range(10)), n=3)
     compute(manager, 1, 8, 10)
@@ -167,7 +169,7 @@ def test_forked_sequences_never_write_into_a_shared_state() -> None:
     assert manager.stats().used == 0
 
 
-def test_uncommitted_step_takes_no_second_state() -> None:
+def test_extending_twice_before_a_commit_allocates_no_second_recurrent_state() -> None:
     manager = make()
     admit(manager, 1, list(range(20)))
     compute(manager, 1, 4)
@@ -179,7 +181,7 @@ def test_uncommitted_step_takes_no_second_state() -> None:
     check_invariants(manager)
 
 
-def test_commit_at_a_position_without_state_is_rejected_without_change() -> None:
+def test_commit_at_a_position_without_recurrent_state_is_rejected_and_changes_nothing() -> None:
     manager = make()
     admit(manager, 1, list(range(20)))
     extend(manager, 1, 16)
@@ -191,14 +193,14 @@ def test_commit_at_a_position_without_state_is_rejected_without_change() -> None
     check_invariants(manager)
 
 
-def test_reservation_includes_the_state_read_and_the_state_written() -> None:
+def test_reservation_includes_the_recurrent_state_that_is_read_and_the_one_written() -> None:
     limits = Limits(make().limits.layout, 64, 128, 8, 64, cached_states=True)
     assert group_reservation(STATE, AdmissionRequest(9, 4, n=3), limits) == 6
     assert group_reservation(STATE, AdmissionRequest(2, 2, n=3), limits) == 3  # all in one block
     assert group_reservation(STATE, AdmissionRequest(9, 4, n=3), replace(limits, cached_states=False)) == 3
 
 
-def test_never_decision_counts_both_states() -> None:
+def test_rejection_of_a_request_that_never_fits_counts_both_recurrent_states() -> None:
     whole = AdmissionRequest(12, 4)
     assert isinstance(make(blocks=7).admit(1, list(range(12)), 4), Admitted)  # four blocks of tokens and two
     never = make(blocks=6).admit(1, list(range(12)), 4)
@@ -213,14 +215,14 @@ def test_never_decision_counts_both_states() -> None:
     [(STATE,), (KVGroup("sliding", (0,), window=8), STATE), (FULL, KVGroup("state", (1,), block_size=8))],
     ids=["states alone", "no full group", "states of other blocks"],
 )
-def test_layout_without_full_group_caches_no_state(groups: tuple[KVGroup, ...]) -> None:
+def test_model_without_full_attention_layers_caches_no_recurrent_states(groups: tuple[KVGroup, ...]) -> None:
     manager = make(*groups)
     assert not manager.cached_states
     assert not manager.prefix.enabled
 
 
 @pytest.mark.parametrize("interval", [-4, 6])
-def test_retention_interval_off_the_block_size_is_rejected(interval: int) -> None:
+def test_retention_interval_that_is_no_multiple_of_the_block_size_is_rejected(interval: int) -> None:
     with pytest.raises(CacheConfigError, match="multiple of the block size, 4"):
         make(interval=interval)
 
@@ -242,7 +244,7 @@ def _publish_another(manager: KVCacheManager) -> None:
     ("law", "damage"),
     [("tables", _lose_the_state), ("tables", _keep_the_source), ("prefix index", _publish_another)],
 )
-def test_violated_invariant_of_cached_states_is_named(
+def test_violated_invariant_of_cached_recurrent_states_is_named_in_the_error(
     law: str, damage: Callable[[KVCacheManager], None]
 ) -> None:
     manager = make()

@@ -66,7 +66,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, int]:
     return int(hits), int(misses)
 
 
-def test_code_of_processes_that_compile_at_once_is_kept(tmp_path: Path) -> None:
+def test_compiled_code_of_processes_that_compile_at_the_same_time_is_all_cached(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(SOURCE)
     processes = [start(tmp_path, kind) for kind in KINDS]
     for process in processes:
@@ -90,6 +90,6 @@ def noted(sources: Path, cpu: str) -> bool:
     return done.stdout == "True\n"
 
 
-def test_functions_compiled_for_one_processor_are_not_taken_as_compiled_for_another(tmp_path: Path) -> None:
+def test_compiled_code_cached_for_one_processor_does_not_count_for_another(tmp_path: Path) -> None:
     """The engine process would otherwise compile them itself, with memory that is not planned."""
     assert [noted(tmp_path, cpu) for cpu in ("znver4", "skylake-avx512", "znver4")] == [False, False, True]

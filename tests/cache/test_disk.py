@@ -63,7 +63,7 @@ def files(path: Path) -> list[Path]:
     return sorted(path.rglob("*.kv"))
 
 
-def test_blocks_are_read_before_the_learned_order_is_compiled(
+def test_disk_blocks_can_be_read_before_the_learned_eviction_order_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, compiled = 100_000, threading.Event()
@@ -87,7 +87,7 @@ def test_blocks_are_read_before_the_learned_order_is_compiled(
         store.close()
 
 
-def test_blocks_are_there_after_a_restart_in_the_order_of_their_use(tmp_path: Path) -> None:
+def test_disk_blocks_and_their_lru_order_survive_a_restart(tmp_path: Path) -> None:
     size = 100_000
     with opened(tmp_path, 1 << 20) as store:
         for number in range(9):
@@ -104,7 +104,7 @@ def test_blocks_are_there_after_a_restart_in_the_order_of_their_use(tmp_path: Pa
         assert read(store, 0, size) == block(0, size)
 
 
-def test_folder_never_exceeds_its_size(tmp_path: Path) -> None:
+def test_disk_folder_never_exceeds_its_configured_size(tmp_path: Path) -> None:
     """Ten times the folder's size is written by four threads, beside files and blocks from before."""
     limit, chance = 8 << 20, random.Random(0)
     path = tmp_path / "kv"
@@ -143,7 +143,7 @@ def test_folder_never_exceeds_its_size(tmp_path: Path) -> None:
     assert (path / "notes.txt").stat().st_size == 1_000_000
 
 
-def test_directory_of_many_removed_files_counts_as_large_as_it_was(tmp_path: Path) -> None:
+def test_disk_usage_counts_directories_that_stay_large_after_files_are_removed(tmp_path: Path) -> None:
     """ext4 does not shrink a directory when its files are removed; all keys here are in one directory."""
     with opened(tmp_path / "kv", 8 << 20) as store:
         for number in range(1_500):
@@ -155,7 +155,7 @@ def test_directory_of_many_removed_files_counts_as_large_as_it_was(tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [4_000, 20_000])
-def test_full_folder_holds_the_planned_number_of_blocks(tmp_path: Path, size: int) -> None:
+def test_full_disk_folder_holds_the_planned_number_of_blocks(tmp_path: Path, size: int) -> None:
     limit = 12 << 20
     with opened(tmp_path / "kv", limit) as store:
         for number in range(4_000):
@@ -164,7 +164,7 @@ def test_full_folder_holds_the_planned_number_of_blocks(tmp_path: Path, size: in
         assert store.counts().blocks == blocks_on_disk(limit, size)
 
 
-def test_folder_that_was_larger_is_brought_within_its_size(tmp_path: Path) -> None:
+def test_disk_folder_is_shrunk_at_start_when_its_configured_size_is_lowered(tmp_path: Path) -> None:
     with opened(tmp_path, 8 << 20) as store:
         for number in range(60):
             store.store(key(number), block(number, 100_000))
@@ -174,7 +174,7 @@ def test_folder_that_was_larger_is_brought_within_its_size(tmp_path: Path) -> No
         assert store.counts().evicted > 0
 
 
-def test_other_files_that_fill_the_folder_leave_no_room_and_stay(tmp_path: Path) -> None:
+def test_foreign_files_in_the_disk_folder_count_towards_its_size_and_are_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").write_bytes(b"x" * (2 << 20))
     with opened(tmp_path, 1 << 20) as store:
         assert not store.store(key(1), block(1, 1000))
@@ -190,7 +190,7 @@ def test_block_larger_than_the_folder_is_dropped_and_evicts_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize("damage", ["cut off", "longer", "one bit", "header", "gone", "another block", "empty"])
-def test_damaged_block_is_a_miss_and_never_wrong(tmp_path: Path, damage: str) -> None:
+def test_damaged_disk_block_is_a_cache_miss(tmp_path: Path, damage: str) -> None:
     with opened(tmp_path) as store:
         assert store.store(key(1), block(1, 50_000))
         assert store.store(key(2), block(2, 50_000))
@@ -221,7 +221,7 @@ def test_damaged_block_is_a_miss_and_never_wrong(tmp_path: Path, damage: str) ->
 
 
 @pytest.mark.parametrize("planted", ["link", "pipe"])
-def test_link_or_pipe_in_place_of_a_block_is_a_miss(tmp_path: Path, planted: str) -> None:
+def test_symbolic_link_or_pipe_in_place_of_a_disk_block_is_a_cache_miss(tmp_path: Path, planted: str) -> None:
     path, elsewhere = tmp_path / "block.kv", tmp_path / "elsewhere"
     content = memoryview(bytearray(b"a" * 4096))
     write_block(elsewhere, b"key", content)
@@ -249,7 +249,7 @@ def test_link_or_pipe_in_place_of_a_block_is_a_miss(tmp_path: Path, planted: str
     assert elsewhere.read_bytes() == before
 
 
-def test_blocks_of_another_namespace_are_never_read(tmp_path: Path) -> None:
+def test_disk_blocks_of_another_model_or_dtype_are_never_read(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         store.store(key(1), block(1, 1000))
     with opened(tmp_path, namespace=MODEL | {"dtype": "float16"}) as store:
@@ -259,7 +259,7 @@ def test_blocks_of_another_namespace_are_never_read(tmp_path: Path) -> None:
         assert read(store, 1, 1000) == block(1, 1000)
 
 
-def test_folder_belongs_to_one_server_and_others_may_read_it(
+def test_one_server_writes_to_a_disk_folder_and_others_can_only_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)
@@ -275,7 +275,7 @@ def test_folder_belongs_to_one_server_and_others_may_read_it(
         assert writer.counts().blocks == 1
 
 
-def test_folder_of_a_server_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+def test_server_waits_for_a_disk_folder_that_an_ending_server_still_locks(tmp_path: Path) -> None:
     with opened(tmp_path) as before:
         before.store(key(1), block(1, 1000))
         ending = threading.Timer(0.3, before._folder.close)
@@ -286,7 +286,7 @@ def test_folder_of_a_server_that_is_ending_is_waited_for(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("mode", "warnings"), [(0o700, 0), (0o755, 0), (0o775, 1), (0o777, 1)])
-def test_folder_that_others_can_write_is_warned_of(
+def test_disk_folder_that_other_users_can_write_causes_a_warning(
     tmp_path: Path, mode: int, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(mode)
@@ -295,7 +295,7 @@ def test_folder_that_others_can_write_is_warned_of(
     assert caplog.text.count("change the blocks of this disk tier") == warnings
 
 
-def test_block_stays_on_disk_when_no_descriptor_is_left(
+def test_block_stays_on_disk_when_a_read_fails_for_lack_of_file_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, 1 << 20) as store:
@@ -314,7 +314,7 @@ def test_block_stays_on_disk_when_no_descriptor_is_left(
         assert read(store, 1, 1000) == block(1, 1000)
 
 
-def test_only_the_owner_can_read_the_blocks(tmp_path: Path) -> None:
+def test_only_the_owner_has_permission_to_read_disk_blocks(tmp_path: Path) -> None:
     with opened(tmp_path / "kv") as store:
         store.store(key(1), block(1, 1000))
     (file,) = files(tmp_path)
@@ -322,7 +322,9 @@ def test_only_the_owner_can_read_the_blocks(tmp_path: Path) -> None:
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
-def test_full_disk_costs_writes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_drops_writes_but_reads_still_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A limit of the file size stands for the disk: the kernel fails the write in the middle of a file."""
     code = f"""
 import resource, signal, sys
@@ -367,7 +369,7 @@ while True:
 """
 
 
-def test_killed_writer_leaves_a_usable_folder_and_no_wrong_block(tmp_path: Path) -> None:
+def test_killed_server_leaves_a_usable_disk_folder_without_wrong_blocks(tmp_path: Path) -> None:
     """Kills at random moments; after each the last writes are cut off, as a machine that loses power does."""
     chance, found = random.Random(1), 0
     for turn in range(int(os.environ.get("TONNAGE_KILLS", "12"))):
@@ -435,7 +437,9 @@ def conversations_between_scans(store: DiskStore, turns: int = 400) -> int:
     return found
 
 
-def test_learned_order_keeps_prompts_that_return_and_writes_less(tmp_path: Path) -> None:
+def test_learned_eviction_order_keeps_returning_prompts_on_disk_and_writes_less_than_lru(
+    tmp_path: Path,
+) -> None:
     limit = (1 << 20) + 18 * 102_656  # directories of all first bytes, and 18 blocks
     with opened(tmp_path / "lru", limit) as store:
         assert conversations_between_scans(store) == 0
@@ -447,7 +451,7 @@ def test_learned_order_keeps_prompts_that_return_and_writes_less(tmp_path: Path)
         assert du(tmp_path / "learned") <= limit
 
 
-def test_learned_order_survives_damage_restart_and_blocks_of_another_model(tmp_path: Path) -> None:
+def test_learned_eviction_order_stays_consistent_after_damage_restart_and_model_change(tmp_path: Path) -> None:
     """The index, the order and the folder agree after thousands of random events."""
     limit, chance = (1 << 20) + 18 * 102_656, random.Random(4)
     for turn in range(4):
@@ -478,7 +482,7 @@ def test_learned_order_survives_damage_restart_and_blocks_of_another_model(tmp_p
             assert held <= set(store._folder.blocks)
 
 
-def test_error_in_the_learned_order_costs_its_hits_only(
+def test_exception_in_the_learned_eviction_order_does_not_stop_the_disk_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, 3 << 20, learned=SIZE) as store:

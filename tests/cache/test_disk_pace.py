@@ -16,7 +16,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_requests_read_until_both_costs_are_known() -> None:
+def test_blocks_are_read_from_disk_until_read_and_compute_costs_are_measured() -> None:
     rule = ReadRule()
     assert rule.blocks_to_read() is None
     rule.read(10, 100.0)
@@ -25,7 +25,7 @@ def test_requests_read_until_both_costs_are_known() -> None:
     assert rule.blocks_to_read() == 0
 
 
-def test_given_cost_of_computing_replaces_the_measured_one() -> None:
+def test_configured_compute_cost_replaces_the_measured_one() -> None:
     rule = ReadRule(compute_seconds=0.5)
     rule.computed(10, 1.0)
     rule.read(10, 4.0)
@@ -35,7 +35,7 @@ def test_given_cost_of_computing_replaces_the_measured_one() -> None:
     assert rule.blocks_to_read() == 0
 
 
-def test_slow_disk_is_tried_with_one_block_a_minute_until_it_recovers(clock: list[float]) -> None:
+def test_slow_disk_is_probed_with_one_block_per_minute_until_it_recovers(clock: list[float]) -> None:
     rule = ReadRule()
     rule.computed(10, 1.0)
     rule.read(1000, 1000.0)
@@ -50,7 +50,7 @@ def test_slow_disk_is_tried_with_one_block_a_minute_until_it_recovers(clock: lis
     assert rule.blocks_to_read() is None
 
 
-def test_recent_measurements_decide(clock: list[float]) -> None:
+def test_recent_disk_read_times_outweigh_earlier_ones(clock: list[float]) -> None:
     rule = ReadRule()
     rule.computed(10, 1.0)
     for _ in range(20):

@@ -43,7 +43,7 @@ def order() -> EvictionOrder:
     return EvictionOrder(16, BLOCK, 8)
 
 
-def test_tail_block_of_a_request_is_evicted_first(order: EvictionOrder) -> None:
+def test_last_block_of_a_request_is_evicted_before_its_earlier_blocks(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "xyz", [4, 5, 6])()
     assert order.blocks() == [3, 2, 1, 6, 5, 4]
@@ -86,7 +86,7 @@ def test_duplicate_block_is_evicted_first(order: EvictionOrder) -> None:
     assert order.evicted == 1
 
 
-def test_hit_on_a_duplicate_block_takes_it_out_of_the_order(order: EvictionOrder) -> None:
+def test_duplicate_block_in_use_after_a_hit_is_not_evicted(order: EvictionOrder) -> None:
     end = [live(order, "ab", [1, 2]), live(order, "ab", [3, 4])]
     for each in end:
         each()
@@ -98,7 +98,7 @@ def test_hit_on_a_duplicate_block_takes_it_out_of_the_order(order: EvictionOrder
     check_order(order)
 
 
-def test_blocks_below_used_blocks_are_evicted_as_a_last_resort(order: EvictionOrder) -> None:
+def test_cached_blocks_whose_continuation_is_in_use_are_evicted_last(order: EvictionOrder) -> None:
     ab, abc = live(order, "ab", [1, 2]), live(order, "abc", [3, 4, 5])
     ab()
     hashes = chain(*"abc")
@@ -110,7 +110,9 @@ def test_blocks_below_used_blocks_are_evicted_as_a_last_resort(order: EvictionOr
     assert order.pop(3) == [5, 4, 3]
 
 
-def test_forgotten_block_is_evicted_first_unless_extended(order: EvictionOrder) -> None:
+def test_block_whose_content_was_forgotten_is_evicted_first_unless_others_extend_it(
+    order: EvictionOrder,
+) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "x", [4])()
     order.forget([2, 4, 9])
@@ -121,7 +123,7 @@ def test_forgotten_block_is_evicted_first_unless_extended(order: EvictionOrder) 
     check_order(order)
 
 
-def test_reset_frees_all_blocks(order: EvictionOrder) -> None:
+def test_reset_of_the_eviction_order_frees_all_blocks(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "abd", [1, 2, 4], hit=2)()
     assert sorted(order.reset()) == [1, 2, 3, 4]
@@ -129,7 +131,7 @@ def test_reset_frees_all_blocks(order: EvictionOrder) -> None:
     check_order(order)
 
 
-def test_window_group_blocks_are_evicted_by_their_position_class(order: EvictionOrder) -> None:
+def test_sliding_window_blocks_are_evicted_by_their_position_in_the_prompt(order: EvictionOrder) -> None:
     hashes = chain(*"abcd")
     turn = order.start(hashes, [], 17, 0)
     order.release([9])  # left by the window while the request ran
@@ -148,7 +150,7 @@ def test_window_group_blocks_are_evicted_by_their_position_class(order: Eviction
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_eviction_order_laws_hold_in_random_runs(seed: int) -> None:
+def test_eviction_order_invariants_hold_in_random_runs(seed: int) -> None:
     """Check the laws in a pool of 40 blocks whose user duplicates, forgets and resets blocks at random."""
     world = random.Random(seed)
     order = EvictionOrder(40, BLOCK, 12)

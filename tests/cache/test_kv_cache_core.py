@@ -92,7 +92,7 @@ def test_keyed_hash_equals_pythons_siphash() -> None:
         assert int(hash_keyed(message, 2, message.size - 2, seed, zero, zero, 1, 3)) == expected
 
 
-def test_keyed_hash_equals_vector_of_siphash_paper() -> None:
+def test_keyed_hash_equals_the_reference_test_vector_of_siphash() -> None:
     # vector of length 16 with key 00..0f and message 00..0f (vectors.h of the reference implementation)
     words = np.arange(16, dtype=np.uint8).view(np.uint64)
     message = np.arange(16, dtype=np.uint8).view(np.int32)
@@ -139,7 +139,7 @@ def random_run(manager: KVCacheManager, calls: int) -> str:
     return f"{digest.hexdigest()} {manager.stats().evictions}"
 
 
-def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
+def test_compiled_and_interpreted_block_manager_leave_equal_arrays() -> None:
     compiled = random_run(make(FULL, SLIDING, blocks=90, length=64), 400)
     assert int(compiled.split()[1]) > 50
     here = Path(__file__).parent
@@ -154,7 +154,9 @@ def test_compiled_and_uncompiled_code_leave_the_same_arrays() -> None:
     assert done.stdout.split() == compiled.split()
 
 
-def test_cached_machine_code_depends_on_every_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_of_any_module_invalidates_the_cached_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tonnage.cache import ahead, compiled
     from tonnage.cache.sequences import steps
 
@@ -187,7 +189,9 @@ def test_cached_machine_code_depends_on_every_module(tmp_path: Path, monkeypatch
         assert compiled.Compiler(twin).folder not in (changed, None)
 
 
-def test_machine_code_unused_for_a_month_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_machine_code_unused_for_a_month_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tonnage.cache import compiled
 
     if numba.config.DISABLE_JIT:
@@ -229,7 +233,7 @@ def triple(value: int) -> int:
     return 3 * value
 
 
-def test_without_a_writable_cache_code_is_compiled_at_every_start(
+def test_code_is_compiled_at_every_start_if_the_cache_folder_is_not_writable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tonnage.cache.compiled import Compiler
@@ -244,7 +248,7 @@ def test_without_a_writable_cache_code_is_compiled_at_every_start(
 # -- salts -----------------------------------------------------------------------------------------------------
 
 
-def test_allowed_prefix_is_shared_between_salts_and_the_rest_is_not() -> None:
+def test_configured_prefix_is_shared_between_cache_salts_and_later_blocks_are_not() -> None:
     manager = make()
     system, question = list(range(10)), [50, 51, 52, 53, 54, 55, 56, 57, 58]
     manager.allow_prefix(system)  # its two whole blocks
@@ -257,7 +261,7 @@ def test_allowed_prefix_is_shared_between_salts_and_the_rest_is_not() -> None:
     check_invariants(manager)
 
 
-def test_prompt_that_ends_inside_an_allowed_prefix_keeps_its_salt() -> None:
+def test_prompt_shorter_than_the_shared_prefix_is_cached_under_its_own_salt() -> None:
     manager = make()
     manager.allow_prefix(list(range(16)))
     assert compute(manager, 1, list(range(13)), salt="a") == 0
@@ -266,7 +270,7 @@ def test_prompt_that_ends_inside_an_allowed_prefix_keeps_its_salt() -> None:
     assert compute(manager, 4, list(range(17)), salt="c") == 16
 
 
-def test_longest_allowed_prefix_applies() -> None:
+def test_longest_of_several_shared_prefixes_applies_to_a_prompt() -> None:
     manager = make()
     manager.allow_prefix(list(range(4)))
     manager.allow_prefix(list(range(8)))
@@ -274,7 +278,7 @@ def test_longest_allowed_prefix_applies() -> None:
     assert compute(manager, 2, list(range(12)), salt="b") == 8
 
 
-def test_salt_ids_are_reused_and_never_shared() -> None:
+def test_internal_ids_of_cache_salts_are_reused_but_never_shared_by_two_salts() -> None:
     manager = make(blocks=33)
     for number in range(1000):
         compute(manager, number, [1] * 9, salt=f"tenant {number}")
@@ -289,7 +293,7 @@ def test_salt_ids_are_reused_and_never_shared() -> None:
 # -- what admission reads --------------------------------------------------------------------------------------
 
 
-def test_private_block_counts_follow_sharing() -> None:
+def test_number_of_unshared_blocks_falls_when_another_request_shares_them() -> None:
     manager = make()
     compute(manager, 1, list(range(16)))
     assert manager.running().private.tolist() == manager.running().held.tolist() == [4]
@@ -306,7 +310,7 @@ def test_private_block_counts_follow_sharing() -> None:
     assert manager.running().private.tolist() == [4]  # cached blocks without a reference
 
 
-def test_forked_sequences_count_shared_blocks_once() -> None:
+def test_blocks_shared_by_forked_sequences_are_counted_once() -> None:
     manager = make(FULL, SLIDING)
     compute(manager, 1, list(range(18)), n=3)
     manager.fork(1, 2)
@@ -325,7 +329,7 @@ def test_forked_sequences_count_shared_blocks_once() -> None:
     check_invariants(manager)
 
 
-def test_step_without_free_blocks_changes_nothing() -> None:
+def test_extending_sequences_without_enough_free_blocks_raises_and_changes_nothing() -> None:
     manager = make(blocks=9)
     compute(manager, 1, list(range(8)))
     compute(manager, 2, list(range(20, 28)))
@@ -345,7 +349,7 @@ def test_step_without_free_blocks_changes_nothing() -> None:
 # -- laws ------------------------------------------------------------------------------------------------------
 
 
-def test_compiled_laws_detect_violations() -> None:
+def test_compiled_invariant_check_detects_every_damaged_array() -> None:
     def fresh() -> KVCacheManager:
         manager = make()
         compute(manager, 1, list(range(10)), n=2)
@@ -423,7 +427,7 @@ def hits(manager: KVCacheManager, requests: list[list[int]]) -> list[int]:
     return out
 
 
-def test_forced_lru_eviction_is_exactly_lru() -> None:
+def test_eviction_lru_setting_gives_the_hits_of_a_plain_lru_model() -> None:
     requests = prompts("popular", 600)
     manager, model = make(blocks=201, eviction="lru"), LruModel(200)
     found = hits(manager, requests)
@@ -436,7 +440,7 @@ def test_forced_lru_eviction_is_exactly_lru() -> None:
 
 @pytest.mark.parametrize("kind", ["loop", "scan", "popular"])
 @pytest.mark.parametrize("blocks", [120, 300, 600])
-def test_adaptive_eviction_hits_at_least_as_often_as_lru(kind: str, blocks: int) -> None:
+def test_learned_eviction_hits_at_least_as_often_as_lru(kind: str, blocks: int) -> None:
     requests = prompts(kind, 1500)
     lru = sum(hits(make(blocks=blocks, eviction="lru"), requests))
     adaptive = sum(hits(make(blocks=blocks), requests))
@@ -446,7 +450,7 @@ def test_adaptive_eviction_hits_at_least_as_often_as_lru(kind: str, blocks: int)
         assert adaptive > 0.15 * blocks / 720 * 1500 * 48  # of what fits
 
 
-def test_only_the_tail_of_a_chain_is_evictable() -> None:
+def test_only_the_last_block_of_a_cached_prefix_is_evictable() -> None:
     manager = make()
     compute(manager, 1, list(range(17)))
     manager.free([1])
@@ -476,7 +480,7 @@ def conversations(count: int) -> list[list[int]]:
     return out
 
 
-def test_pool_learns_which_turns_are_continued_and_when() -> None:
+def test_learned_eviction_predicts_which_conversation_turns_continue_and_when() -> None:
     requests = conversations(1500)
     lru = sum(hits(make(blocks=60, eviction="lru"), requests))
     manager = make(blocks=60)
@@ -491,7 +495,7 @@ def test_pool_learns_which_turns_are_continued_and_when() -> None:
     assert density.max() > 1.1 * max(density[0], density[-1])
 
 
-def test_pool_returns_to_lru_while_lru_hits_more() -> None:
+def test_learned_eviction_switches_to_lru_while_lru_has_more_hits() -> None:
     manager = make(blocks=100)
     hits(manager, prompts("popular", 400))
     assert manager.model.rule[0] == LEARNED
@@ -503,7 +507,7 @@ def test_pool_returns_to_lru_while_lru_hits_more() -> None:
     assert manager.model.rule[0] == LEARNED
 
 
-def test_real_trace_hits_at_least_as_often_as_lru() -> None:
+def test_learned_eviction_hits_at_least_as_often_as_lru_on_a_real_trace() -> None:
     path = Path(__file__).parents[1] / "data" / "traces" / "mooncake_conversation_120.jsonl"
     requests = read_trace(path).requests
     size = 16

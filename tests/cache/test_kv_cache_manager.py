@@ -38,7 +38,7 @@ def _oldest(manager: KVCacheManager, block: int) -> None:
     manager.core.stamp[block] -= 1000
 
 
-def test_request_ids_resolve_to_their_current_rows() -> None:
+def test_request_id_used_again_resolves_to_its_current_row() -> None:
     manager = make()
     start(manager, 1, [1] * 6)
     start(manager, 2, [2] * 6)
@@ -67,14 +67,14 @@ def test_prefix_hit_shares_blocks_of_running_and_finished_sequences() -> None:
     assert manager.stats().query_tokens == 18 + 16 + 18
 
 
-def test_at_least_one_prompt_token_is_left_to_compute() -> None:
+def test_prefix_hit_leaves_at_least_one_prompt_token_to_compute() -> None:
     manager = make()
     start(manager, 1, list(range(16)))
     assert start(manager, 2, list(range(16))) == 12
     assert start(manager, 3, list(range(17))) == 16
 
 
-def test_generated_tokens_are_prefix_hits_of_the_next_turn() -> None:
+def test_prompt_of_the_next_turn_hits_the_blocks_of_generated_tokens() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
     append(manager, 1, [50, 51, 52])
@@ -132,7 +132,7 @@ def test_fork_on_block_boundary_copies_nothing() -> None:
     assert blocks_of(manager, 1)[2] != blocks_of(manager, 2)[2]
 
 
-def test_slots_extended_before_a_fork_are_extended_again_after_it() -> None:
+def test_slots_allocated_before_a_fork_must_be_extended_again_after_it() -> None:
     """Extend again after a fork: a write at position 10 without it would hit the child's block."""
     manager = make()
     start(manager, 1, list(range(10)), n=2)
@@ -149,7 +149,7 @@ def test_slots_extended_before_a_fork_are_extended_again_after_it() -> None:
 
 
 @pytest.mark.parametrize("extended", [False, True])
-def test_fork_before_any_computed_token_shares_no_state(extended: bool) -> None:
+def test_fork_before_any_computed_token_shares_no_recurrent_state(extended: bool) -> None:
     manager = make(FULL, KVGroup("state", (1,)), KVGroup("sliding", (2,), window=8))
     assert isinstance(manager.admit(1, [1, 2, 3], 8, n=2), Admitted)  # less than a block
     if extended:
@@ -184,7 +184,7 @@ def test_fork_copies_recurrent_state_at_next_write(ahead: int) -> None:
     check_invariants(manager)
 
 
-def test_extend_never_removes_slots() -> None:
+def test_extending_to_fewer_tokens_never_removes_slots() -> None:
     manager = make()
     start(manager, 1, list(range(6)))
     start(manager, 2, list(range(6)))
@@ -237,7 +237,7 @@ def test_batched_append_of_many_tokens_equals_single_appends() -> None:
     assert many.rows.length[[many.row(1), many.row(2)]].tolist() == [11, 11]
 
 
-def test_sliding_group_frees_blocks_outside_the_window() -> None:
+def test_sliding_window_layers_free_blocks_outside_the_window() -> None:
     manager = make(FULL, SLIDING, budget=8)
     manager.admit(1, list(range(40)), 8)
     for end in range(8, 41, 8):
@@ -252,7 +252,7 @@ def test_sliding_group_frees_blocks_outside_the_window() -> None:
     assert manager.slots(1, 1, 39, 40)[0] == blocks_of(manager, 1, group=1)[9] * 4 + 3
 
 
-def test_prefix_hit_needs_only_last_window_of_sliding_group() -> None:
+def test_prefix_hit_needs_only_the_last_window_of_sliding_window_layers() -> None:
     manager = make(FULL, SLIDING, budget=8)
     tokens = list(range(40))
     manager.admit(1, tokens, 8)
@@ -268,7 +268,7 @@ def test_prefix_hit_needs_only_last_window_of_sliding_group() -> None:
     check_invariants(manager)
 
 
-def test_prefix_hit_ends_where_sliding_window_is_cached() -> None:
+def test_prefix_hit_ends_where_the_whole_sliding_window_is_cached() -> None:
     manager = make(FULL, SLIDING, blocks=40, budget=8)
     start(manager, 1, list(range(8)))
     manager.free([1])
@@ -294,7 +294,9 @@ def test_prefix_hit_ends_where_sliding_window_is_cached() -> None:
 
 
 @pytest.mark.parametrize("windows", [(8,), (8, 12)], ids=["one window", "two windows"])
-def test_repeated_prompt_hits_its_last_window_without_full_attention(windows: tuple[int, ...]) -> None:
+def test_repeated_prompt_hits_its_last_window_in_a_model_without_full_attention(
+    windows: tuple[int, ...],
+) -> None:
     groups = [KVGroup("sliding", (at,), window=window) for at, window in enumerate(windows)]
     manager = make(*groups, blocks=40, budget=8)
     tokens = list(range(40))
@@ -317,7 +319,7 @@ def test_repeated_prompt_hits_its_last_window_without_full_attention(windows: tu
     check_invariants(manager)
 
 
-def test_hit_without_full_attention_ends_where_a_whole_window_is_cached() -> None:
+def test_prefix_hit_without_full_attention_layers_ends_where_a_whole_window_is_cached() -> None:
     manager = make(KVGroup("sliding", (0,), window=8), blocks=40, budget=8)
     tokens = list(range(40))
     manager.admit(1, tokens, 8)
@@ -336,7 +338,7 @@ def test_hit_without_full_attention_ends_where_a_whole_window_is_cached() -> Non
     assert manager.prefix.hit_tokens == 36
 
 
-def test_eviction_takes_unhashed_blocks_first_then_the_oldest_tail() -> None:
+def test_free_blocks_are_taken_first_and_then_the_last_block_of_the_oldest_prefix() -> None:
     manager = make(blocks=13)
     start(manager, 1, list(range(100, 108)))
     manager.free([1])
@@ -350,7 +352,7 @@ def test_eviction_takes_unhashed_blocks_first_then_the_oldest_tail() -> None:
     assert kept == {100, 0, 4, *range(200, 236, 4)}  # 104, the tail of the older one, is gone
 
 
-def test_duplicates_are_merged_when_they_are_published() -> None:
+def test_equal_blocks_of_two_sequences_are_merged_when_both_are_committed() -> None:
     manager = make()
     for sequence in (1, 2):
         manager.admit(sequence, list(range(8)), 8)
@@ -364,7 +366,7 @@ def test_duplicates_are_merged_when_they_are_published() -> None:
     assert (manager.stats().used, manager.stats().merged) == (2, 2)
 
 
-def test_equal_tokens_after_a_different_prefix_are_no_hit_despite_equal_hashes() -> None:
+def test_hash_collision_of_different_prefixes_is_no_prefix_hit() -> None:
     manager = make(hash_block=lambda data, parent: xxh64_block(data, 0))
     start(manager, 1, [1] * 4 + [2] * 4 + [3])
     start(manager, 2, [7] * 4)
@@ -447,7 +449,7 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals_are_typed_and_change_nothing(case: str) -> None:
+def test_invalid_call_raises_its_error_class_and_changes_nothing(case: str) -> None:
     manager = make(FULL, SLIDING, blocks=129)
     start(manager, 1, list(range(10)), n=2)
     start(manager, 2, list(range(10)))
@@ -474,7 +476,7 @@ def test_pool_without_usable_block_is_rejected(blocks: int) -> None:
         make(blocks=blocks)
 
 
-def test_blocks_of_any_size_are_slots_of_any_position() -> None:
+def test_slots_of_positions_are_right_for_a_block_size_that_is_no_power_of_two() -> None:
     manager = make(block_size=12)
     start(manager, 1, list(range(30)))
     slots, blocks = manager.slots(1, 0, 0, 30), manager.tables[0][manager.row(1)]

@@ -57,7 +57,7 @@ DAMAGE: dict[str, tuple[str, Callable[[KVCacheManager], None]]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_violated_law_is_named(case: str) -> None:
+def test_violated_block_manager_invariant_is_named_in_the_error(case: str) -> None:
     manager = make()
     start(manager, 1, list(range(10)), n=2)
     manager.fork(1, 2)

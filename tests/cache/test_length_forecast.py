@@ -18,13 +18,13 @@ def taught(quantile: float, cautious: bool = False) -> LengthForecast:
 
 
 @pytest.mark.parametrize("done", [0, 50, 120])
-def test_forecast_is_the_median_of_longer_outputs(done: int) -> None:
+def test_forecast_of_remaining_output_is_the_median_of_longer_past_outputs(done: int) -> None:
     left = taught(0.5).left(np.full(100, done), np.full(100, 1000))
     assert left == pytest.approx((200 - done) / 2, rel=0.08)
     assert (taught(0.5).left(np.full(100, done), np.full(100, 7)) == 7).all(), "max_tokens bounds it"
 
 
-def test_fewer_running_requests_get_a_longer_forecast() -> None:
+def test_output_length_forecast_is_longer_with_fewer_running_requests() -> None:
     def of(count: int) -> int:
         return int(taught(0.4, cautious=True).left(np.zeros(count), np.full(count, 1000)).max())
 
@@ -34,7 +34,7 @@ def test_fewer_running_requests_get_a_longer_forecast() -> None:
     assert of(400) == pytest.approx(200 * 0.43, rel=0.08)
 
 
-def test_configured_quantile_is_used_unchanged() -> None:
+def test_configured_length_quantile_does_not_depend_on_the_running_requests() -> None:
     assert Policy(AdmissionMode.PREDICTIVE).cautious
     assert not Policy(AdmissionMode.PREDICTIVE, length_quantile=0.4).cautious
     assert Policy(AdmissionMode.GUARANTEED).cautious

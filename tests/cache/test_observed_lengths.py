@@ -26,14 +26,14 @@ def exponential(seed: int, count: int) -> list[int]:
     return [1 + int(chance.expovariate(1 / 120)) for _ in range(count)]
 
 
-def test_finished_requests_count_equally_if_none_runs() -> None:
+def test_finished_requests_have_equal_weights_if_none_is_running() -> None:
     found = weigh(rows([5, 40, 40, 7]), np.array([500, 500, 500, 500]), NONE, 500)
     assert found.weights == pytest.approx([0.25] * 4)
     assert found.unknown == 0
 
 
 @pytest.mark.parametrize("steps", [60, 120, 240])
-def test_short_outputs_after_a_start_do_not_stand_for_all_requests(steps: int) -> None:
+def test_length_estimate_soon_after_a_start_includes_requests_still_running(steps: int) -> None:
     outputs = exponential(0, 2000)  # all start in step 0, none later
     finished = [output for output in outputs if output < steps]
     running = rows([steps] * (len(outputs) - len(finished)))
@@ -45,7 +45,7 @@ def test_short_outputs_after_a_start_do_not_stand_for_all_requests(steps: int) -
 
 
 @pytest.mark.parametrize("window", [200, 400, 2000])
-def test_window_of_a_busy_system_has_the_mean_of_all_requests(window: int) -> None:
+def test_length_estimate_from_a_window_of_a_busy_server_has_the_true_mean(window: int) -> None:
     outputs, clients, begin = exponential(1, 40_000), 300, 3000
     chance = random.Random(2)
     finished, ages, running = [], [], []
@@ -65,17 +65,17 @@ def test_window_of_a_busy_system_has_the_mean_of_all_requests(window: int) -> No
     assert found.unknown < 0.1
 
 
-def test_few_requests_at_risk_do_not_end_the_curve() -> None:
+def test_length_estimate_continues_after_a_step_with_very_few_running_requests() -> None:
     # In the begin of the window only long requests run. The first length is then observed once, and it ends.
     found = weigh(rows([3, 300, 310, 320]), np.array([50, 50, 60, 70]), NONE, 80)
     assert found.weights[1:].sum() == pytest.approx(0.5)
 
 
-def test_longest_request_may_end_in_the_first_step_of_the_window() -> None:
+def test_longest_request_that_ends_in_the_first_step_of_the_window_is_counted() -> None:
     assert weigh(rows([3, 300]), np.array([50, 0]), NONE, 80).weights == pytest.approx([0.5, 0.5])
 
 
-def test_draw_repeats_each_row_by_its_weight() -> None:
+def test_drawn_request_lengths_repeat_in_proportion_to_their_weights() -> None:
     drawn = draw(Lengths(rows([1, 2, 3]), np.array([0.5, 0.3, 0.2]), 0.0), 1000)
     assert np.bincount(drawn[:, 1]).tolist() == [0, 500, 300, 200]
     assert drawn[:, 1].tolist() != sorted(drawn[:, 1].tolist())

@@ -31,7 +31,7 @@ def test_queue_is_fifo_and_preempted_requests_precede_later_arrivals() -> None:
     assert queue.tokens == 4 * 20
 
 
-def test_priority_ages_in_seconds_without_starvation() -> None:
+def test_waiting_requests_gain_priority_with_time_so_that_none_starves() -> None:
     queue = WaitingQueue(ageing=10)
     queue.push(entry(0, 0.0, priority=1))
     for id in range(1, 40):
@@ -67,7 +67,7 @@ def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) 
     return (None if taken is None else taken[0].id), behind
 
 
-def test_no_request_overtakes_queue_head_that_is_due() -> None:
+def test_no_request_overtakes_the_queue_head_after_its_forecast_start() -> None:
     queue = WaitingQueue(lookahead=2)
     for id in range(5):
         queue.push(entry(id, float(id)))
@@ -88,14 +88,14 @@ def test_tenant_at_its_quota_blocks_no_other_tenant() -> None:
     assert order_of(queue) == [0]
 
 
-def test_without_a_free_sequence_no_further_request_is_considered() -> None:
+def test_no_further_request_is_considered_when_the_batch_is_full() -> None:
     queue = WaitingQueue()
     queue.push(entry(0, 0.0))
     queue.push(entry(1, 1.0))
     assert answers(queue, {0: Wait(WaitReason.SEQUENCES, 0, 1)}, start=1, step=0) == (None, [])
 
 
-def test_order_is_that_of_a_sorted_list_after_removals_anywhere() -> None:
+def test_queue_order_equals_a_sorted_list_after_random_removals() -> None:
     draw, queue, expected = random.Random(2), WaitingQueue(), list[tuple[float, int]]()
     for number in range(3000):
         if expected and draw.random() < 0.45:

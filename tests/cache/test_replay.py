@@ -46,7 +46,7 @@ def test_azure_trace_is_read() -> None:
     assert all(a.arrival <= b.arrival for a, b in pairwise(trace.requests))
 
 
-def test_mooncake_trace_equals_the_request_log(tmp_path: Path) -> None:
+def test_mooncake_trace_and_its_copy_in_request_log_format_give_equal_requests(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(MOONCAKE)
     mooncake = read_trace(tmp_path / "m.jsonl")
     assert mooncake.requests[1] == TraceRequest(3.0, 1536, 4, hash_ids=(0, 1, 7))
@@ -117,7 +117,7 @@ def test_replay_serves_every_request_and_frees_every_block(mode: AdmissionMode) 
 
 
 @pytest.mark.parametrize(("chunk", "quantile"), [(16_384, 1.0), (64, 1.0), (64, 0.3)])
-def test_committed_peak_fits_at_every_replayed_step(chunk: int, quantile: float) -> None:
+def test_guaranteed_mode_invariants_hold_at_every_replayed_step(chunk: int, quantile: float) -> None:
     """Replay with ``check``, which raises where the law of guaranteed mode or any invariant is broken."""
     trace = read_trace(AZURE, limit=40)
     policy = Policy(length_quantile=quantile)
@@ -128,7 +128,7 @@ def test_committed_peak_fits_at_every_replayed_step(chunk: int, quantile: float)
     assert (result.finished, result.preemptions) == (40, 0)
 
 
-def test_replay_with_leaps_equals_replay_without() -> None:
+def test_replay_that_skips_uneventful_steps_equals_step_by_step_replay() -> None:
     trace = read_trace(AZURE, limit=60)
     setup = replace(SETUP, num_blocks=2049, scale=1.0)
     leaping, walking = (Simulator(trace, replace(setup, leap=leap)).run() for leap in (True, False))
@@ -155,7 +155,7 @@ def test_replay_draws_no_random_hash_key(monkeypatch: pytest.MonkeyPatch) -> Non
     assert first.seeds[0] == second.seeds[0]
 
 
-def test_replay_search_finds_the_smallest_pool() -> None:
+def test_replay_search_finds_the_smallest_pool_without_preemptions() -> None:
     trace = read_trace(AZURE, limit=150)
     setup = replace(SETUP, scale=30.0, num_blocks=513)
     found = search_engines(trace, setup, target=0.5)
@@ -239,14 +239,14 @@ def test_hybrid_model_hits_prefixes_with_their_states(
         assert cached.evictions > 0
 
 
-def test_replay_leaps_skip_no_state(tmp_path: Path) -> None:
+def test_replay_that_skips_steps_caches_the_same_recurrent_states(tmp_path: Path) -> None:
     trace, setup = _sharing(tmp_path), replace(SETUP, layout=HYBRID)
     leaping, walking = (Simulator(trace, replace(setup, leap=leap)).run() for leap in (True, False))
     for name in ("steps", "hit_tokens", "evictions", "prompt_tokens", "output_tokens", "most_running"):
         assert getattr(leaping, name) == getattr(walking, name), name
 
 
-def test_cached_states_cost_blocks_without_any_hit() -> None:
+def test_caching_recurrent_states_needs_more_steps_if_no_prefix_repeats() -> None:
     trace = read_trace(AZURE, limit=20)
     assert not trace.has_prefixes
     on, off = (

@@ -31,7 +31,7 @@ def manager_of(policy: Policy | None) -> KVCacheManager:
 
 
 @pytest.mark.parametrize("mode", list(AdmissionMode))
-def test_stalled_scheduler_preempts_only_in_preempting_modes(
+def test_scheduler_without_progress_preempts_only_in_modes_that_allow_preemption(
     mode: AdmissionMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = manager_of(Policy(mode))
@@ -55,7 +55,7 @@ def test_stalled_scheduler_preempts_only_in_preempting_modes(
     check_invariants(manager)
 
 
-def test_default_policy_evicts_no_sequence() -> None:
+def test_default_admission_policy_never_preempts_a_sequence() -> None:
     scheduler: Scheduler[Numbered] = Scheduler(manager_of(None), budget=64)
     admitted: list[int] = []
     for _ in range(2):

@@ -69,7 +69,7 @@ def running(scheduler: Scheduler[Numbered]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_short_request_of_another_key_starts_at_once_behind_a_full_queue(mode: AdmissionMode) -> None:
+def test_short_request_starts_at_once_although_another_key_has_filled_the_queue(mode: AdmissionMode) -> None:
     scheduler = scheduler_of(mode, keys=2)
     for _ in range(200):
         arrive(scheduler, "many")
@@ -84,7 +84,7 @@ def test_short_request_of_another_key_starts_at_once_behind_a_full_queue(mode: A
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_short_request_finds_blocks_where_another_key_filled_the_pool(mode: AdmissionMode) -> None:
+def test_short_request_finds_free_blocks_although_another_key_has_filled_the_pool(mode: AdmissionMode) -> None:
     scheduler = scheduler_of(mode, keys=2)
     for _ in range(40):
         arrive(scheduler, "large", prompt=400, most=100)  # 32 blocks of 640
@@ -96,7 +96,7 @@ def test_short_request_finds_blocks_where_another_key_filled_the_pool(mode: Admi
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_seats_go_to_the_key_below_its_share_until_both_have_half(mode: AdmissionMode) -> None:
+def test_batch_places_go_to_the_key_below_its_share_until_both_have_half(mode: AdmissionMode) -> None:
     scheduler = scheduler_of(mode, keys=2)
     for at in range(100):
         arrive(scheduler, "first", most=60 + at)
@@ -109,7 +109,7 @@ def test_seats_go_to_the_key_below_its_share_until_both_have_half(mode: Admissio
     assert min(running(scheduler).values()) >= 15
 
 
-def test_seats_are_divided_by_key_weights() -> None:
+def test_batch_places_are_divided_by_the_weights_of_keys() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=2)
     for _ in range(300):
         arrive(scheduler, "one", weight=1.0)
@@ -121,7 +121,7 @@ def test_seats_are_divided_by_key_weights() -> None:
     assert seen["three"] / seen["one"] == pytest.approx(3, rel=0.2)
 
 
-def test_one_key_without_others_uses_all_seats() -> None:
+def test_single_active_key_uses_all_batch_places() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=1)
     for _ in range(100):
         arrive(scheduler, "alone")
@@ -129,7 +129,7 @@ def test_one_key_without_others_uses_all_seats() -> None:
     assert running(scheduler) == {"alone": 32}
 
 
-def test_request_that_needs_the_reserve_runs_alone() -> None:
+def test_request_with_as_many_outputs_as_the_batch_runs_without_a_large_one_beside_it() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=2)
     whole = arrive(scheduler, "large", prompt=1800, most=200)  # 125 of 640 blocks
     parallel = arrive(scheduler, "large", forks=31)
@@ -142,7 +142,7 @@ def test_request_that_needs_the_reserve_runs_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_long_prompts_leave_a_part_of_each_step_to_other_keys(
+def test_long_prompts_of_one_key_leave_a_part_of_each_step_to_other_keys(
     mode: AdmissionMode,
 ) -> None:
     scheduler = scheduler_of(mode, keys=2)
@@ -161,7 +161,7 @@ def test_long_prompts_leave_a_part_of_each_step_to_other_keys(
     assert taken <= 6  # 600 tokens at half of 256 a step
 
 
-def test_requests_of_every_key_finish() -> None:
+def test_requests_of_every_key_finish_under_fair_shares() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=3, blocks=200)
     for at in range(60):
         arrive(scheduler, f"key-{at % 3}", prompt=1 + 37 * at % 700, most=1 + 13 * at % 90, forks=at % 4)
@@ -175,7 +175,7 @@ def test_requests_of_every_key_finish() -> None:
     assert scheduler.idle
 
 
-def test_prompts_of_a_hybrid_end_although_many_keys_share_the_budget() -> None:
+def test_prompts_of_a_hybrid_model_finish_although_many_keys_share_the_token_budget() -> None:
     """A part of the budget would be below a block, while another key's stream decodes."""
     manager = KVCacheManager(
         HYBRID, 400, max_num_seqs=32, max_model_len=2048, max_num_batched_tokens=128,
@@ -195,7 +195,7 @@ def test_prompts_of_a_hybrid_end_although_many_keys_share_the_budget() -> None:
     assert running(scheduler) == {"stream": 1}
 
 
-def test_shares_leave_a_part_for_a_key_that_may_still_arrive() -> None:
+def test_one_share_of_the_batch_stays_free_for_a_key_without_requests() -> None:
     shares, wish = Shares(3, LIMITS), AdmissionRequest(1, 1, tenant="a")
     assert shares.within({"a": KeyUse(15, 0)}, wish, 1)
     assert not shares.within({"a": KeyUse(16, 0)}, wish, 1)
@@ -214,7 +214,7 @@ def test_keys_of_equal_priority_are_ordered_by_use_per_weight() -> None:
     assert shares.rank(uses, better, 1) < shares.rank(uses, AdmissionRequest(1, 1, tenant="b"), 1)
 
 
-def test_key_keeps_seats_free_only_above_its_share() -> None:
+def test_key_must_leave_batch_places_free_only_when_it_uses_its_share() -> None:
     wish = AdmissionRequest(1, 1, tenant="a")
     assert Shares(1, LIMITS).kept({"a": KeyUse(31, 639)}, wish, 1) == (0, 0)
     assert Shares(2, LIMITS).kept({}, AdmissionRequest(1, 1, 32, "a"), 640) == (0, 0)
@@ -231,12 +231,12 @@ def test_key_keeps_seats_free_only_above_its_share() -> None:
         (0, {"a": 9, "b": 9}, {"a": 0, "b": 0}),
     ],
 )
-def test_budget_is_divided_by_max_min_fairness(
+def test_token_budget_of_a_step_is_divided_by_max_min_fairness(
     budget: int, wanted: dict[str, int], parts: dict[str, int]
 ) -> None:
     assert divided(budget, wanted) == parts
 
 
-def test_policy_without_a_key_is_refused() -> None:
+def test_admission_policy_with_zero_keys_is_rejected() -> None:
     with pytest.raises(CacheConfigError, match="0 is below 1"):
         Policy(keys=0)

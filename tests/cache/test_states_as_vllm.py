@@ -201,7 +201,7 @@ def asked_of_vllm(case: dict[str, Any], requests: list[dict[str, Any]]) -> dict[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cached_states_give_vllms_hits_chunks_and_free_blocks(name: str) -> None:
+def test_cached_recurrent_states_give_the_same_hits_chunks_and_free_blocks_as_vllm(name: str) -> None:
     case = CASES[name]
     requests = arrivals(case["seed"], case["budget"])
     says = ORACLE.says(name, [case, requests], lambda: asked_of_vllm(case, requests))

@@ -24,7 +24,7 @@ def forecast(choice: Choice | None) -> str:
     return f"{1e3 * choice.outcome.between_p99:.0f} ms, tokens/s {100 * (ratio - 1):+.0f} % against vLLM's rule"
 
 
-def test_target_that_a_rule_keeps_is_logged_once_with_its_cost(caplog: pytest.LogCaptureFixture) -> None:
+def test_reachable_target_itl_is_logged_once_with_its_throughput_cost(caplog: pytest.LogCaptureFixture) -> None:
     auto = busy(0.2)
     (line,) = said(caplog, auto)
     assert re.match(r"Tonnage admission: target 200 ms between tokens: P99 forecast \d+ ms, ", line)
@@ -33,7 +33,7 @@ def test_target_that_a_rule_keeps_is_logged_once_with_its_cost(caplog: pytest.Lo
     assert auto.choice.outcome.between_p99 <= 0.2
 
 
-def test_target_that_no_rule_keeps_is_logged_once_with_the_best_forecast(
+def test_unreachable_target_itl_is_logged_once_with_the_lowest_forecast_latency(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     auto = busy(0.001)

@@ -43,7 +43,7 @@ def conversations(requests: int) -> list[tuple[int, ...]]:
     return prompts
 
 
-def test_learned_hits_more_than_lru_and_stores_less() -> None:
+def test_learned_tier_policy_hits_more_chunks_than_lru_and_stores_fewer() -> None:
     prompts, hits, stores = conversations(3000), {}, {}
     for policy in ("lru", "arc", "learned"):
         stores[policy] = ChunkStore(128, policy)
@@ -54,7 +54,7 @@ def test_learned_hits_more_than_lru_and_stores_less() -> None:
     assert stores["learned"].stored < 0.8 * stores["lru"].stored
 
 
-def test_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
+def test_first_chunks_of_a_prompt_longer_than_the_tier_stay_in_it() -> None:
     learned, lru = ChunkStore(8, "learned"), ChunkStore(8)
     prompt = tuple(range(20))
     for store in (learned, lru):
@@ -67,13 +67,13 @@ def test_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
     assert not lru.lookup(0)
 
 
-def test_conversation_that_outgrows_the_tier_hits_its_beginning_in_every_turn() -> None:
+def test_conversation_longer_than_the_tier_still_hits_its_first_chunks_in_every_turn() -> None:
     """Chunks that a turn has loaded stay until it ends: new ones, which no hit reaches, evict none of them."""
     store = ChunkStore(16, "learned")
     assert [serve(store, range(length)) for length in range(12, 40)] == [0, *range(12, 16), *[16] * 23]
 
 
-def test_running_requests_take_no_space_of_the_simulated_lru_tier() -> None:
+def test_chunks_of_running_requests_do_not_shrink_the_lru_tier_simulated_for_learning() -> None:
     """LRU would also evict chunks of running requests, so these do not make its simulated tier smaller."""
     store, long = ChunkStore(100, "learned"), ChunkUse(tuple(range(60)))
     serve(store, long.keys)
@@ -87,7 +87,7 @@ def test_running_requests_take_no_space_of_the_simulated_lru_tier() -> None:
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_tier_smaller_than_the_running_requests_hits_what_lru_hits(learned: bool) -> None:
+def test_learned_policy_in_a_tier_smaller_than_the_running_requests_hits_like_lru(learned: bool) -> None:
     """Twelve requests of 8 chunks run at once in a tier of 40; the chunks of the others give way."""
     draw, fresh, hits = random.Random(1), count(1), dict[str, int]()
     chats = [[next(fresh) for _ in range(6)] for _ in range(3)]
@@ -114,7 +114,7 @@ def test_tier_smaller_than_the_running_requests_hits_what_lru_hits(learned: bool
     assert hits["learned"] >= 0.99 * hits["lru"] > 100
 
 
-def test_chunks_of_running_requests_and_kept_ones_are_not_evicted() -> None:
+def test_chunks_of_running_requests_and_pinned_chunks_are_not_evicted() -> None:
     order: LearnedChunkOrder[int] = LearnedChunkOrder(4)
     for key in range(4):
         order.insert(key)
@@ -131,7 +131,7 @@ def test_chunks_of_running_requests_and_kept_ones_are_not_evicted() -> None:
     assert len(order) == 0
 
 
-def test_chunks_beyond_those_learned_from_can_be_evicted_when_their_request_ends(
+def test_chunks_that_are_too_late_in_a_prompt_to_be_learned_from_can_be_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tonnage.cache.eviction.chunk_order._LONGEST", 4)
@@ -165,7 +165,7 @@ def best(uses: tuple[int, ...], size: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_optimum_equals_the_best_of_all_policies(seed: int) -> None:
+def test_optimal_hits_equal_an_exhaustive_search_over_all_policies(seed: int) -> None:
     draw = random.Random(seed)
     prompts = [[10 * draw.randrange(3) + place for place in range(draw.randrange(1, 3))] for _ in range(12)]
     trace = trace_of(*prompts)
@@ -175,7 +175,7 @@ def test_optimum_equals_the_best_of_all_policies(seed: int) -> None:
         assert optimum(uses, size) == pytest.approx(best(keys, size) * 64 / tokens)
 
 
-def test_optimum_of_every_size_is_an_upper_bound_and_of_any_size_the_highest() -> None:
+def test_optimal_hit_rate_is_at_least_that_of_lru_and_at_most_that_of_an_unlimited_tier() -> None:
     uses = chunk_uses(trace_of(*conversations(400)))
     curve = tier_curve(uses)
     for size in (16, 64, 256):

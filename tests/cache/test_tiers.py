@@ -52,7 +52,7 @@ def replayed(trace: Trace, tiers: TierSetup | None):
 RETURNS = trace_of((0, (1, 2, 3, 4)), (10, (11, 12, 13, 14, 15, 16, 17)), (20, (1, 2, 3, 4)))
 
 
-def test_returning_prompt_is_loaded_from_host_memory() -> None:
+def test_repeated_prompt_is_loaded_from_the_host_memory_tier_in_a_replay() -> None:
     plain = replayed(RETURNS, None)
     tiered = replayed(RETURNS, TierSetup(64 * CHUNK, TOKEN, host_bandwidth=1e9))
     counts = tiered.tiers
@@ -66,7 +66,7 @@ def test_returning_prompt_is_loaded_from_host_memory() -> None:
     assert tiered.first_tokens[2] < plain.first_tokens[2] / 2
 
 
-def test_slow_link_costs_and_the_verdict_says_so() -> None:
+def test_replay_verdict_says_that_a_tier_behind_a_slow_link_costs_time() -> None:
     setup = TierSetup(64 * CHUNK, TOKEN, host_bandwidth=1e5)
     plain, tiered = replayed(RETURNS, None), replayed(RETURNS, setup)
     verdict = TierVerdict(plain, tiered, setup, SETUP.step_time, tier_curve(chunk_uses(RETURNS)), CHUNK, 0.5)
@@ -82,7 +82,7 @@ def test_slow_link_costs_and_the_verdict_says_so() -> None:
     assert paying.to_dict()["knee_bytes"] == 11 * CHUNK
 
 
-def test_tier_behind_a_pool_that_holds_everything_does_not_pay() -> None:
+def test_replay_verdict_says_that_a_tier_behind_a_large_enough_pool_does_not_pay() -> None:
     """vllm-project/vllm#44294: requests that share one prefix hit the pool, and the tier adds nothing."""
     shared = trace_of(*((2.0 * i, (1, 2, 3, 4)) for i in range(6)))
     setup = TierSetup(64 * CHUNK, TOKEN)
@@ -93,7 +93,7 @@ def test_tier_behind_a_pool_that_holds_everything_does_not_pay() -> None:
     assert "GPU's pool already hits" in verdict.sentence()
 
 
-def test_documents_read_in_turn_never_hit_a_smaller_lru_tier() -> None:
+def test_documents_in_rotation_never_hit_an_lru_tier_smaller_than_all_of_them() -> None:
     """LMCache#1741: 50 documents in turn, and a tier smaller than all of them, hit nothing."""
     turns = trace_of(*((5.0 * i, tuple(range(100 * (i % 5), 100 * (i % 5) + 7))) for i in range(15)))
     small, large = (replayed(turns, TierSetup(n * CHUNK, TOKEN)).tiers for n in (28, 35))
@@ -103,7 +103,7 @@ def test_documents_read_in_turn_never_hit_a_smaller_lru_tier() -> None:
     assert large.chunks_evicted == 0
 
 
-def test_disk_tier_serves_what_host_memory_evicted() -> None:
+def test_disk_tier_returns_chunks_that_host_memory_evicted() -> None:
     turns = trace_of(*((5.0 * i, tuple(range(100 * (i % 5), 100 * (i % 5) + 7))) for i in range(15)))
     setup = TierSetup(14 * CHUNK, TOKEN, disk_bytes=64 * CHUNK, host_bandwidth=1e9, disk_bandwidth=1e8)
     counts = replayed(turns, setup).tiers
@@ -113,7 +113,7 @@ def test_disk_tier_serves_what_host_memory_evicted() -> None:
     assert counts.load_seconds == pytest.approx(counts.host_loaded_bytes * (1e-9 + 1e-8))
 
 
-def test_learned_order_is_that_of_the_disk_and_host_memory_takes_every_chunk() -> None:
+def test_learned_policy_orders_the_disk_tier_while_host_memory_stores_every_chunk() -> None:
     draw, tiers = random.Random(1), Tiers(TierSetup(8 * CHUNK, TOKEN, 40 * CHUNK, "learned"), 64)
     for number in range(600):
         ids = (
@@ -134,7 +134,7 @@ def test_learned_order_is_that_of_the_disk_and_host_memory_takes_every_chunk() -
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "learned"])
-def test_random_requests_keep_the_laws_of_the_pool(policy: str) -> None:
+def test_block_manager_invariants_hold_while_random_requests_load_from_tiers(policy: str) -> None:
     """Every invariant of the block manager is checked at every step while requests load from tiers."""
     draw, prompts, at = random.Random(3), [], 0.0
     for _ in range(60):
@@ -148,7 +148,7 @@ def test_random_requests_keep_the_laws_of_the_pool(policy: str) -> None:
     assert result.tiers.chunks_stored - result.tiers.chunks_evicted <= 12
 
 
-def test_lru_evicts_the_end_of_a_prompt_before_its_beginning() -> None:
+def test_lru_tier_evicts_the_last_chunks_of_a_prompt_first() -> None:
     store = ChunkStore(4)
     first = ChunkUse((1, 2, 3, 4))
     store.written(store.store(first, 0, 4))
@@ -158,7 +158,7 @@ def test_lru_evicts_the_end_of_a_prompt_before_its_beginning() -> None:
     assert [store.lookup(key) for key in (1, 2, 3, 4, 9)] == [True, True, True, False, True]
 
 
-def test_arc_keeps_chunks_that_were_used_again() -> None:
+def test_arc_policy_keeps_chunks_that_were_used_more_than_once() -> None:
     store = ChunkStore(4, "arc")
     for _ in range(2):
         use = ChunkUse((1, 2))
@@ -174,7 +174,7 @@ def test_arc_keeps_chunks_that_were_used_again() -> None:
     assert (len(store.order.again), len(store.order.once)) == (2, 2)
 
 
-def test_chunk_in_transfer_is_not_evicted() -> None:
+def test_chunk_in_transfer_between_tiers_is_not_evicted() -> None:
     store = ChunkStore(2)
     first = ChunkUse((1, 2))
     new = store.store(first, 0, 2)
@@ -188,7 +188,7 @@ def test_chunk_in_transfer_is_not_evicted() -> None:
     assert store.store(ChunkUse((3,)), 0, 1) == [3]
 
 
-def test_equal_ids_after_different_beginnings_are_different_chunks() -> None:
+def test_equal_hash_ids_after_different_prefixes_are_different_chunks() -> None:
     known: dict[tuple[int, int], int] = {}
     one, other = (TraceRequest(0.0, 128, 1, hash_ids=ids, hash_block=64) for ids in ((1, 5), (2, 5)))
     assert not set(chunk_keys(one, known)) & set(chunk_keys(other, known))
@@ -197,7 +197,7 @@ def test_equal_ids_after_different_beginnings_are_different_chunks() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_curve_is_near_lru_replays_of_every_size(seed: int) -> None:
+def test_hit_rate_curve_is_near_lru_replays_of_every_tier_size(seed: int) -> None:
     """A request renews its chunks when it ends; some are evicted between their load and that end."""
     draw = random.Random(seed)
     prompts = [
@@ -221,7 +221,7 @@ def test_curve_is_near_lru_replays_of_every_size(seed: int) -> None:
     assert curve.hit_rate(curve.knee()) >= 0.95 * curve.highest
 
 
-def test_sampled_curve_is_near_the_whole_one() -> None:
+def test_hit_rate_curve_of_a_quarter_of_the_chunks_is_near_the_full_curve() -> None:
     draw = random.Random(1)
     prompts = [(float(i), tuple(100 * draw.randrange(400) + p for p in range(8))) for i in range(3000)]
     trace = trace_of(*prompts)
@@ -231,7 +231,7 @@ def test_sampled_curve_is_near_the_whole_one() -> None:
         assert sampled.hit_rate(size) == pytest.approx(whole.hit_rate(size), abs=0.05)
 
 
-def test_tier_below_one_chunk_and_trace_without_hashes_are_refused() -> None:
+def test_tier_below_one_chunk_and_trace_without_hash_ids_are_rejected() -> None:
     with pytest.raises(CacheConfigError, match="hold no chunk"):
         Tiers(TierSetup(CHUNK - 1, TOKEN), 64)
     plain = Trace("t", "log", (TraceRequest(0.0, 10, 1),))

@@ -80,7 +80,7 @@ def test_extra_trace_columns_are_ignored(tmp_path: Path) -> None:
         ("arrival=t,arrival_ms=u", "both"), ("colour=t", "one of arrival"),
     ],
 )  # fmt: skip
-def test_useless_column_mappings_are_rejected(columns: str, says: str) -> None:
+def test_invalid_trace_column_mappings_are_rejected(columns: str, says: str) -> None:
     with pytest.raises(DeploymentError) as caught:
         parse_columns(columns)
     assert says in str(caught.value)

@@ -73,7 +73,7 @@ SLIDING = 'KVGroup("sliding", (1,), window=32)'
 
 @pytest.mark.parametrize("groups", [f"({FULL},)", f"({FULL}, {SLIDING})"], ids=["full", "full and sliding"])
 @pytest.mark.parametrize("policy", ["None", "Policy(AdmissionMode.PREDICTIVE)"])
-def test_requests_compile_no_code_after_warm_up(groups: str, policy: str) -> None:
+def test_no_request_compiles_code_after_the_warm_up(groups: str, policy: str) -> None:
     script = SCRIPT.format(groups=groups, policy=policy)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ def client(url: str) -> Iterator[anthropic.Anthropic]:
         yield made
 
 
-def test_message_is_valid_and_streams_the_same(client: anthropic.Anthropic) -> None:
+def test_anthropic_client_gets_the_same_message_whole_and_streamed(client: anthropic.Anthropic) -> None:
     raw = client.messages.with_raw_response.create(**BODY)
     message = Message.model_validate_json(raw.http_response.content, strict=True)
     with client.messages.stream(**BODY) as stream:
@@ -38,7 +38,9 @@ def test_message_is_valid_and_streams_the_same(client: anthropic.Anthropic) -> N
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=str)
-def test_forced_tool_use_and_its_result(client: anthropic.Anthropic, choice: Any) -> None:
+def test_anthropic_client_sends_the_result_of_a_forced_tool_use_back(
+    client: anthropic.Anthropic, choice: Any
+) -> None:
     more = {"tools": TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}}
     message = client.messages.create(**BODY, **more)
     (used,) = message.content
@@ -50,7 +52,7 @@ def test_forced_tool_use_and_its_result(client: anthropic.Anthropic, choice: Any
     assert client.messages.create(**BODY | {"messages": turns, "tools": TOOLS}).content
 
 
-def test_tool_is_used_by_the_model_itself(client: anthropic.Anthropic) -> None:
+def test_anthropic_client_gets_a_tool_use_that_the_model_chose(client: anthropic.Anthropic) -> None:
     turns: list[Any] = []
     for number, city in enumerate(("Oslo", "Paris", "Oslo", "Paris")):
         turns.append({"role": "user", "content": f"What is the weather in {city}?"})
@@ -66,7 +68,7 @@ def test_tool_is_used_by_the_model_itself(client: anthropic.Anthropic) -> None:
     assert (message.stop_reason, message.content[-1].input) == ("tool_use", {"city": "Paris", "days": 1})
 
 
-def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
+def test_anthropic_client_gets_reasoning_as_a_thinking_block(client: anthropic.Anthropic) -> None:
     body = BODY | {"messages": reasoning(), "system": anthropic.omit, "thinking": {"type": "adaptive"}}
     with client.messages.stream(**body) as stream:
         streamed = stream.get_final_message()
@@ -76,7 +78,7 @@ def test_thinking_is_a_block_of_its_own(client: anthropic.Anthropic) -> None:
         assert said.type == "text"
 
 
-def test_errors_are_typed(client: anthropic.Anthropic) -> None:
+def test_anthropic_client_raises_its_own_error_classes(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**BODY | {"model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):

@@ -26,7 +26,9 @@ goals = false
 """
 
 
-def test_codex_ends_a_turn(url: str, npm: Path, run: Callable[..., str], tmp_path: Path) -> None:
+def test_codex_completes_a_turn_against_the_server(
+    url: str, npm: Path, run: Callable[..., str], tmp_path: Path
+) -> None:
     instructions, home = tmp_path / "instructions.md", tmp_path / "codex"
     instructions.write_text("Be brief.")
     home.mkdir()
@@ -39,7 +41,7 @@ def test_codex_ends_a_turn(url: str, npm: Path, run: Callable[..., str], tmp_pat
     assert any(event.get("item", {}).get("type") == "agent_message" for event in events)
 
 
-def test_claude_code_answers(url: str, npm: Path, run: Callable[..., str]) -> None:
+def test_claude_code_gets_an_answer_from_the_server(url: str, npm: Path, run: Callable[..., str]) -> None:
     line = [str(npm / ".bin/claude"), "-p", "Say hi", "--output-format", "json", "--system-prompt", "Be brief."]
     answer = json.loads(run(
         *line, "--tools", "Read", ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY="none", ANTHROPIC_MODEL="demo",

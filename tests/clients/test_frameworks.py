@@ -20,7 +20,7 @@ class Weather(BaseModel):
 # -- litellm -------------------------------------------------------------------------------------------------
 
 
-def test_litellm(url: str) -> None:
+def test_litellm_calls_tools_and_streams(url: str) -> None:
     import litellm
 
     same: dict[str, Any] = {
@@ -62,7 +62,7 @@ def test_litellm(url: str) -> None:
 
 
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
-def test_langchain(url: str, responses: bool) -> None:
+def test_langchain_calls_tools_and_sends_their_results_back(url: str, responses: bool) -> None:
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(
@@ -86,7 +86,7 @@ def test_langchain(url: str, responses: bool) -> None:
 # -- dspy ----------------------------------------------------------------------------------------------------
 
 
-def test_dspy(url: str) -> None:
+def test_dspy_completes_and_parses_a_json_schema(url: str) -> None:
     import dspy
 
     lm = dspy.LM("openai/demo", api_base=f"{url}/v1", api_key="none", max_tokens=60, cache=False, num_retries=0)
@@ -105,7 +105,7 @@ MODES = ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_instructor(url: str, mode: str) -> None:
+def test_instructor_returns_a_pydantic_model_in_every_mode(url: str, mode: str) -> None:
     import instructor
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -119,7 +119,7 @@ def test_instructor(url: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses"])
-def test_agents_sdk_with_an_output_type_beside_tools(url: str, kind: str) -> None:
+def test_openai_agents_sdk_calls_a_tool_although_an_output_type_is_set(url: str, kind: str) -> None:
     import agents
 
     asked: list[str] = []

@@ -41,7 +41,9 @@ def evaluated(kind: str, url: str, model: Path, task: dict[str, Any], **more: An
     return results
 
 
-def test_lm_eval_log_likelihoods(url: str, model: Path, questions: dict[str, Any]) -> None:
+def test_lm_eval_computes_log_likelihoods_with_the_server(
+    url: str, model: Path, questions: dict[str, Any]
+) -> None:
     task = {
         "task": "capitals", "output_type": "multiple_choice", "doc_to_choice": ["Paris", "Oslo"],
         "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}],
@@ -51,7 +53,9 @@ def test_lm_eval_log_likelihoods(url: str, model: Path, questions: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", ["local-completions", "local-chat-completions"])
-def test_lm_eval_generates(url: str, model: Path, questions: dict[str, Any], kind: str) -> None:
+def test_lm_eval_runs_a_generation_task_with_the_server(
+    url: str, model: Path, questions: dict[str, Any], kind: str
+) -> None:
     task = {
         "task": "said", "output_type": "generate_until", "doc_to_target": "{{['Paris', 'Oslo'][answer]}}",
         "metric_list": [{"metric": "exact_match"}],
@@ -63,7 +67,9 @@ def test_lm_eval_generates(url: str, model: Path, questions: dict[str, Any], kin
     assert 0 <= found["exact_match,none"] <= 1
 
 
-def test_vllm_bench_serve(url: str, model: Path, python: str, run: Callable[..., str]) -> None:
+def test_vllm_bench_serve_completes_all_requests(
+    url: str, model: Path, python: str, run: Callable[..., str]
+) -> None:
     start = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import load_tools; exec(load_tools.VLLM)"
     report = run(
         python, "-c", start, "bench", "serve", "--base-url", url, "--model", "demo", "--tokenizer", str(model),

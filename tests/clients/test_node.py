@@ -15,7 +15,9 @@ GIVEN = json.dumps({"calling": calling(), "reasoning": reasoning(), "tool": WEAT
 
 
 @pytest.mark.parametrize("script", ["openai.mjs", "ai_sdk.mjs"])
-def test_node_client(url: str, npm: Path, run: Callable[..., str], tmp_path: Path, script: str) -> None:
+def test_node_client_script_runs_to_its_end(
+    url: str, npm: Path, run: Callable[..., str], tmp_path: Path, script: str
+) -> None:
     # Node searches the packages beside the script.
     shutil.copy(Path(__file__).with_name(script), tmp_path)
     (tmp_path / "node_modules").symlink_to(npm)

@@ -34,7 +34,7 @@ def chat(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**{"model": "demo", "messages": ASK, "max_tokens": 60} | more)
 
 
-def test_model_calls_a_tool_by_itself(client: openai.OpenAI) -> None:
+def test_openai_client_gets_a_tool_call_that_the_model_chose(client: openai.OpenAI) -> None:
     call = [("get_weather", {"city": "Paris", "days": 1})]
     answer = chat(client, messages=calling(), tools=[WEATHER]).choices[0]
     assert (told(answer.message), answer.finish_reason) == (call, "tool_calls")
@@ -48,7 +48,7 @@ def test_model_calls_a_tool_by_itself(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_forced_call_stands_beside_a_format(client: openai.OpenAI, choice: Any) -> None:
+def test_forced_tool_call_takes_precedence_over_response_format(client: openai.OpenAI, choice: Any) -> None:
     schema = {"name": "answer", "schema": Weather.model_json_schema()}
     more = {"tools": [WEATHER], "tool_choice": choice}
     more |= {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -59,7 +59,7 @@ def test_forced_call_stands_beside_a_format(client: openai.OpenAI, choice: Any) 
     assert [name for name, _ in joined(chunks)[1]] == ["get_weather"]
 
 
-def test_format_is_parsed(client: openai.OpenAI) -> None:
+def test_openai_client_parses_a_response_format_into_its_model(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
         model="demo", messages=ASK, response_format=Weather, max_tokens=60
     )  # fmt: skip
@@ -68,13 +68,13 @@ def test_format_is_parsed(client: openai.OpenAI) -> None:
     assert isinstance(answer.output_parsed, Weather)
 
 
-def test_tool_without_parameters_gets_none(client: openai.OpenAI) -> None:
+def test_tool_without_parameters_is_called_with_an_empty_object(client: openai.OpenAI) -> None:
     tools = [{"type": "function", "function": {"name": "list_ships"}}]
     answer = chat(client, tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert told(answer.choices[0].message) == [("list_ships", {})]
 
 
-def test_allowed_tools(client: openai.OpenAI) -> None:
+def test_allowed_tools_choice_restricts_the_called_tools(client: openai.OpenAI) -> None:
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
     answer = chat(
         client, tools=[WEATHER, CLOCK], tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
@@ -82,14 +82,14 @@ def test_allowed_tools(client: openai.OpenAI) -> None:
     assert {name for name, _ in told(answer.choices[0].message)} == {"get_time"}
 
 
-def test_more_than_four_stop_strings(client: openai.OpenAI) -> None:
+def test_openai_client_may_send_more_than_four_stop_strings(client: openai.OpenAI) -> None:
     stop = [f"never {number}" for number in range(20)]
     answer = client.completions.create(model="demo", prompt="1 2 3 4", max_tokens=9, stop=[*stop, "7"])
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].text.strip() == "5 6"
 
 
-def test_reasoning_is_apart(client: openai.OpenAI) -> None:
+def test_reasoning_is_returned_separately_from_the_content(client: openai.OpenAI) -> None:
     answer = chat(client, messages=reasoning())
     message, usage = answer.choices[0].message, answer.usage
     assert message.model_extra["reasoning_content"].strip() == "They want a bird."
@@ -109,7 +109,7 @@ def test_reasoning_is_apart(client: openai.OpenAI) -> None:
         chat(client, messages=[*ASK, {"role": "tool", "content": "Sun."}])
 
 
-def test_response_with_what_codex_sends(client: openai.OpenAI) -> None:
+def test_responses_endpoint_accepts_the_fields_that_codex_sends(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {
         "model": "demo", "input": ASK, "max_output_tokens": 60, "store": False, "parallel_tool_calls": False,
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "a", "reasoning": {"summary": "auto"},
@@ -127,7 +127,7 @@ def test_response_with_what_codex_sends(client: openai.OpenAI) -> None:
         assert stream.get_final_response().output[0].type == "message"
 
 
-def test_extensions(client: openai.OpenAI) -> None:
+def test_vllms_extra_request_fields_have_an_effect(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "demo", "prompt": "1 2 3 4", "max_tokens": 6}
 
     def said(**more: Any) -> str:
@@ -145,7 +145,7 @@ def test_extensions(client: openai.OpenAI) -> None:
     assert with_special.choices[0].finish_reason in ("stop", "length")
 
 
-def test_head_slashes_and_probes(http: httpx.Client) -> None:
+def test_head_requests_trailing_slashes_probes_and_key_headers_are_accepted(http: httpx.Client) -> None:
     for path in ("/v1/models", "/health", "/metrics", "/ping", "/version"):
         answer = http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")

@@ -84,7 +84,9 @@ def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CHAT)
-def test_chat_completions(http: httpx.Client, case: str, checked: Callable[[int], None]) -> None:
+def test_chat_completions_match_openais_types_strictly(
+    http: httpx.Client, case: str, checked: Callable[[int], None]
+) -> None:
     body = {"messages": ASK, "max_tokens": 40} | CHAT[case]
     whole = answer(http, "/v1/chat/completions", body)
     strictly(ChatCompletion, whole, REASONING)
@@ -96,7 +98,9 @@ def test_chat_completions(http: httpx.Client, case: str, checked: Callable[[int]
 
 
 @pytest.mark.parametrize("case", COMPLETIONS)
-def test_completions(http: httpx.Client, case: str, checked: Callable[[int], None]) -> None:
+def test_completions_match_openais_types_strictly(
+    http: httpx.Client, case: str, checked: Callable[[int], None]
+) -> None:
     body = {"prompt": "1 2 3 4", "max_tokens": 8} | COMPLETIONS[case]
     strictly(EchoCompletion if body.get("echo") else Completion, answer(http, "/v1/completions", body))
     chunks = events(http, "/v1/completions", body)
@@ -106,7 +110,9 @@ def test_completions(http: httpx.Client, case: str, checked: Callable[[int], Non
 
 
 @pytest.mark.parametrize("case", RESPONSES)
-def test_responses(http: httpx.Client, case: str, checked: Callable[[int], None]) -> None:
+def test_responses_match_openais_types_strictly(
+    http: httpx.Client, case: str, checked: Callable[[int], None]
+) -> None:
     body = {"input": ASK, "max_output_tokens": 40} | RESPONSES[case]
     strictly(OpenResponse, answer(http, "/v1/responses", body))
     found = events(http, "/v1/responses", body)
@@ -117,7 +123,9 @@ def test_responses(http: httpx.Client, case: str, checked: Callable[[int], None]
 
 
 @pytest.mark.parametrize("case", MESSAGES)
-def test_messages(http: httpx.Client, case: str, checked: Callable[[int], None]) -> None:
+def test_messages_match_anthropics_types_strictly(
+    http: httpx.Client, case: str, checked: Callable[[int], None]
+) -> None:
     body = {"messages": ASK, "max_tokens": 40} | MESSAGES[case]
     strictly(Message, answer(http, "/v1/messages", body))
     found = events(http, "/v1/messages", body)
@@ -144,7 +152,9 @@ ERRORS: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
-def test_errors_and_models(http: httpx.Client, checked: Callable[[int], None]) -> None:
+def test_errors_and_models_match_openais_types_strictly(
+    http: httpx.Client, checked: Callable[[int], None]
+) -> None:
     for path, body, status in ERRORS:
         response = http.post(path, json={"model": "demo"} | body)
         assert response.status_code == status, (path, body, response.text)

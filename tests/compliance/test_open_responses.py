@@ -89,7 +89,7 @@ def api(url: str, document: Document) -> Iterator[Api]:
         yield api
 
 
-def test_string_input_is_a_user_message(api: Api) -> None:
+def test_responses_endpoint_treats_a_string_input_as_a_user_message(api: Api) -> None:
     one = api.ask(input=ASK[0]["content"], max_output_tokens=4)
     other = api.ask(max_output_tokens=4)
     assert one["output"][0]["content"] == other["output"][0]["content"]
@@ -144,7 +144,7 @@ def test_tool_call_stream_has_all_events_in_order(api: Api) -> None:
     jsonschema.validate(json.loads(item["arguments"]), tool["parameters"])
 
 
-def test_tool_call_output_round_trip(api: Api) -> None:
+def test_output_of_a_tool_call_can_be_sent_back(api: Api) -> None:
     """Repeat the test function-call-roundtrip."""
     called = api.ask(tools=TOOLS, tool_choice=NAMED)
     (call,) = called["output"]
@@ -161,7 +161,7 @@ SCHEMA = {
 }  # fmt: skip
 
 
-def test_response_follows_the_json_schema(api: Api) -> None:
+def test_responses_output_matches_the_requested_json_schema(api: Api) -> None:
     form: dict[str, Any] = {"type": "json_schema", "name": "letter", "schema": SCHEMA, "strict": True}
     body = {"model": "demo", "input": ASK, "temperature": 0, "text": {"format": form}}
     answer = api.http.post("/responses", json=body).json()
@@ -203,7 +203,7 @@ def test_unsupported_responses_features_are_rejected_by_name(api: Api, name: str
     api.document.check("ErrorPayload", error)
 
 
-def test_compaction_and_websocket_are_not_offered(api: Api) -> None:
+def test_responses_endpoint_offers_no_compaction_and_no_websocket(api: Api) -> None:
     compact = api.http.post("/responses/compact", json={"model": "demo", "input": ASK})
     assert (compact.status_code, compact.json()["error"]["code"]) == (404, "unknown_url")
     upgrade = {

@@ -40,7 +40,9 @@ def compose(variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         ({"BACKEND": "sglang"}, ["backend", "sglang"]),
     ],
 )
-def test_contradicting_compose_variable_ends_start_with_reason(variables, words, monkeypatch, capsys) -> None:
+def test_compose_variable_that_contradicts_the_plan_stops_the_start_with_the_reason(
+    variables, words, monkeypatch, capsys
+) -> None:
     command, environment = compose(variables)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -50,7 +52,7 @@ def test_contradicting_compose_variable_ends_start_with_reason(variables, words,
     assert all(word.lower() in error.lower() for word in words), error
 
 
-def test_compose_variables_reach_the_server() -> None:
+def test_compose_variables_are_passed_to_the_server() -> None:
     """The output of `tonnage plan --emit compose-env` reaches the server."""
     text = (DEPLOY / "compose.yaml").read_text()
     names = set(re.findall(r"\$\{(\w+):-", text))
@@ -60,7 +62,7 @@ def test_compose_variables_reach_the_server() -> None:
     }
 
 
-def test_unit_does_not_restart_after_refused_plan(monkeypatch, capsys) -> None:
+def test_systemd_unit_does_not_restart_after_a_plan_that_does_not_fit(monkeypatch, capsys) -> None:
     unit = (DEPLOY / "systemd" / "tonnage.service").read_text()
     assert "RestartPreventExitStatus=2\n" in unit
     assert "ExecStart=/opt/tonnage/bin/tonnage serve\n" in unit

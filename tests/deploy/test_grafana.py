@@ -44,7 +44,7 @@ def test_dashboard_folder_has_six_dashboards(dashboards: Dashboards) -> None:
     assert len({built["uid"] for built in dashboards.values()}) == 6
 
 
-def test_every_panel_describes_its_metrics(
+def test_every_grafana_panel_describes_its_metrics(
     dashboards: Dashboards, selectors_of: Callable[[str], list[Any]]
 ) -> None:
     for title, panel in panels(dashboards):
@@ -83,7 +83,7 @@ def test_queries_use_dashboard_variables_and_rate_interval(
                 assert matched == wanted, (title, panel["title"], str(selector))
 
 
-def test_counters_are_shown_as_rates_and_ratios_are_not_summed(dashboards: Dashboards) -> None:
+def test_dashboard_shows_counters_as_rates_and_never_sums_ratios(dashboards: Dashboards) -> None:
     for title, panel in panels(dashboards):
         for target in panel["targets"]:
             text = target["expr"]
@@ -104,7 +104,7 @@ def test_counters_are_shown_as_rates_and_ratios_are_not_summed(dashboards: Dashb
 WITH_A_SENTINEL = ("tonnage_time_to_full_seconds", "tonnage_drain_seconds")
 
 
-def test_special_value_for_never_is_not_shown_as_number(dashboards: Dashboards) -> None:
+def test_panel_shows_the_metric_value_that_means_never_as_text(dashboards: Dashboards) -> None:
     for title, panel in panels(dashboards):
         for target in panel["targets"]:
             if not any(name in target["expr"] for name in WITH_A_SENTINEL):
@@ -124,7 +124,7 @@ def test_special_value_for_never_is_not_shown_as_number(dashboards: Dashboards) 
             assert mapped["result"]["text"].startswith("not ")
 
 
-def test_every_figure_has_thresholds_and_text_for_zero(dashboards: Dashboards) -> None:
+def test_every_single_value_panel_has_thresholds_and_a_text_for_zero(dashboards: Dashboards) -> None:
     """A figure that may be 0 has a text for 0; thresholds are ordered and each changes the colour."""
     figures = [(title, panel) for title, panel in panels(dashboards) if panel["type"] in ("stat", "bargauge")]
     assert len(figures) > 30
@@ -140,7 +140,9 @@ def test_every_figure_has_thresholds_and_text_for_zero(dashboards: Dashboards) -
         assert panel["type"] == "bargauge" or never_zero or "0" in exact[0]["options"], (title, panel["title"])
 
 
-def test_dashboards_and_rule_define_drift_equally(dashboards: Dashboards, rules: list[dict[str, Any]]) -> None:
+def test_dashboards_and_recording_rule_define_plan_drift_equally(
+    dashboards: Dashboards, rules: list[dict[str, Any]]
+) -> None:
     (rule,) = (rule["expr"] for rule in rules if rule.get("record") == "instance:tonnage_plan_drift:ratio")
     shown = [
         re.sub(r'job=~"\$job", model=~"\$model", instance=~"\$instance", ', "", target["expr"])
@@ -165,7 +167,7 @@ def test_panel_links_lead_to_existing_dashboards(dashboards: Dashboards) -> None
         assert values == "${__url_time_range}&${__all_variables}"
 
 
-def test_every_latency_has_a_heatmap(dashboards: Dashboards) -> None:
+def test_every_latency_metric_has_a_heatmap_panel(dashboards: Dashboards) -> None:
     buckets = {
         match[0]
         for _, panel in panels(dashboards)
@@ -182,7 +184,7 @@ def test_every_latency_has_a_heatmap(dashboards: Dashboards) -> None:
     assert heat == buckets
 
 
-def test_provisioned_paths_and_services_exist() -> None:
+def test_paths_and_services_in_the_grafana_provisioning_exist() -> None:
     compose = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
     volumes = dict(volume.split(":")[:2] for volume in compose["services"]["grafana"]["volumes"])
     assert all((ROOT / "deploy" / folder).is_dir() for folder in volumes)

@@ -25,7 +25,7 @@ def promtool(*arguments: str, cwd: Path = PROMETHEUS) -> str:
     return done.stdout + done.stderr
 
 
-def test_page_of_alerts_is_generated_from_the_rules() -> None:
+def test_documentation_page_of_alerts_is_generated_from_the_rules() -> None:
     """`make alerts` writes the page."""
     module = runpy.run_path(str(PROMETHEUS / "alerts_page.py"))
     text = module["PAGE"].read_text()
@@ -90,7 +90,7 @@ SHARES = {
 @pytest.mark.parametrize("title", SHARES)
 @pytest.mark.parametrize("limits", [(2,), (2, 1), ()], ids=["one limit", "two", "none"])
 @pytest.mark.parametrize("servers", [1, 2, 0])
-def test_share_of_limit_uses_strictest_limit(
+def test_panel_of_limit_usage_uses_the_strictest_of_several_limits(
     title: str, limits: tuple[int, ...], servers: int, dashboards: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     """With several limits, the panel uses the strictest, as the alerts do.

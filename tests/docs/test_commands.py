@@ -87,7 +87,7 @@ def test_commands_are_only_in_checked_code_fences(page: Path) -> None:
     assert stray(page) == [], "commands stand in fences of console or sh"
 
 
-def test_commands_excluded_from_checks_are_documented() -> None:
+def test_every_command_excluded_from_checks_occurs_in_the_documentation() -> None:
     everything = {command.command for page in pages() for command in shown(page)}
     assert set(NOT_RUN) <= everything
 
@@ -312,5 +312,5 @@ CHECKS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
-def test_every_checked_program_is_recognized_in_inline_code() -> None:
+def test_every_program_whose_commands_are_checked_is_recognized_in_inline_code() -> None:
     assert set(CHECKS) - {"cd", "install", "printf"} <= set(PROGRAMS)  # words of prose, too

@@ -65,7 +65,7 @@ def test_every_page_with_python_examples_is_tested() -> None:
     assert pages == {"python.md", "openai.md", "mechanism.md"}
 
 
-def test_readme_figures_match_the_plan() -> None:
+def test_figures_in_the_readme_equal_the_plan() -> None:
     with documented.models():
         from tonnage.planner import plan
 
@@ -89,7 +89,7 @@ def test_readme_model_count_equals_test_data() -> None:
     )
 
 
-def test_accuracy_page_is_current() -> None:
+def test_accuracy_page_equals_the_generated_one() -> None:
     done = subprocess.run([sys.executable, documented.ROOT / "benchmarks/accuracy_page.py", "--check"])
     assert done.returncode == 0, "python benchmarks/accuracy_page.py writes it"
 

@@ -35,12 +35,12 @@ def mechanism() -> Any:
     del sys.modules["mechanism"]
 
 
-def test_mechanism_page_has_at_most_300_lines_of_code() -> None:
+def test_documentation_of_the_mechanism_has_at_most_300_lines_of_code() -> None:
     code = "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 300
 
 
-def test_mechanism_examples_print_the_documented_output(
+def test_code_in_the_documentation_of_the_mechanism_prints_the_shown_output(
     mechanism: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examples = doctest.DocTestParser().get_doctest(PAGE, dict(mechanism.__dict__), "mechanism.md", None, 0)
@@ -73,7 +73,7 @@ def third_of(output_left: Int64Array) -> Int64Array:
 
 
 @pytest.mark.parametrize("seed", [0, 4])
-def test_mechanism_decisions_equal_block_manager_on_1000_random_steps(
+def test_documented_mechanism_decides_like_the_block_manager_on_1000_random_steps(
     mechanism: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = random.Random(seed)

@@ -49,7 +49,7 @@ PLACES = ("planner", "cache", "server", "deploy", "docs", "tests", "benchmarks",
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_documented_files_exist(page: Path) -> None:
+def test_files_named_in_the_documentation_exist(page: Path) -> None:
     named = {name for name in PATH.findall(page.read_text()) if "/" in name or name.endswith(".py")}
     assert [n for n in sorted(named) if not any(fnmatch(at, f"*/{n}") for at in ours())] == []
 
@@ -73,7 +73,7 @@ def test_package_readme_names_every_module(package: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_documented_metrics_exist(page: Path) -> None:
+def test_metrics_named_in_the_documentation_exist(page: Path) -> None:
     known = {
         *FAMILIES,
         *AUTO_FAMILIES,
@@ -89,7 +89,7 @@ def test_documented_metrics_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_documented_flags_exist(page: Path) -> None:
+def test_flags_named_in_the_documentation_exist(page: Path) -> None:
     if page in SCRIPTS:
         return
     ours = {
@@ -99,12 +99,12 @@ def test_documented_flags_exist(page: Path) -> None:
     assert named <= ours.union(*FOREIGN.values())
 
 
-def test_every_listed_foreign_flag_is_documented() -> None:
+def test_every_listed_flag_of_another_program_occurs_in_the_documentation() -> None:
     text = "".join(page.read_text() for page in pages())
     assert all(flag in text for flags in FOREIGN.values() for flag in flags)
 
 
-def test_documented_key_file_is_valid(tmp_path: Path) -> None:
+def test_api_key_file_shown_in_the_documentation_is_valid(tmp_path: Path) -> None:
     (block,) = re.findall(
         r"^    \[\[key\]\]\n(?:(?:    .*)?\n)+", (ROOT / "docs/operations.md").read_text(), re.M
     )
@@ -117,7 +117,7 @@ def test_documented_key_file_is_valid(tmp_path: Path) -> None:
     assert (scraping.name, scraping.metrics) == ("prometheus", True)
 
 
-def test_documented_model_family_equals_source() -> None:
+def test_model_family_named_in_the_documentation_equals_the_source_code() -> None:
     source = (ROOT / "planner/families/llama.py").read_text()
     (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/contributing.md").read_text(), re.M | re.S)
     assert textwrap.indent(shown, "    ") in source

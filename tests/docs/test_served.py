@@ -40,7 +40,7 @@ def test_documented_client_examples_print_the_documented_output(
     assert doctest.DocTestRunner().run(example).failed == 0, capsys.readouterr().out
 
 
-def test_pages_with_server_commands_are_found() -> None:
+def test_documentation_pages_with_server_commands_are_found() -> None:
     asked = {page.name for page in PAGES}
     assert asked >= {"index.md", "install.md", "operations.md", "admit.md", "measure.md"}
 
@@ -55,7 +55,7 @@ def test_pages_with_server_commands_are_found() -> None:
         ('tonnage_pool_bytes{state="free"} 1.0', 'tonnage_pool_bytes{state="free"} 2.0'),
     ],
 )
-def test_output_with_another_fixed_value_is_reported(shown: str, printed: str) -> None:
+def test_documented_output_with_a_wrong_fixed_value_is_reported(shown: str, printed: str) -> None:
     assert compared([shown]) != compared([printed])
 
 
@@ -69,5 +69,7 @@ def test_output_with_another_fixed_value_is_reported(shown: str, printed: str) -
         ('x{device="cpu",component="free"} 2.4e+10', 'x{device="cpu",component="free"} 23.0'),
     ],
 )
-def test_output_that_differs_in_measured_values_is_equal(shown: str, printed: str) -> None:
+def test_documented_output_that_differs_only_in_measured_values_counts_as_equal(
+    shown: str, printed: str
+) -> None:
     assert compared([shown]) == compared([printed])

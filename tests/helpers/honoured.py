@@ -568,7 +568,7 @@ def checked(rows: list[tuple[str, str]]) -> type:
 
     class Tests:
         @pytest.mark.parametrize(("path", "field"), rows)
-        def test_honoured_field_has_its_effect(self, http: httpx.Client, path: str, field: str) -> None:
+        def test_honoured_request_field_has_its_effect(self, http: httpx.Client, path: str, field: str) -> None:
             CHECKS[path][field](Api(http, path))
 
         @pytest.mark.parametrize("fault", AT_FAULT)
