@@ -112,7 +112,7 @@ class Quotas:
         most = max(1, queue // 2)
         if sequences > most:
             raise _never(
-                f"{sequences} sequences at once; a key may hold {most} of the queue's {queue} places: "
+                f"{sequences} sequences at once; a key may have {most} of the queue's {queue} places: "
                 "send fewer prompts or a smaller n"
             )
         held, free = self._account(tenant).sequences, queue - queued - sequences

@@ -65,7 +65,7 @@ def storages(model: torch.nn.Module) -> int:
     return sum(seen.values())
 
 
-def test_gptq_file_load_and_forward_bytes_match_the_plan(
+def test_gptq_weight_bytes_in_file_after_load_and_after_forward_equal_the_plan(
     tmp_path: Path, said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # GPTQModel writes its logs where it stands

@@ -204,7 +204,9 @@ def press(sight: Sight, name: str) -> None:
     sight.page.click("#hub")
 
 
-def test_hub_button_plan_equals_command_plan(hub_page: Sight, hub: Hub, run_command: Any) -> None:
+def test_plan_of_the_hub_button_on_the_page_equals_the_commands_plan(
+    hub_page: Sight, hub: Hub, run_command: Any
+) -> None:
     """The output is equal to the byte; no token, no page address is sent, and no weight is read."""
     hub_page.open("?gpu=h100-80g&engine=vllm&engine-version=0.33.0&model=Qwen/Qwen3-8B").settle()
     assert hub.asked == []  # until the button is pressed
@@ -239,7 +241,9 @@ def test_hub_button_plan_equals_command_plan(hub_page: Sight, hub: Hub, run_comm
     assert len(hub.asked) == before
 
 
-def test_hub_button_errors_equal_command_errors(hub_page: Sight, hub: Hub, run_command: Any) -> None:
+def test_errors_of_the_hub_button_on_the_page_equal_the_commands_errors(
+    hub_page: Sight, hub: Hub, run_command: Any
+) -> None:
     hub_page.open()
     for name in REFUSED:
         press(hub_page, name)
@@ -279,7 +283,7 @@ def test_hub_button_reads_listed_model_from_hub(hub_page: Sight, hub: Hub, run_c
     assert hub_page.plan()["model"]["parameters"] < 10_000_000
 
 
-def test_hub_answer_does_not_replace_newer_choice(hub_page: Sight, hub: Hub) -> None:
+def test_late_hub_response_does_not_replace_a_newer_choice_of_model(hub_page: Sight, hub: Hub) -> None:
     hub_page.open()
     press(hub_page, "in/shards")
     hub_page.page.select_option("#known", "Qwen/Qwen3-4B")

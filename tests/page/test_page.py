@@ -53,7 +53,7 @@ def test_page_output_equals_command_output(sight: Sight, models: Path) -> None:
         assert (found["code"], found["out"], found["err"]) == commanded("train", asked, models), argv
 
 
-def test_link_parameters_reproduce_plan(sight: Sight, models: Path) -> None:
+def test_link_with_parameters_reproduces_the_plan_on_the_page(sight: Sight, models: Path) -> None:
     sight.open("?model=Qwen/Qwen3-32B&gpu=a100-80g&engine=vllm&engine-version=0.33.0&max-model-len=8192")
     asked = sight.page.evaluate("() => window.tonnage.argv()")
     assert sight.page.evaluate("() => window.tonnage.out") == commanded("plan", asked, models)[1]
@@ -99,7 +99,7 @@ def test_every_page_control_sets_plan_flag(sight: Sight) -> None:
     sight.planned("Qwen/Qwen3-0.6B")
 
 
-def test_page_shows_terms_kept_plans_and_other_gpus(sight: Sight) -> None:
+def test_page_shows_formulas_compares_kept_plans_and_lists_other_gpus(sight: Sight) -> None:
     sight.open().settle()
     sight.page.click("button.kv_pool")
     assert "kv_cache.bytes_per_block" in sight.page.inner_text("#terms")
@@ -131,7 +131,7 @@ def test_page_shows_terms_kept_plans_and_other_gpus(sight: Sight) -> None:
     assert sight.plan()["deployment"]["gpu"] == sight.page.input_value("#flag-gpu") != "h200-141g"
 
 
-def test_advice_is_applied_by_click(sight: Sight) -> None:
+def test_click_on_advice_applies_it_to_the_plan(sight: Sight) -> None:
     sight.open(
         "?model=meta-llama/Llama-3.1-70B-Instruct&gpu=a100-80g&engine=vllm&engine-version=0.33.0"
     ).settle()
@@ -144,7 +144,7 @@ def test_advice_is_applied_by_click(sight: Sight) -> None:
     assert sight.page.input_value("#flag-tensor-parallel-size") == "2"  # the third of its steps: 4 GPUs
 
 
-def test_training_tab_shows_terms_kept_plans_and_gpus(sight: Sight) -> None:
+def test_training_tab_shows_formulas_compares_kept_plans_and_lists_gpus(sight: Sight) -> None:
     sight.open()
     sight.page.click("#tab-train")
     sight.settle()
@@ -200,7 +200,7 @@ def test_built_page_opens_offline_after_first_load(browser: Any, tmp_path: Path)
     context.close()
 
 
-def test_copied_text_is_one_quoted_command_without_token(browser: Any, site: str) -> None:
+def test_copied_command_is_one_quoted_line_without_the_hub_token(browser: Any, site: str) -> None:
     context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
     sight = Sight(context.new_page(), site)
     sight.open(
@@ -223,7 +223,7 @@ def test_copied_text_is_one_quoted_command_without_token(browser: Any, site: str
     context.close()
 
 
-def test_page_load_and_plan_times_are_printed(
+def test_page_load_and_plan_times_are_measured_and_printed_without_a_limit(
     browser: Any, site: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Times are printed, not checked, because a machine may be busy; each slider step is a plan."""
@@ -253,7 +253,7 @@ def test_page_load_and_plan_times_are_printed(
     assert min(answers) > 0
 
 
-def test_page_lists_equal_planner_catalogue(sight: Sight) -> None:
+def test_models_and_gpus_listed_on_the_page_equal_the_planners_catalogue(sight: Sight) -> None:
     sight.open()
     offered = json.loads(choices())
     shown = sight.page.evaluate("() => [...document.querySelectorAll('#flag-gpu option')].map(o => o.value)")

@@ -13,7 +13,7 @@ from tonnage.planner.page.build import model_files
 VLLM = "&engine=vllm&engine-version=0.33.0"
 
 
-def test_browser_back_undoes_choice_but_not_slider_steps(sight: Sight) -> None:
+def test_browser_back_undoes_a_choice_but_not_single_slider_steps(sight: Sight) -> None:
     sight.open().settle()
     page = sight.page
     page.select_option("#flag-gpu", "l40s-48g")
@@ -104,7 +104,7 @@ def test_link_with_invalid_flags_shows_error(sight: Sight, query: str, words: st
     assert sight.page.inner_text("#result") == ""
 
 
-def test_link_with_boolean_flag_is_read_and_file_output_is_dropped(sight: Sight) -> None:
+def test_page_link_with_a_boolean_flag_is_read_and_its_output_file_flag_is_dropped(sight: Sight) -> None:
     sight.open(f"?model=Qwen/Qwen3-8B&gpu=h100-80g{VLLM}&enforce-eager=true&html=/tmp/x.html").settle()
     assert sight.plan()["deployment"]["enforce_eager"] is True
     line = sight.page.inner_text("#asked code")
@@ -114,7 +114,7 @@ def test_link_with_boolean_flag_is_read_and_file_output_is_dropped(sight: Sight)
     assert "changed a plan" in sight.page.inner_text("#flag-engine-version-help")
 
 
-def test_phone_shows_verdict_at_lower_edge_of_screen(sight: Sight) -> None:
+def test_phone_shows_the_verdict_of_the_plan_at_the_lower_edge_of_the_screen(sight: Sight) -> None:
     """On a phone the result is far below the model's name and the hub button."""
     page = sight.page
     page.set_viewport_size({"width": 390, "height": 844})

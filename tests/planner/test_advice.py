@@ -17,7 +17,7 @@ _LAYOUT = re.compile(r"(?:--tensor-parallel-size (\d+))? ?(?:--pipeline-parallel
 @pytest.mark.parametrize(
     ("name", "ranks"), [("databricks/dbrx-instruct", 8), ("Qwen/Qwen3-8B", 3), ("transformers-default/opt", 8)]
 )
-def test_examples_of_parallel_sizes_are_accepted(config_of, folder_with, name, ranks, engine):
+def test_parallel_sizes_suggested_in_an_error_are_accepted(config_of, folder_with, name, ranks, engine):
     """DBRX and OPT have 12 KV heads: 8 and 16 divide neither them nor are multiples of them."""
     folder = folder_with(config_of(name))
     flags = {"gpu": "b300-288g", "engine": engine, "max_model_len": 1024}
@@ -41,7 +41,9 @@ def test_examples_of_parallel_sizes_are_accepted(config_of, folder_with, name, r
         ("Qwen/Qwen3-32B", "h100-80g", "--tensor-parallel-size 2 (2 GPUs, the smallest layout)"),
     ],
 )  # fmt: skip
-def test_advice_names_the_smallest_layout(config_of, folder_with, capsys, name, gpu, words):
+def test_advice_for_a_model_that_does_not_fit_names_the_fewest_gpus(
+    config_of, folder_with, capsys, name, gpu, words
+):
     folder = folder_with(config_of(name))
     assert run([folder, "--gpu", gpu, "--engine-version", "0.32.0"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Would fit with ")]
@@ -58,7 +60,9 @@ def test_advice_names_the_smallest_layout(config_of, folder_with, capsys, name, 
         ).fits
 
 
-def test_target_beyond_one_machine_names_smallest_layouts(config_of, folder_with, capsys):
+def test_concurrency_target_beyond_one_machine_is_answered_with_a_multi_node_layout(
+    config_of, folder_with, capsys
+):
     folder = folder_with(config_of("Qwen/Qwen3.8-2.4T-A95B"))
     asked = ["--engine-version", "0.32.0", "--request", "4000+500", "--target-concurrency", "20"]
     assert run([folder, *asked, "--gpu", "h200-141g"]) == 0

@@ -33,13 +33,13 @@ def plan_of(model, change=None, **flags):
         ("0.19.0", "a100-80g", 13.72),
     ],
 )
-def test_weights_of_mxfp4_experts_equal_logs_of_gpus_with_marlin(version, gpu, printed):
+def test_planned_weights_of_mxfp4_experts_equal_start_up_logs_with_marlin_kernels(version, gpu, printed):
     """Logs of gpt-oss-20b in public repositories; of a 5090 and a GB10, 13.44 GiB were planned before."""
     planned = plan_of("openai__gpt-oss-20b", engine_version=version, gpu=gpu).rank.weights_bytes / GiB
     assert planned == pytest.approx(printed, rel=0.002)
 
 
-def test_mxfp4_experts_have_tensorrt_tiles_on_data_centre_blackwell():
+def test_mxfp4_experts_are_padded_to_tensorrt_llm_tile_sizes_on_b200():
     """mxfp4_round_up_hidden_size_and_intermediate_size of 0.20.1 (256) and 0.30.0 (128)."""
 
     def experts(version):
@@ -51,7 +51,7 @@ def test_mxfp4_experts_have_tensorrt_tiles_on_data_centre_blackwell():
     assert experts("0.30.0") == int(values * (3072 / 2880 * 2944 / 2880 - 1))
 
 
-def test_sparse_indexer_adds_its_indices_and_a_16_bit_key_projection():
+def test_sparse_attention_indexer_adds_index_buffers_and_16_bit_key_projections():
     """GLM-5.1-FP8: 78 indexers of 128 x 6,144, and 2,048 indices of 4 bytes per token of a step."""
 
     def weights(version, tokens):
@@ -77,7 +77,7 @@ def unquantized(config):
     ("quantization", "printed", "share"),
     [("fp8", 31.47, 0.0005), (None, 58.99, 0.002)],
 )
-def test_weights_of_gemma_4_31b_are_as_printed(quantization, printed, share):
+def test_planned_weights_of_gemma_4_31b_equal_start_up_logs(quantization, printed, share):
     """Logs of google/gemma-4-31B-it in public repositories; 30.73 and 58.58 GiB were planned before.
 
     vLLM leaves the tower in 16 bits, loads the keys of full layers as values too, and pads their rotary table.
@@ -89,7 +89,7 @@ def test_weights_of_gemma_4_31b_are_as_printed(quantization, printed, share):
     assert plan.rank.weights_bytes / GiB == pytest.approx(printed, rel=share)
 
 
-def test_tower_of_gemma_4_is_quantized_from_0_23_if_its_widths_are_multiples_of_64():
+def test_vllm_0_23_quantizes_the_gemma_4_vision_tower_if_its_widths_are_multiples_of_64():
     """recursive_replace_linear in gemma4_mm.py of 0.23.0, not in 0.22.1; 4,304 is no multiple of 64."""
 
     def tower(version, inner):
@@ -116,7 +116,7 @@ def test_tower_of_gemma_4_is_quantized_from_0_23_if_its_widths_are_multiples_of_
         ("meta-llama__Llama-4-Scout-17B-16E-Instruct", "vision_model", False),
     ],
 )
-def test_towers_follow_the_quantization_that_their_classes_pass_on(model, part, quantized):
+def test_vision_tower_is_quantized_only_if_its_vllm_class_passes_the_quant_config_on(model, part, quantized):
     """qwen3_vl.py passes quant_config to the tower, mllama4.py does not."""
     plan = plan_of(
         model, unquantized, engine_version="0.30.0", gpu="b300-288g", quantization="fp8", dtype="bfloat16"

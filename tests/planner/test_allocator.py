@@ -31,13 +31,13 @@ REPORTS = Path(__file__).parent.parent / "data" / "field_reports.jsonl"
         ([13 * MiB - 512 * 1024, MiB + 512 * 1024], 0),  # the second uses the remainder of the first
     ],
 )
-def test_remainder_too_small_to_split_counts_as_allocated(sizes: list[int], extra: int) -> None:
+def test_allocator_remainder_too_small_to_split_counts_as_allocated(sizes: list[int], extra: int) -> None:
     assert unsplit_bytes(sizes) == extra
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 64 * MiB), max_size=60))
-def test_each_allocation_wastes_less_than_two_mebibytes(sizes: list[int]) -> None:
+def test_each_tensor_allocation_wastes_at_most_two_mebibytes(sizes: list[int]) -> None:
     assert 0 <= unsplit_bytes(sizes) <= len(sizes) * (MiB + 512)
 
 

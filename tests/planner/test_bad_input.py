@@ -89,7 +89,7 @@ FLAGS = Deployment(device_memory=1 << 34)
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 3}, ConfigError, "num_ln_in_parallel_attn"),
     ],
 )
-def test_invalid_config_field_is_named_in_error(change, error, field, tiny_llama, folder_with):
+def test_error_for_an_invalid_config_field_names_the_field(change, error, field, tiny_llama, folder_with):
     config = {**tiny_llama, **change}
     if "model_type" in change:
         config.pop("architectures")
@@ -119,7 +119,7 @@ def test_broken_config_json_is_rejected(data, match, folder_with):
         make_plan(folder_with(data), FLAGS)
 
 
-def test_garbage_in_any_config_field_gives_plan_or_named_error(config_of, folder_with):
+def test_invalid_value_in_any_config_field_gives_a_plan_or_a_planner_error(config_of, folder_with):
     """Each field of four real configs, replaced by 13 kinds of garbage, gives a plan or a planner error."""
     garbage = [None, -1, 0, 2**70, 1.5, "x", "", [], {}, [1], {"a": 1}, True, False]
     for name in ("meta-llama/Llama-3.2-1B", "google/gemma-3-1b-it", "tiiuae/falcon-40b", "Qwen/Qwen2.5-0.5B"):
@@ -244,7 +244,7 @@ def test_checkpoint_contradicting_its_config_is_rejected(tmp_path, tiny_llama):
         ({"kv_cache_memory_bytes": -5}, "--kv-cache-memory-bytes"),
     ],
 )
-def test_invalid_flag_value_is_named_in_error(flags, field, tiny_llama, folder_with):
+def test_error_for_an_invalid_flag_value_names_the_flag(flags, field, tiny_llama, folder_with):
     with pytest.raises(DeploymentError) as caught:
         make_plan(folder_with(tiny_llama), Deployment(**{"device_memory": 1 << 34, **flags}))
     assert caught.value.field == field
@@ -275,7 +275,9 @@ def test_rope_scaling_extends_max_length_by_vllm_rule(tiny_llama, folder_with):
         make_plan(folder_with(tiny_llama | {"rope_scaling": {"type": "linear", "factor": 0}}), FLAGS)
 
 
-def test_stored_copy_of_tied_lm_head_widens_weight_interval(tmp_path, tiny_llama, held_bytes):
+def test_checkpoint_with_a_copy_of_the_tied_lm_head_widens_the_interval_of_weight_bytes(
+    tmp_path, tiny_llama, held_bytes
+):
     """Transformers keeps a stored lm_head separately if its values differ, which the header does not tell."""
     import torch
     from safetensors.torch import load_file, save_file

@@ -32,7 +32,7 @@ def classifier(name: str, **fields: object) -> ModelSource:
         ("LlamaForTokenClassification", {"num_labels": 5}, 5 * 4096 + 5),
     ],
 )
-def test_parameters_of_classifier(name, fields, parameters):
+def test_classifier_head_adds_the_expected_parameters(name, fields, parameters):
     body = build_architecture({**LLAMA, "architectures": ["LlamaModel"]})
     found = build_architecture({**LLAMA, "architectures": [name], **fields})
     assert found.parameters - body.parameters == parameters
@@ -40,19 +40,19 @@ def test_parameters_of_classifier(name, fields, parameters):
 
 
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
-def test_vllm_pools_without_runner(name):
+def test_vllm_plan_of_a_classifier_uses_the_pooling_runner_by_default(name):
     plan = plan_source(classifier(name), GPU)
     assert plan.deployment.runner == "pooling"
     assert plan.fits
 
 
-def test_other_engines_refuse_decoder_with_classifier():
+def test_engines_other_than_vllm_reject_a_decoder_classifier():
     for engine in ("hf", "sglang", "llama.cpp"):
         with pytest.raises(UnsupportedArchitecture, match="LlamaForSequenceClassification"):
             plan_source(classifier("LlamaForSequenceClassification"), Deployment(engine=engine))
 
 
-def test_encoder_classifier_has_its_class():
+def test_encoder_classifier_is_recognized_and_keeps_its_vllm_class():
     config = {
         "architectures": ["BertForTokenClassification"], "model_type": "bert", "hidden_size": 768,
         "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30522,
@@ -63,7 +63,7 @@ def test_encoder_classifier_has_its_class():
     assert class_of(architecture, (0, 33, 0)) == "BertForTokenClassification"
 
 
-def test_training_a_classifier_has_logits_of_its_labels():
+def test_training_plan_of_a_classifier_has_logits_for_its_labels_only():
     found = build_architecture({**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_labels": 3})
     assert found.recipe.logits == 3
     assert build_architecture(LLAMA).recipe.logits == LLAMA["vocab_size"]

@@ -36,7 +36,7 @@ def plan(tmp_path):
     return run
 
 
-def test_plan_json_output_and_exit_0(plan):
+def test_plan_command_with_json_prints_the_plan_and_exits_0(plan):
     done = plan("demo", "--json", "--kv-cache-memory-bytes", "512MiB", "--device-memory", "16GiB")
     assert done.returncode == 0
     assert json.loads(done.stdout)["fits"] is True
@@ -91,7 +91,7 @@ def test_model_id_escapes_are_stripped_and_no_color_is_honoured(monkeypatch, tin
         assert max(map(len, lines)) <= 100
 
 
-def test_first_line_of_plan_names_device(monkeypatch, tmp_path, capsys):
+def test_first_line_of_plan_output_names_the_device(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
 
     def first(*arguments: str) -> str:
@@ -109,7 +109,7 @@ def test_first_line_of_plan_names_device(monkeypatch, tmp_path, capsys):
     assert shown.err.startswith("For this machine's CPU")
 
 
-def test_gpu_auto_is_cpu_only_without_nvidia_driver(monkeypatch, tmp_path, capsys):
+def test_gpu_auto_plans_for_the_cpu_without_an_nvidia_driver(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     driver = tmp_path / "nvidiactl"
@@ -156,7 +156,7 @@ def test_plan_that_does_not_fit_exits_1(plan):
         (["demo", "--gpu", "l4", "--target-concurrency", "0"], ["--target-concurrency", "0"]),
     ],
 )
-def test_plan_bad_input_is_one_line_and_exit_2(plan, arguments, words):
+def test_plan_command_reports_bad_input_in_one_line_and_exits_2(plan, arguments, words):
     done = plan(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -171,7 +171,7 @@ def test_plan_help_lists_main_flags_and_exit_codes(plan):
         assert flag in done.stdout
 
 
-def test_json_plan_imports_no_heavy_module(tmp_path):
+def test_plan_command_with_json_imports_no_large_library(tmp_path):
     """A plan in JSON imports no torch, transformers, numpy or rich, and no slow standard-library module."""
     code = (
         "import sys; from tonnage.planner.command import run\n"

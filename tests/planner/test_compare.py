@@ -44,7 +44,7 @@ def reasons(out, version):
     return " ".join(step["reasons"])
 
 
-def test_vllm_0_17_lowers_activations(folder, capsys):
+def test_vllm_0_17_has_a_lower_activation_peak_than_0_16(folder, capsys):
     """Qwen3-14B on an H100 has 5.64 GiB of activations under 0.16.0 and 2.23 under 0.17.0.
 
     The memory outside PyTorch doubled at 0.18.0 (llm-d-planner#205).
@@ -70,7 +70,7 @@ def test_vllm_0_20_1_prints_more_tokens_for_sliding_window_model(folder, capsys)
     assert "requests of max_model_len" in reasons(out, "0.20.1")
 
 
-def test_vllm_0_26_sliding_windows_hold_two_batches(folder, capsys):
+def test_vllm_0_26_reserves_two_batches_of_tokens_per_sliding_window(folder, capsys):
     """Gemma 4 with 49 GiB of KV cache and steps of 32,768 tokens needs 1.5 times the bytes per request.
 
     A start that succeeded under 0.25.1 fails (vllm#49878).
@@ -90,7 +90,7 @@ def test_vllm_0_26_sliding_windows_hold_two_batches(folder, capsys):
     assert "larger than the available KV cache memory (49.0 GiB)" in out["stops_with"]["to"]
 
 
-def test_vllm_0_20_raises_memory_share_and_estimates_cuda_graphs(folder, capsys):
+def test_vllm_0_20_uses_more_of_the_gpu_memory_and_subtracts_estimated_cuda_graphs(folder, capsys):
     """The default share rises from 0.9 to 0.92, and the estimated graphs reduce the pool (vllm#45178)."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     out = compared(capsys, model, "0.19.1", "0.20.0", "--max-model-len", "8192")
@@ -179,7 +179,7 @@ def test_flashinfer_workspace_depends_on_batched_tokens(folder, capsys):
     assert found[8192] - found[4096] == pytest.approx((0.89 - 0.52) * (1 << 30), rel=0.02)
 
 
-def test_vllm_second_model_runner_estimates_no_graphs_before_0_29(folder, capsys):
+def test_vllms_second_model_runner_subtracts_no_cuda_graph_estimate_before_0_29(folder, capsys):
     """Dense models use the second runner from 0.25 on; its graphs did not reduce the pool (vllm#49224).
 
     NeMo-RL#3280 reports several GiB more KV cache under 0.25 than under 0.20.
@@ -208,7 +208,7 @@ def test_vllm_0_28_enables_prefix_caching_for_hybrid_models(folder, capsys):
     assert "prefix caching" in reasons(out, "0.28.0")
 
 
-def test_vllm_mamba_states_per_prefix_block_by_version(folder, capsys):
+def test_vllm_version_decides_how_many_mamba_states_are_kept_per_cached_block(folder, capsys):
     """With prefix caching, 0.27 keeps one state per block of a prompt, 0.28 two states and 0.32 three."""
     model = folder("configs/nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json")
     flags = ("--max-model-len", "131072", "--enable-prefix-caching")
@@ -265,7 +265,7 @@ def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_pat
     assert ("the draft's own, not 16,384" in capsys.readouterr().out) == (length < 16384)
 
 
-def test_version_differences_are_ordered_and_add_up(folder, capsys):
+def test_differences_between_vllm_versions_are_listed_in_order_and_add_up(folder, capsys):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     flags = ("--max-model-len", "8192")
     out = compared(capsys, model, "0.10.2", "0.32.0", *flags)
@@ -295,7 +295,7 @@ def test_compare_shows_newer_version_that_drops_model_class(folder, capsys):
     assert "was supported in vLLM until v0.23.0" in out["stops_with"]["to"]
 
 
-def test_compare_html_page_equals_text_output(folder, capsys, tmp_path):
+def test_html_page_of_a_version_comparison_equals_its_text_output(folder, capsys, tmp_path):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     arguments = [model, "--gpu", "h100-80g", "--compare", "0.19.0", "0.20.0", "--max-model-len", "8192"]
     assert run(arguments) == 0

@@ -26,7 +26,7 @@ def source(name: str, **changes) -> ModelSource:
 
 
 @pytest.mark.parametrize(("features", "size"), [(("avx512_bf16",), 4), ((), 2)])
-def test_gpu_cpu_uses_cpu_features_of_this_machine(features, size, monkeypatch):
+def test_plan_with_gpu_cpu_uses_the_instruction_sets_of_this_machine(features, size, monkeypatch):
     """With AVX-512 BF16, vLLM keeps recurrent states in float32 (platforms/cpu.py)."""
     monkeypatch.setattr(host, "cpu_features", lambda: frozenset(features))
     found = [
@@ -54,14 +54,14 @@ def test_gpu_cpu_uses_cpu_features_of_this_machine(features, size, monkeypatch):
         ("0.8.0", 8192, {}, 2048),  # V1
     ],
 )
-def test_default_batched_tokens_before_vllm_v1(version, length, flags, tokens):
+def test_default_max_num_batched_tokens_equals_vllm_releases_before_v1(version, length, flags, tokens):
     """SchedulerConfig of 0.7 uses max(max_model_len, 2048) unless prompts are chunked (vllm/config.py)."""
     made = Deployment(engine="vllm", engine_version=version, gpu="a100-80g", max_model_len=length, **flags)
     found = plan_source(source("meta-llama__Meta-Llama-3.1-8B"), made)
     assert found.deployment.max_num_batched_tokens == tokens
 
 
-def test_llama_cpp_notes_length_above_model_maximum():
+def test_llama_cpp_plan_notes_a_context_longer_than_the_model_supports():
     """llama.cpp allocates the requested length and starts; other engines reject it."""
     long = Deployment(engine="llama.cpp", max_model_len=16384, device_memory=1 << 40)
     found = plan_source(source("meta-llama__Llama-2-7b-hf"), long)

@@ -106,7 +106,7 @@ def planned(folder: Path, draft: str, tokens: int, **flags) -> Plan:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_draft_weights_and_kv_pool_equal_vllm(case, answers):
+def test_planned_draft_weights_and_kv_pool_equal_vllm(case, answers):
     root, found = answers
     theirs = found[case]
     assert "error" not in theirs, theirs
@@ -233,7 +233,7 @@ def test_eagle_draft_not_matching_target_is_rejected(tmp_path):
             plan_source(source(LLAMA), flags(speculative_model=of(**changes)))
 
 
-def test_speculators_config_plans_same_as_eagle_config(tmp_path):
+def test_draft_config_in_speculators_format_gives_the_same_plan_as_in_eagle_format(tmp_path):
     """The speculators library nests the layer's config; the plan is the same."""
     inner = {key: value for key, value in EAGLE.items() if key != "architectures"}
     outer = {
@@ -250,7 +250,7 @@ def test_speculators_config_plans_same_as_eagle_config(tmp_path):
     assert found[0] == found[1] > 0
 
 
-def test_activation_peak_with_profiled_draft_by_model_runner(tmp_path):
+def test_activation_peak_includes_draft_verification_only_in_the_first_model_runner(tmp_path):
     """The first model runner verifies one draft token per sequence in its profile run, the second does not.
 
     Verification holds the logits five times in float32. Both runners run the draft while the model's hidden
@@ -334,7 +334,7 @@ def test_deepseek_v4_mtp_draft_has_only_sliding_window_attention(model):
     assert 0.9 * each < whole.rank.draft_bytes - joined < 1.03 * each
 
 
-def test_deepseek_v4_mtp_draft_has_stream_count_of_model():
+def test_deepseek_v4_mtp_draft_has_as_many_residual_streams_as_the_model():
     config = json.loads((CONFIGS / "deepseek-ai__DeepSeek-V4-Flash.json").read_text())
     architecture = build_architecture(config)
 

@@ -30,7 +30,7 @@ def plan():
     return make_plan("demo", Deployment(kv_cache_memory_bytes=512 * MIB, max_model_len=2048))
 
 
-def test_memory_limit_covers_upper_bound_of_used_bytes(plan) -> None:
+def test_emitted_container_memory_limit_covers_the_upper_bound_of_planned_bytes(plan) -> None:
     low, high = plan.intervals["used_bytes"]
     assert low <= plan.rank.used_bytes <= high
     limit = memory_limit_bytes(plan)
@@ -51,7 +51,7 @@ def test_helm_values_match_chart_schema(plan) -> None:
     assert values["resources"]["memoryBytes"] >= values["plan"]["usedBytes"] == plan.rank.used_bytes
 
 
-def test_helm_settings_reproduce_plan(plan) -> None:
+def test_emitted_helm_settings_reproduce_the_plan(plan) -> None:
     settings = yaml.safe_load(emit(plan, "helm-values"))["settings"]
     again = make_plan("demo", Deployment(**settings))
     assert again.fits
@@ -69,7 +69,7 @@ def test_compose_env_variables_exist_in_compose_file(plan) -> None:
     assert int(env["MEMORY_LIMIT"]) == int(env["MEMORY"]) == memory_limit_bytes(plan)
 
 
-def test_k8s_resources_follow_cpu_and_gpu_plans(plan) -> None:
+def test_emitted_kubernetes_resources_match_cpu_and_gpu_plans(plan) -> None:
     limit = f"{memory_limit_bytes(plan) // MIB}Mi"
     assert yaml.safe_load(emit(plan, "k8s-resources")) == {
         "resources": {"requests": {"memory": limit}, "limits": {"memory": limit}}
@@ -135,7 +135,7 @@ def test_compose_env_passes_model_revision_to_vllm() -> None:
     assert "REPO" not in env
 
 
-def test_emit_rejects_unknown_form_and_plan_that_does_not_fit(plan) -> None:
+def test_emit_rejects_an_unknown_format_and_a_plan_that_does_not_fit(plan) -> None:
     with pytest.raises(DeploymentError, match="helm-values"):
         emit(plan, "terraform")
     small = make_plan("demo", Deployment(device_memory=256 * MIB))

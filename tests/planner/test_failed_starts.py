@@ -99,7 +99,7 @@ def installed() -> Path | None:
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), REFUSED)
-def test_rejected_flags_quote_vllm_error_message(model, flags, said, tmp_path):
+def test_error_for_flags_that_vllm_rejects_quotes_vllms_message(model, flags, said, tmp_path):
     asked = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
     with pytest.raises(DeploymentError) as caught:
         make_plan(folder(tmp_path, model), Deployment(**asked))
@@ -112,7 +112,7 @@ def test_rejected_flags_quote_vllm_error_message(model, flags, said, tmp_path):
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), STOPPED)
-def test_forecast_start_failure_quotes_vllm_error_message(model, flags, said, tmp_path):
+def test_plan_that_predicts_a_failed_start_quotes_vllms_error_message(model, flags, said, tmp_path):
     asked = {"engine": "vllm", "engine_version": "0.32.0", "gpu": "h100-80g", **flags}
     plan = make_plan(folder(tmp_path, model), Deployment(**asked))
     assert not plan.fits
@@ -124,7 +124,7 @@ def test_forecast_start_failure_quotes_vllm_error_message(model, flags, said, tm
         assert is_vllm_message(plan.stops_with, root)
 
 
-def test_altered_error_message_is_not_found_in_vllm_source():
+def test_check_for_vllm_messages_does_not_find_an_altered_message():
     """The message check of this file can fail."""
     root = installed()
     if root is None:
@@ -135,7 +135,7 @@ def test_altered_error_message_is_not_found_in_vllm_source():
         assert not is_vllm_message(other, root)
 
 
-def test_plan_that_fits_has_no_start_failure(tmp_path, capsys):
+def test_plan_that_fits_predicts_no_start_failure(tmp_path, capsys):
     model = folder(tmp_path, LLAMA)
     arguments = [model, "--gpu", "h100-80g", "--engine-version", "0.32.0", "--json"]
     assert run(arguments) == 0
@@ -149,7 +149,7 @@ def test_plan_that_fits_has_no_start_failure(tmp_path, capsys):
     assert "--data-parallel-size 1 would start" in out["reasons"][0]
 
 
-def test_forecast_failure_equals_published_start_log(tmp_path):
+def test_predicted_start_failure_equals_the_message_in_a_published_log(tmp_path):
     """The case is vLLM 0.19.0 with two replicas on a machine with one H100."""
     (log,) = (DATA / "startup_logs").glob("*FAILED*")
     flags = Deployment(
@@ -176,7 +176,7 @@ def test_forecast_failure_equals_published_start_log(tmp_path):
         ),
     ],
 )
-def test_forecast_error_message_matches_vllm_version(version, said, tmp_path):
+def test_predicted_error_message_is_that_of_the_given_vllm_version(version, said, tmp_path):
     plan = make_plan(folder(tmp_path, LLAMA), Deployment(engine="vllm", engine_version=version, gpu="l4-24g"))
     assert said in (plan.stops_with or "")
 
@@ -221,7 +221,7 @@ def test_cpu_kv_cache_unsupported_by_vllm_version_is_rejected(model, version, sa
 
 @pytest.mark.parametrize("version", ["0.9.0", "0.13.0", "0.19.2", "0.33.0"])
 @pytest.mark.parametrize("gpu", ["gb10-128g", "thor-128g"])
-def test_gpu_whose_total_nvml_does_not_give_has_small_batch_defaults(tmp_path, gpu, version):
+def test_gpu_whose_memory_nvml_does_not_report_gets_vllms_small_batch_defaults(tmp_path, gpu, version):
     """Start-up logs of vLLM 0.13 and 0.19.2 on a GB10 print 2,048 tokens and 256 sequences."""
     flags = Deployment(engine="vllm", gpu=gpu, max_model_len=8192, engine_version=version)
     plan = make_plan(folder(tmp_path, LLAMA), flags)
@@ -274,7 +274,7 @@ def test_every_published_start_has_supported_model_class():
     assert seen > 5
 
 
-def test_cuda_graphs_outside_memory_share_add_note(tmp_path):
+def test_plan_notes_that_cuda_graphs_need_memory_beside_gpu_memory_utilization(tmp_path):
     """Before 0.20, graphs come on top of the share; a share of 1.0 leaves nothing for them."""
     model = folder(tmp_path, LLAMA)
     flags = {"engine": "vllm", "engine_version": "0.19.0", "gpu": "h100-80g"}
@@ -293,7 +293,7 @@ def test_cuda_graphs_outside_memory_share_add_note(tmp_path):
         ("transformers-default__bart", "BartForCausalLM"),
     ],
 )
-def test_class_that_vllm_never_had_is_refused_by_name(tmp_path, config, name, version):
+def test_model_class_that_no_vllm_release_has_is_rejected_naming_the_class(tmp_path, config, name, version):
     flags = Deployment(engine="vllm", engine_version=version, gpu="h100-80g", max_model_len=256)
     plan = make_plan(folder(tmp_path, config), flags)
     assert not plan.fits
@@ -304,7 +304,7 @@ def test_class_that_vllm_never_had_is_refused_by_name(tmp_path, config, name, ve
 @pytest.mark.parametrize(
     "name", ["LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaModel", "LlamaForCausalLM"]
 )
-def test_vllm_class_with_another_suffix_is_accepted(name):
+def test_model_class_whose_name_differs_from_vllms_only_in_the_suffix_is_accepted(name):
     """_normalize_arch of vLLM replaces the suffix and adds a pooling adapter."""
     architecture = build_architecture(json.loads((DATA / "configs" / f"{LLAMA}.json").read_text()))
     assert startup_failures.class_of(replace(architecture, declared=(name,)), (0, 33, 0)) is not None
@@ -321,7 +321,7 @@ def test_class_that_falls_back_to_transformers_modules_is_noted(tmp_path):
     assert not old.fits
 
 
-def test_states_do_not_limit_sequences_without_full_graphs(tmp_path):
+def test_mamba_states_do_not_limit_max_num_seqs_without_full_cuda_graphs(tmp_path):
     """FlashInfer's attention leaves no full graphs of drafts, so vLLM does not compare sequences with blocks."""
     flags = {
         "engine": "vllm", "engine_version": "0.32.0", "gpu": "a100-80g", "kv_cache_dtype": "fp8",

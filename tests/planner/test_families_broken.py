@@ -28,7 +28,7 @@ def fields_of(config) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_config_with_one_broken_field_gives_answer_or_named_error(seed):
+def test_config_with_one_broken_field_gives_a_plan_or_an_error_naming_the_field(seed):
     rng = random.Random(seed)
     answered = refused = 0
     for path in sorted(FOLDER.glob("*__*.json")):

@@ -107,7 +107,7 @@ def config_of_sizes(model_type: str, seed: int):
 COVERED = [m for m in known_model_types() if m in CONFIG_MAPPING and m not in LEFT_OUT]
 
 
-def test_random_configs_cover_95_families():
+def test_random_configs_of_the_tests_cover_95_model_families():
     assert len(COVERED) >= 95
 
 
@@ -157,7 +157,7 @@ def test_text_config_with_few_fields_has_the_sizes_of_its_config_class():
 
 
 @pytest.mark.parametrize("model_type", ["ernie4_5", "ernie4_5_moe"])
-def test_missing_length_is_the_config_classes_default(model_type):
+def test_missing_max_position_embeddings_has_the_config_classs_default(model_type):
     config = CONFIG_MAPPING[model_type]().to_dict()
     config.pop("max_position_embeddings")
     assert build_architecture(config).max_model_len == 131072
@@ -168,6 +168,6 @@ def test_missing_length_is_the_config_classes_default(model_type):
     [("phi", "rotary_dim", 32), ("phi", "activation_function", "gelu_new"),
      ("starcoder2", "activation_function", "gelu")],
 )  # fmt: skip
-def test_field_of_first_code_that_transformers_does_not_read_is_accepted(model_type, field, value):
+def test_config_field_that_only_the_models_original_code_reads_is_accepted(model_type, field, value):
     config = CONFIG_MAPPING[model_type]().to_dict()
     assert build_architecture({**config, field: value}).parameters == build_architecture(config).parameters

@@ -225,7 +225,9 @@ def says() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_new_family_tensors_and_cache_match_transformers(name: str, says: dict[str, dict[str, Any]]) -> None:
+def test_tensors_and_kv_cache_of_new_model_families_equal_transformers(
+    name: str, says: dict[str, dict[str, Any]]
+) -> None:
     real, ours = says[name], build_architecture(config_of(name))
     assert {t.name: list(t.shape) for t in ours.tensors if t.is_parameter} == real["shapes"]
     assert ours.parameters == real["parameters"]

@@ -66,7 +66,7 @@ def test_active_parameters_equal_published_ones(name, billions):
     assert build_architecture(stored(name)).active_parameters == pytest.approx(billions * 1e9, rel=0.04)
 
 
-def test_internvl_with_the_large_tower():
+def test_internvl_with_the_6b_vision_tower_has_the_published_parameter_count():
     """InternVL2.5-26B: InternViT-6B, whose norms have no bias and whose Q and K are normed."""
     tower = {
         "hidden_size": 3200, "intermediate_size": 12800, "num_hidden_layers": 45, "num_attention_heads": 25,
@@ -78,12 +78,12 @@ def test_internvl_with_the_large_tower():
     assert build_architecture(whole).parameters == 25_514_186_112
 
 
-def test_minicpmv_of_another_version_is_refused():
+def test_minicpm_v_config_of_an_unsupported_version_is_rejected():
     with pytest.raises(UnsupportedArchitecture, match="version"):
         build_architecture({**row("MiniCPMV"), "version": 2.0})
 
 
-def test_published_form_of_qwen3_asr_has_the_parameters_of_transformers_form():
+def test_published_and_transformers_config_of_qwen3_asr_have_equal_parameters():
     config = row("Qwen3ASRForConditionalGeneration")
     inside = {name: config[name] for name in ("audio_config", "text_config")}
     rope = {"mrope_section": [24, 20, 20], "mrope_interleaved": True, "rope_type": "default"}
@@ -96,7 +96,7 @@ def test_published_form_of_qwen3_asr_has_the_parameters_of_transformers_form():
     assert plan_source(ModelSource("a", "a", published, "folder"), GPU).fits
 
 
-def test_omni_awq_with_its_audio_switch_is_planned():
+def test_qwen2_5_omni_config_with_enable_audio_output_is_planned():
     config = {**row("Qwen2_5OmniModel"), "enable_audio_output_": True}
     assert plan_source(ModelSource("a", "a", config, "folder"), GPU).fits
 
@@ -110,7 +110,7 @@ def masked(name: str, model_type: str) -> ModelSource:
     return ModelSource(name, name, config, "folder")
 
 
-def test_bert_with_a_masked_head_keeps_an_untied_head():
+def test_bert_masked_lm_counts_an_untied_lm_head():
     """vLLM's BertForMaskedLM has a decoder matrix of its own; RobertaForMaskedLM is loaded without its head."""
     body = plan_source(masked("BertModel", "bert"), GPU).rank
     whole = plan_source(masked("BertForMaskedLM", "bert"), GPU).rank
@@ -121,12 +121,12 @@ def test_bert_with_a_masked_head_keeps_an_untied_head():
     assert roberta[0].rank.weights_bytes == roberta[1].rank.weights_bytes
 
 
-def test_vllm_without_the_masked_class_is_no_yes():
+def test_plan_does_not_fit_if_the_vllm_version_lacks_the_masked_lm_class():
     older = Deployment(engine="vllm", engine_version="0.20.0", device="cuda", gpu="a100-80g")
     assert not plan_source(masked("BertForMaskedLM", "bert"), older).fits
 
 
-def test_first_names_of_longrope_are_read():
+def test_rope_scaling_type_su_is_read_as_longrope():
     config = row("Phi3VForCausalLM")
     assert config["rope_scaling"]["type"] == "su"
     plan = plan_source(ModelSource("a", "a", config, "folder"), GPU)

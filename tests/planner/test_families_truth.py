@@ -66,7 +66,7 @@ def test_falcon_7b_uses_multi_query_attention():
 
 
 @pytest.mark.parametrize("model_type", known_model_types())
-def test_every_family_names_field_missing_in_empty_config(model_type):
+def test_every_model_family_names_the_missing_field_of_an_empty_config(model_type):
     from tonnage.planner.errors import TonnageError
 
     with pytest.raises(TonnageError) as caught:

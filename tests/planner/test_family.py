@@ -47,7 +47,7 @@ def choices_by_model_type(tree: ast.AST) -> list[int]:
     return [node.lineno for node in ast.walk(tree) if chooses(node)]
 
 
-def test_no_builder_compares_model_type():
+def test_no_architecture_builder_branches_on_the_model_type():
     """Differences between families are in their rows; only the registry and meta.py look types up."""
     assert choices_by_model_type(ast.parse("a = model_type == 'llama' or TABLE[model_type]")) == [1, 1]
     for path in FOLDER.glob("[a-z]*.py"):
@@ -60,7 +60,7 @@ def test_unknown_model_type_has_no_family():
         assert family_of(unknown) is NO_FAMILY
 
 
-def test_every_reason_against_paged_kv_has_a_text():
+def test_every_reason_why_a_family_has_no_paged_kv_cache_has_a_text():
     assert {"served", *REASONS} == set(get_args(Paged))
 
 

@@ -29,13 +29,13 @@ def scores():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_planned_blocks_equal_every_vllm_answer(scores):
+def test_planned_kv_blocks_equal_vllms_own_planning_code(scores):
     section = scores["vllm_blocks"]
     assert section["rows"] >= 47
     assert section["exact"] == section["rows"], section["misses"] + section["refused"]
 
 
-def test_planned_blocks_equal_every_vllm_version(scores):
+def test_planned_kv_blocks_equal_the_planning_code_of_13_vllm_versions(scores):
     """Each version's answer is from its own planning code (benchmarks/accuracy/vllm_versions.py)."""
     versions = scores["vllm_blocks"]["versions"]
     assert len(versions) == 13
@@ -47,7 +47,7 @@ def test_planned_blocks_equal_every_vllm_version(scores):
 
 
 @pytest.mark.parametrize(("name", "least_rows"), [("tokens_given_pool", 36), ("llama_cpp", 26)])
-def test_planned_capacity_matches_95_percent_of_logs(scores, name, least_rows):
+def test_planned_kv_cache_tokens_equal_95_percent_of_published_logs(scores, name, least_rows):
     section = scores[name]
     assert section["scored"] >= least_rows
     assert section["exact"] >= 0.95 * section["scored"], section["misses"]
@@ -59,7 +59,7 @@ def test_sglang_tokens_within_1_percent_of_logs(scores):
     assert section["within_1_percent"] >= 0.95 * section["scored"], section["misses"]
 
 
-def test_kv_pool_error_on_held_out_sources(scores):
+def test_planned_kv_pool_is_within_bounds_on_logs_not_used_for_fitting(scores):
     section = scores["pool_from_flags"]
     assert section["rows"] >= 10
     assert section["median_error"] <= 0.015
@@ -73,7 +73,7 @@ def test_kv_pool_error_on_held_out_sources(scores):
 
 
 @pytest.mark.parametrize("left_out", ["shipped", "gpu_left_out"])
-def test_kv_pool_error_as_shipped_and_on_held_out_gpu_types(scores, left_out):
+def test_planned_kv_pool_is_within_bounds_on_gpu_types_not_used_for_fitting(scores, left_out):
     found = scores["pool_from_flags"][left_out]
     assert found["sources"] >= 8
     assert found["median_error"] <= 0.01
@@ -81,14 +81,14 @@ def test_kv_pool_error_as_shipped_and_on_held_out_gpu_types(scores, left_out):
     assert found["widest_interval"] <= 0.08
 
 
-def test_planned_weights_within_1_percent_of_logged_model_load(scores):
+def test_planned_weights_are_within_1_percent_of_logged_model_sizes(scores):
     section = scores["model_load"]
     assert section["scored"] >= 32
     assert section["median_error"] <= 0.005
     assert section["within_1_percent"] >= 0.95 * section["scored"], section["misses"]
 
 
-def test_shipped_coefficients_equal_fit_of_test_data(tmp_path):
+def test_shipped_coefficients_equal_a_fit_of_the_recorded_logs(tmp_path):
     """planner/engines/runtime/fitted.json equals what benchmarks/fit_runtime.py writes from tests/data."""
     script = str(ROOT / "benchmarks" / "fit_runtime.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=PATIENCE)

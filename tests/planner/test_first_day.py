@@ -57,11 +57,11 @@ def said(capsys, call, *words):
         ("--quant", "--quantization"), ("--vram", "--device-memory"), ("--seq_len", "--max-model-len"),
     ],
 )  # fmt: skip
-def test_option_names_of_other_tools_lead_to_ours(capsys, word, meant):
+def test_option_name_of_another_tool_gets_a_suggestion(capsys, word, meant):
     assert f"did you mean {meant}?" in said(capsys, run, "demo", word, "8")
 
 
-def test_lora_of_training_is_a_method(capsys):
+def test_train_option_lora_gets_the_suggestion_method(capsys):
     assert "did you mean --method?" in said(capsys, train, "demo", "--lora", "16")
 
 
@@ -74,47 +74,47 @@ def test_lora_of_training_is_a_method(capsys):
         ("gpt-oss", "did you mean openai/gpt-oss-120b or openai/gpt-oss-20b? Give"),
     ],
 )
-def test_name_of_a_model_without_organization_is_completed(capsys, name, found):
+def test_model_name_without_organization_gets_a_suggestion(capsys, name, found):
     assert found in said(capsys, run, name, "--gpu", "h100")
 
 
-def test_path_that_is_missing_is_not_taken_for_a_name(capsys):
+def test_missing_path_gets_no_suggested_model_name(capsys):
     assert "did you mean" not in said(capsys, run, "./Qwen3-32B")
 
 
-def test_name_in_another_case_is_found_offline(capsys, offline):
+def test_model_name_in_another_case_is_found_offline(capsys, offline):
     err = said(capsys, run, "qwen/qwen3-32b", "--gpu", "h100")
     assert "without the hub, these can be planned: Qwen/Qwen3-32B)" in err
 
 
 @pytest.mark.parametrize("option", ["--device-memory", "--kv-cache-memory-bytes"])
-def test_memory_of_a_few_bytes_is_a_missing_unit(capsys, option):
+def test_memory_size_without_a_unit_gets_a_hint_to_add_one(capsys, option):
     assert f"{option}: '80' is 80 bytes (write 80GiB for gibibytes)" in said(capsys, run, "demo", option, "80")
 
 
-def test_numbers_as_printed_are_corrected(capsys):
+def test_number_with_commas_or_in_percent_gets_a_hint_how_to_write_it(capsys):
     assert "(write 32768)" in said(capsys, run, "demo", "--max-model-len", "32,768")
     assert "(90 % is 0.9)" in said(capsys, run, "demo", "--gpu", "h100", "--gpu-memory-utilization", "90")
 
 
-def test_list_of_gpus_is_printed(capsys):
+def test_gpu_list_prints_the_names_of_all_gpus(capsys):
     err = said(capsys, run, "demo", "--gpu", "list")
     assert "h100-80g" in err
     assert "apple-m3-ultra-512g" in err
 
 
 @pytest.mark.parametrize("word", ["devices", "gpus", "models", "estimate", "start", "health", "bench"])
-def test_words_that_are_no_commands_lead_to_one(capsys, word):
+def test_common_word_that_is_no_command_gets_a_suggested_command(capsys, word):
     assert main([word]) == 2
     err = capsys.readouterr().err
     assert any(f"tonnage {command}" in err for command in COMMANDS)
 
 
-def test_count_of_gpus_in_training_names_its_option(capsys):
+def test_gpu_count_in_the_gpu_flag_of_train_gets_a_hint_for_the_right_option(capsys):
     assert "'8xh100' names 8 GPUs; here --gpu names one" in said(capsys, train, "demo", "--gpu", "8xh100")
 
 
-def test_log_of_another_model_names_both(capsys, offline, tmp_path):
+def test_fit_log_of_another_model_names_the_logged_and_the_planned_model(capsys, offline, tmp_path):
     log = tmp_path / "vllm.log"
     shutil.copy(min(LOGS.glob("*8192-dtbf16-kvfp8.log")), log)
     assert fit_log([str(log), "--model", "Qwen/Qwen3-8B"]) == 0
@@ -124,12 +124,12 @@ def test_log_of_another_model_names_both(capsys, offline, tmp_path):
     assert "meta-llama/Meta-Llama-3.1-8B" in err
 
 
-def test_target_without_lengths_says_how_to_give_them(capsys, offline):
+def test_concurrency_target_without_request_lengths_says_how_to_give_them(capsys, offline):
     assert run(["Qwen/Qwen3-8B", "--target-concurrency", "20", "--gpu", "h100"]) == 0
     assert "--request 4000+500 plans for prompts of 4,000 tokens" in capsys.readouterr().out
 
 
-def test_errors_are_wrapped_without_breaking_options():
+def test_wrapped_error_text_never_breaks_inside_an_option():
     with terminal() as (_, err):
         assert run(["Qwen/Qwen3-8B", "--gpu", "h100", "-q", "awq4", "--max-model-len", "8192"]) == 2
         assert main(["plann"]) == 2
@@ -139,7 +139,7 @@ def test_errors_are_wrapped_without_breaking_options():
     assert not any(line.rstrip().endswith("-") for line in lines)
 
 
-def test_paragraphs_keep_options_and_paths_whole():
+def test_wrapped_paragraph_never_breaks_inside_an_option_or_path():
     path = "/srv/models/" + "x" * 90
     with terminal() as (out, _):
         Screen(out).print(f"Would fit with {'word ' * 12}--max-model-len 33536 in {path}")
@@ -149,11 +149,11 @@ def test_paragraphs_keep_options_and_paths_whole():
     assert lines[1].startswith("  ")
 
 
-def test_usage_fits_80_columns():
+def test_usage_text_fits_80_columns():
     assert all(len(line) <= 80 for line in usage().splitlines())
 
 
-def test_target_shows_on_a_terminal_that_it_works(offline):
+def test_search_for_a_concurrency_target_shows_progress_on_a_terminal(offline):
     with terminal() as (out, err):
         assert run(["Qwen/Qwen3-8B", "--target-concurrency", "20", "--gpu", "h100"]) == 0
     assert err.getvalue().startswith("Planning ")

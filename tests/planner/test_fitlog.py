@@ -74,7 +74,7 @@ def model(tmp_path):
     return folder
 
 
-def test_real_vllm_log_agrees_with_plan_bounds(tmp_path, model, capsys):
+def test_figures_of_a_real_vllm_log_are_within_the_plans_bounds(tmp_path, model, capsys):
     """The log is of vLLM 0.10.2 on an H100; every term lies within the plan's bounds."""
     report = next(r for r in REPORTS if r["source"].startswith("github.com/kolyangg/mlops-assignment"))
     log = tmp_path / "start.log"
@@ -120,7 +120,7 @@ def test_sliding_window_log_of_sglang_and_llama_cpp_agrees_with_plan(engine, arg
     assert "weights not compared" in capsys.readouterr().out
 
 
-def test_refit_reports_error_on_held_out_logs():
+def test_refitted_coefficients_report_their_error_on_held_out_logs():
     logs = [Comparison(str(i), (Row("activation_bytes", 100.0, 150.0 + i),)) for i in range(4)]
     factor, before, after = refit_terms(logs)["activation_bytes"]
     assert factor == pytest.approx(1.515)
@@ -161,7 +161,7 @@ def fit_log_json(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
+def test_log_with_several_pipeline_ranks_agrees_with_the_plan(llama, capsys):
     """One of four stages logs its pool: 2,257,264 tokens of the smallest pool, and each stage's weights."""
     (log,) = fit_log_json(capsys, PP4, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert [*log["ranks"]] == ["PP0", "PP1", "PP2", "PP3"]
@@ -192,7 +192,7 @@ def test_log_of_pipeline_ranks_agrees_with_plan(llama, capsys):
 TP2 = LOGS / "qwen-qwen2-5-7b-instruct--h100-80gb--tp2pp1dp1--8192.log"
 
 
-def test_gpu_is_inferred_from_the_total_of_the_log(folder_with, config_of, capsys):
+def test_gpu_is_inferred_from_the_total_memory_in_the_log(folder_with, config_of, capsys):
     folder = folder_with(config_of("Qwen/Qwen2.5-7B"))
     (log,) = fit_log_json(capsys, TP2, "--model", folder)["logs"]
     (given,) = fit_log_json(capsys, TP2, "--model", folder, "--gpu", "h100-80g")["logs"]
@@ -208,7 +208,9 @@ def test_gpu_is_inferred_from_the_total_of_the_log(folder_with, config_of, capsy
     ("total", "words"),
     [("23.59", "rtx3090ti-24g"), ("60.00", "of no GPU in the cat")],
 )
-def test_gpu_is_asked_for_if_the_total_does_not_decide(folder_with, config_of, tmp_path, capsys, total, words):
+def test_gpu_flag_is_requested_if_the_logs_memory_total_fits_several_gpus(
+    folder_with, config_of, tmp_path, capsys, total, words
+):
     folder = folder_with(config_of("Qwen/Qwen2.5-7B"))
     log = tmp_path / "start.log"
     log.write_text(TP2.read_text().replace("79.19", total))
@@ -230,7 +232,7 @@ def test_gpu_is_asked_for_if_the_total_does_not_decide(folder_with, config_of, t
         (23.52, "rtx4090-24g"),
     ],
 )
-def test_gpu_is_inferred_from_published_totals(total, gpu):
+def test_gpu_of_a_log_is_inferred_from_published_memory_totals(total, gpu):
     found, _ = infer_gpu(total * GIB)
     assert found[0].name == gpu
 
@@ -241,7 +243,7 @@ def test_log_of_fp8_quantization_at_load_agrees_with_plan(llama, capsys):
     assert "its weights were quantized to fp8 while loading" in json.dumps(log)
 
 
-def test_log_disagreeing_with_plan_names_terms_and_direction(llama, tmp_path, capsys):
+def test_disagreement_of_log_and_plan_names_the_memory_terms_and_the_direction(llama, tmp_path, capsys):
     """A log with weights and pool of another model names the terms and the direction of each miss."""
     other = tmp_path / "other.log"
     other.write_text(FP8_KV.read_text().replace("14.99 GiB", "19.99 GiB").replace("58.11 GiB", "40.11 GiB"))
@@ -253,7 +255,7 @@ def test_log_disagreeing_with_plan_names_terms_and_direction(llama, tmp_path, ca
     assert "% too high" in log["verdict"]
 
 
-def test_log_without_settings_uses_flags_and_adds_notes(llama, tmp_path, capsys):
+def test_log_without_logged_settings_is_planned_from_the_flags_with_notes(llama, tmp_path, capsys):
     short = tmp_path / "short.log"
     short.write_text(
         "INFO 05-18 22:45:07 [gpu_model_runner.py:4364] Model loading took 14.99 GiB memory and 3.5 seconds\n"
@@ -284,7 +286,7 @@ def test_flag_contradicting_log_adds_note(llama, capsys):
     assert log["terms"]["tokens_of_logged_pool"] == plain["terms"]["tokens_of_logged_pool"]
 
 
-def test_log_of_different_checkpoint_adds_note(llama, tmp_path, capsys):
+def test_log_of_a_differently_quantized_checkpoint_adds_a_note(llama, tmp_path, capsys):
     """The log has only weights, of a model in 4 bits; the comparison needs no GPU."""
     short = tmp_path / "short.log"
     short.write_text(
@@ -311,7 +313,7 @@ def test_log_of_failed_start_reports_failure_reason(llama, capsys):
     assert f"the plan expects this error: {log['failure']}" in log["notes"]
 
 
-def test_calibration_from_log_corrects_later_plan(llama, tmp_path, capsys):
+def test_calibration_from_one_log_corrects_the_plan_of_another_start(llama, tmp_path, capsys):
     """A start with an fp8 cache corrects the plan of a start with fp8 weights on the same GPU."""
     file = tmp_path / "h100.json"
     for _ in range(2):  # the same log twice is one start
@@ -364,7 +366,7 @@ def test_invalid_calibration_file_is_rejected(content, llama, tmp_path, capsys):
     assert "is not a calibration file" in capsys.readouterr().err
 
 
-def test_log_without_activation_figure_cannot_calibrate(llama, tmp_path, capsys):
+def test_log_without_activation_bytes_is_rejected_for_calibration(llama, tmp_path, capsys):
     short = tmp_path / "short.log"
     short.write_text(
         "Model loading took 14.99 GiB memory and 3.5 seconds\nAvailable KV cache memory: 50.0 GiB\n"

@@ -36,7 +36,7 @@ def text_of(name):
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_log_figures_are_kept_per_rank(name):
+def test_memory_figures_of_a_log_are_kept_per_rank(name):
     found = parse_log(text_of(name))
     told = {
         rank: tuple(round(own.figures[figure] / GIB, 2) for figure in FIGURES)
@@ -73,7 +73,7 @@ DRESSED = {
 
 
 @pytest.mark.parametrize("dress", DRESSED)
-def test_log_prefixes_colours_and_wrapping_change_no_figure(dress):
+def test_prefixes_colours_and_wrapping_of_log_lines_change_no_parsed_figure(dress):
     for name in TOLD:
         plain, other = parse_log(text_of(name)), parse_log(DRESSED[dress](text_of(name)))
         assert {rank: own.figures for rank, own in other.ranks.items()} == {
@@ -172,7 +172,7 @@ def test_log_lines_of_vllm_0_32_and_later_are_read():
     }  # fmt: skip
 
 
-def test_log_of_fixed_pool_size_and_of_cpu_pool_is_read():
+def test_kv_pool_set_by_flag_and_kv_pool_on_a_cpu_are_read_from_logs():
     assert gib_of(
         "INFO 10-01 10:00:00 [gpu_worker.py:242] Initial free memory 78.70 GiB, reserved 20.00GiB memory for KV Cache "
         "as specified by kv_cache_memory_bytes config and skipped memory profiling.\n"
@@ -185,7 +185,7 @@ def test_log_of_fixed_pool_size_and_of_cpu_pool_is_read():
     assert found.figures["kv_pool_bytes"] == 4 * GIB
 
 
-def test_nested_values_in_logged_arguments_are_not_flags():
+def test_nested_values_in_logged_engine_arguments_are_not_read_as_flags():
     found = parse_log(
         "INFO 10-01 10:00:00 [utils.py:233] non-default args: {'model': 'org/name', 'speculative_config': {'model': "
         "'org/draft', 'num_speculative_tokens': 3}, 'hf_overrides': {'rope': [1, 2]}, 'enforce_eager': True, "
@@ -197,7 +197,7 @@ def test_nested_values_in_logged_arguments_are_not_flags():
     assert "num_speculative_tokens" not in found.flags
 
 
-def test_last_start_in_log_is_used():
+def test_figures_are_read_from_the_last_start_in_a_log_with_several_starts():
     one = text_of("meta-llama---h100-80gb--tp1pp1dp1--8192-dtbf16-kvfp8")
     other = text_of("meta-llama-llama-3--h100-80gb--tp1pp1dp1--8192-dtf32")
     found = parse_log(one + other)
@@ -303,7 +303,7 @@ def test_llama_cpp_log_tells_separate_from_unified_kv_cache():
     assert (apart.figures["max_model_len"], shared.figures["max_model_len"]) == (2048, 8192)
 
 
-def test_log_records_join_only_wrapped_lines():
+def test_log_parser_joins_only_lines_that_were_wrapped():
     lines = [
         "INFO 04-22 01:44:06 [a.py:1] one", "two", "", "three", "0%|   | 0/51", "INFO 04-22 01:44:07 [a.py:2] four"
     ]  # fmt: skip

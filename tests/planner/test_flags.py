@@ -25,7 +25,7 @@ def names(flags: list[Flag]) -> list[str]:
 
 
 @pytest.mark.parametrize("record", [Deployment, TrainingSetup])
-def test_every_dataclass_field_has_a_flag(record):
+def test_every_field_of_the_settings_classes_has_a_flag(record):
     assert list(flags_of(record)) == list(record.__annotations__)
     for name, flag in flags_of(record).items():
         assert flag.name == name
@@ -145,7 +145,7 @@ def test_sweep_axis_values_are_read_like_flag_values(folder_with, config_of, cap
 
 
 @pytest.mark.parametrize("method", flags_of(TrainingSetup)["method"].choices)
-def test_target_modules_need_an_adapter_method(method):
+def test_training_flag_target_modules_needs_an_adapter_method(method):
     setup = TrainingSetup(method=method, target_modules=("q_proj",))
     if method in ADAPTERS:
         check_setup(setup)

@@ -27,7 +27,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_file_types_have_the_published_sizes(config_of, kind):
+def test_planned_sizes_of_gguf_file_types_equal_published_files(config_of, kind):
     """A file has about 8 MB of metadata besides its tensors."""
     tensors = gguf_tensors(build_architecture(config_of("meta-llama/Llama-3.1-70B-Instruct")), kind)
     size = sum(tensor.nbytes for tensor in tensors) / 1e9
@@ -64,7 +64,7 @@ def test_quantization_by_file_type_is_planned_for_llama_cpp(config_of, folder_wi
         ("LiquidAI/LFM2-1.2B", {"quantization": "q4_k_m"}, "are not known: give the .gguf file"),
     ],
 )
-def test_file_types_that_are_not_planned_are_refused(config_of, folder_with, name, flags, words):
+def test_gguf_file_types_that_are_not_supported_are_rejected(config_of, folder_with, name, flags, words):
     with pytest.raises((DeploymentError, UnsupportedArchitecture), match=words):
         plan(folder_with(config_of(name)), gpu="l4-24g", **flags)
 
@@ -133,7 +133,7 @@ def test_gguf_tag_without_hub_uses_the_shipped_config(hub):
         plan("unsloth/Qwen3-8B-GGUF:UD-Q4_K_XL", gpu="rtx4090-24g")
 
 
-def test_partial_offload_divides_weights_and_cache(config_of, folder_with, capsys):
+def test_partial_gpu_offload_divides_weights_and_kv_cache_by_layers(config_of, folder_with, capsys):
     folder = folder_with(config_of("Qwen/Qwen3-32B"))
     flags = {"quantization": "q4_k_m", "gpu": "rtx4080-16g", "max_model_len": 8192}
     whole = plan(folder, **flags)
@@ -155,7 +155,7 @@ def test_partial_offload_divides_weights_and_cache(config_of, folder_with, capsy
         assert "--n-gpu-layers" in capsys.readouterr().err
 
 
-def test_every_file_type_is_planned(config_of):
+def test_every_supported_gguf_file_type_gives_a_plausible_model_size(config_of):
     architecture = build_architecture(config_of("Qwen/Qwen3-30B-A3B"))
     sizes = [sum(t.nbytes for t in gguf_tensors(architecture, kind)) for kind in FILE_TYPES]
     assert min(sizes) > 30e9 / 8 * 2.5

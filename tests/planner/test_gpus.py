@@ -45,7 +45,7 @@ def test_common_gpu_name_is_in_catalogue(name):
     assert find_gpu(name).memory_bytes > 1 << 30
 
 
-def test_every_gpu_figure_has_a_source():
+def test_every_figure_in_the_gpu_catalogue_has_a_source():
     for entry in ENTRIES:
         assert entry["nominal_source"], entry
         assert ("reported_gib" in entry) == ("reported_source" in entry)
@@ -61,7 +61,7 @@ def test_every_gpu_figure_has_a_source():
     assert len(names) == len(set(names))
 
 
-def test_nominal_memory_reserve_equals_median_of_catalogue():
+def test_reserve_subtracted_from_nominal_gpu_memory_equals_the_catalogues_median():
     shares = [
         1 - e["reported_gib"] / e["nominal_gib"]
         for e in ENTRIES
@@ -71,7 +71,7 @@ def test_nominal_memory_reserve_equals_median_of_catalogue():
     assert max(shares) == pytest.approx(LARGEST_RESERVE)
 
 
-def test_gpu_memory_is_bytes_that_device_reports():
+def test_gpu_memory_in_the_catalogue_is_what_the_device_reports():
     assert find_gpu("NVIDIA H100 80GB HBM3").memory_bytes == int(79.18 * (1 << 30))
     for gpu, entry in zip(catalogue(), ENTRIES, strict=True):
         assert gpu.memory_bytes <= (entry["nominal_gib"] + 4) * (1 << 30)
@@ -88,7 +88,7 @@ def test_gpu_memory_is_bytes_that_device_reports():
         ("rtx-4090", 23.52),
     ],
 )  # fmt: skip
-def test_total_is_what_driver_prints(name, gib):
+def test_catalogue_memory_total_equals_what_the_driver_prints(name, gib):
     assert find_gpu(name).memory_bytes == int(gib * (1 << 30))
     assert find_gpu(name).basis == "reported"
 
@@ -113,7 +113,7 @@ def test_no_two_gpus_share_a_plain_name():
             assert find_gpu(name) == gpu, name
 
 
-def test_total_of_r9700_with_ecc_is_named():
+def test_catalogue_has_the_memory_total_of_an_r9700_with_ecc():
     """ECC takes 1/16 of 32 GiB: a log with a pool of 15.33 GiB at 0.98 excludes 29.86 GiB without it."""
     (size, setting) = find_gpu("r9700").variants[0]
     assert size == int(29.86 * (1 << 30))
@@ -121,11 +121,11 @@ def test_total_of_r9700_with_ecc_is_named():
     assert find_gpu("r9700").memory_bytes - size == pytest.approx((32 << 30) // 16, rel=1e-6)
 
 
-def test_every_gpu_that_vllm_runs_on_has_a_published_total():
+def test_every_gpu_that_vllm_supports_has_a_published_memory_total():
     assert {gpu.vendor for gpu in catalogue() if gpu.basis == "nominal"} == {"apple", "intel"}
 
 
-def test_interval_of_plan_covers_total_of_other_drivers():
+def test_plans_interval_covers_the_gpu_memory_totals_of_other_drivers():
     """An L40S has 44.31 to 44.43 GiB by driver; a given total has no such interval."""
     flags = {"engine": "vllm", "max_model_len": 4096, "engine_version": "0.19.0"}
     plan = make_plan("demo", Deployment(gpu="l40s", **flags))
@@ -138,19 +138,19 @@ def test_interval_of_plan_covers_total_of_other_drivers():
         assert not any("44" in note for note in given.notes)
 
 
-def test_plan_says_that_total_is_assumed_and_covers_it():
+def test_plan_notes_an_assumed_memory_total_and_its_bounds():
     plan = make_plan("demo", Deployment(engine="llama.cpp", gpu="m4-max", max_model_len=4096))
     assert any("is assumed, between 85.33 GiB and 96.00 GiB" in note for note in plan.notes)
 
 
-def test_plan_names_total_that_a_setting_changes():
+def test_plan_notes_a_gpu_memory_total_that_a_driver_setting_changes():
     plan = make_plan("demo", Deployment(engine="vllm", gpu="rtx-5090", max_model_len=4096))
     assert any("31.84 GiB on Windows and under WSL" in note for note in plan.notes)
     plan = make_plan("demo", Deployment(engine="vllm", gpu="a6000", max_model_len=4096))
     assert any("44.55 GiB with ECC on" in note for note in plan.notes)
 
 
-def test_unknown_gpu_is_told_to_give_its_memory():
+def test_error_for_an_unknown_gpu_asks_for_device_memory():
     with pytest.raises(DeploymentError) as caught:
         find_gpu("a600")
     assert "--device-memory" in str(caught.value.hint)
@@ -175,7 +175,7 @@ def test_every_gpu_price_has_source_url_and_date():
     assert len(price_lists()) >= 20
 
 
-def test_cost_uses_lowest_fixed_price_then_marketplace():
+def test_gpu_cost_uses_the_lowest_fixed_price_before_marketplace_prices():
     """A user's price comes first, then the lowest fixed price, then a marketplace's.
 
     Nodes are rented as a whole.
@@ -210,7 +210,7 @@ def test_sxm_and_pcie_variants_have_own_bandwidth():
     assert find_gpu("m4-max").bandwidth is None  # Apple publishes no operations per second
 
 
-def test_every_gpu_of_vllm_has_speeds_and_their_relations_hold():
+def test_every_gpu_that_vllm_supports_has_plausible_bandwidth_and_flops():
     for gpu in catalogue():
         if gpu.vendor == "apple":
             continue
@@ -235,7 +235,7 @@ def test_compute_capability_is_found_by_driver_name():
     assert capability_of("mi300x") is capability_of("brand new") is capability_of(None) is None
 
 
-def test_gpu_cpu_and_auto_mean_this_machine():
+def test_gpu_names_cpu_and_auto_select_this_machine():
     assert find_gpu("cpu").memory_bytes == host_memory()
     assert find_gpu("auto").memory_bytes > 0
 
@@ -287,26 +287,30 @@ def _fail(*_: Any, **__: Any) -> Any:
     raise _NvmlError("no answer")
 
 
-def test_auto_takes_the_drivers_memory_without_its_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_auto_uses_the_drivers_memory_total_without_the_drivers_reserve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     closed = _install_nvml(monkeypatch)
     found = find_gpu("auto")
     assert (found.name, found.memory_bytes, found.basis) == ("NVIDIA H100", 99 << 30, "reported")
     assert closed == ["closed"]
 
 
-def test_auto_takes_catalogue_total_of_gpu_without_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_auto_uses_the_catalogue_total_if_the_driver_reports_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML answers "Not Supported" for the memory of a GB10."""
     _install_nvml(monkeypatch, nvmlDeviceGetName=lambda handle: "NVIDIA GB10", nvmlDeviceGetMemoryInfo=_fail)
     assert find_gpu("auto").name == "gb10-128g"
 
 
 @pytest.mark.parametrize("replaced", [{"nvmlInit": _fail}, {"nvmlDeviceGetCount": lambda: 0}])
-def test_auto_without_a_gpu_is_the_cpu(monkeypatch: pytest.MonkeyPatch, replaced: dict[str, Any]) -> None:
+def test_gpu_auto_selects_the_cpu_on_a_machine_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, replaced: dict[str, Any]
+) -> None:
     _install_nvml(monkeypatch, **replaced)
     assert find_gpu("auto").name == "cpu"
 
 
-def test_auto_names_the_error_of_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_auto_error_quotes_a_driver_that_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = _install_nvml(monkeypatch, nvmlDeviceGetMemoryInfo=_fail)
     with pytest.raises(DeploymentError, match="does not report its memory: no answer"):
         find_gpu("auto")

@@ -56,7 +56,7 @@ def sizes_of(model):
         ),
     ],
 )
-def test_capture_sizes_follow_flags_and_release(sizes_of, flags, sizes):
+def test_cuda_graph_capture_sizes_follow_flags_and_vllm_release(sizes_of, flags, sizes):
     """_set_cudagraph_sizes in config/vllm.py of these releases."""
     assert sizes_of(**flags) == sizes
 
@@ -70,13 +70,13 @@ def test_capture_sizes_follow_flags_and_release(sizes_of, flags, sizes):
         ({"cuda_graph_sizes": "1,2", "version": "0.13.0"}, "--cuda-graph-sizes"),
     ],
 )
-def test_capture_sizes_that_vllm_refuses_are_refused(sizes_of, flags, field):
+def test_cuda_graph_capture_sizes_that_vllm_rejects_are_rejected(sizes_of, flags, field):
     with pytest.raises(DeploymentError) as caught:
         sizes_of(**flags)
     assert caught.value.field == field
 
 
-def test_old_name_of_capture_sizes_is_accepted_by_old_release(sizes_of):
+def test_old_flag_name_of_capture_sizes_is_accepted_for_an_old_vllm_release(sizes_of):
     assert sizes_of(version="0.12.0", cuda_graph_sizes="1,2")
 
 
@@ -88,7 +88,7 @@ PRINTED = [
 ]  # fmt: skip
 
 
-def test_interval_holds_estimates_that_starts_with_few_sequences_print(model):
+def test_interval_of_cuda_graph_bytes_covers_logged_estimates_with_few_sequences(model):
     """Nine of ten estimates are inside; before, 0.01 to 0.07 GiB were planned."""
     inside = 0
     for seqs, gib in PRINTED:
@@ -130,19 +130,19 @@ def inside(model, found):
     return out
 
 
-def test_interval_holds_estimates_for_which_the_bounds_were_widened(model):
+def test_interval_of_cuda_graph_bytes_covers_the_logs_it_was_fitted_to(model):
     """20 of 21 are inside; before, 10 were, without 1.21 and -0.87 GiB of few sizes."""
     found = [*(({}, gib) for gib in DEFAULTS), *FEW]
     assert sum(inside(model, found)) >= 0.9 * len(found)
     assert all(inside(model, FEW))
 
 
-def test_interval_holds_estimates_of_unseen_starts(model):
+def test_interval_of_cuda_graph_bytes_covers_90_percent_of_unfitted_logs(model):
     """9 of 10 are inside."""
     assert sum(inside(model, UNSEEN)) >= 0.9 * len(UNSEEN)
 
 
-def test_serve_command_has_capture_sizes(model):
+def test_printed_serve_command_includes_the_cuda_graph_capture_sizes(model):
     flags = Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192, cudagraph_capture_sizes="1,2,4")
     lines = make_plan(model, flags)
     from tonnage.planner.engines.registry import engine_of

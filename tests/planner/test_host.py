@@ -79,7 +79,7 @@ def told(tmp_path_factory):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES, ids=json.dumps)
-def test_host_memory_parts_equal_vllm_objects(case, told, plan_of) -> None:
+def test_planned_host_memory_parts_equal_the_sizes_of_vllms_objects(case, told, plan_of) -> None:
     name = json.dumps(case)
     says = ORACLE.says(name, case, lambda: told(name))
     if case["what"] == "queues":
@@ -154,7 +154,7 @@ def test_host_memory_parts_lie_within_bounds_and_add_up(plan_of, name, flags) ->
     assert ("/dev/shm" in line) == bool(host.shared_bytes)
 
 
-def test_each_flag_adds_its_host_memory(plan_of) -> None:
+def test_each_flag_that_needs_host_memory_adds_its_bytes_to_the_plan(plan_of) -> None:
     """Each case changes one flag and checks the host bytes that follow from it."""
     plain = plan_of(LLAMA, max_model_len=8192)
     assert {each.name for each in plain.host.parts if each.shared} == set()

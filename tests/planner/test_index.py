@@ -70,7 +70,7 @@ def test_page_cache_bytes_follow_index_total_size(folder):
     assert max(cached) - min(cached) == 6144
 
 
-def test_stored_tied_lm_head_in_index_widens_weight_interval(folder):
+def test_index_with_a_copy_of_the_tied_lm_head_widens_the_interval_of_weight_bytes(folder):
     """The stored head's values may differ from the embedding's, so that it may be loaded separately."""
     head = 32_064 * 3072 * 2
     found, terms, notes = planned(folder(tie_word_embeddings=True))

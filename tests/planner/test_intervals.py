@@ -32,7 +32,7 @@ ON_GPU = {"engine": "vllm", "gpu": "h100-80g", "device": "cuda", "max_model_len"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "hf"])
-def test_plan_figures_derived_from_estimates_have_intervals(engine):
+def test_figures_derived_from_estimated_memory_have_an_interval_in_the_plan(engine):
     found = plan(**ON_GPU | {"engine": engine})
     shown = plan_to_dict(found)["intervals"]
     values = {
@@ -56,7 +56,7 @@ def test_plan_figures_derived_from_estimates_have_intervals(engine):
 @pytest.mark.parametrize(
     "decided", [{"kv_cache_memory_bytes": 20 * GiB}, {"num_gpu_blocks_override": 5000}], ids=["bytes", "blocks"]
 )
-def test_figures_set_by_flag_have_no_interval(decided):
+def test_pool_size_set_by_a_flag_has_no_interval_in_the_plan(decided):
     found = plan(**ON_GPU, **decided)
     assert not set(DERIVED) & set(found.intervals)
     assert any(
@@ -76,13 +76,13 @@ def test_kv_pool_interval_is_budget_minus_used_bytes_interval():
     assert 0 <= limit - (low - pool) - most < block
 
 
-def test_block_interval_uses_smallest_pipeline_stage():
+def test_interval_of_kv_blocks_uses_the_smallest_pipeline_stage():
     found = plan(**ON_GPU, pipeline_parallel_size=2)
     low, high = found.intervals["num_blocks"]
     assert low < found.kv_cache.num_blocks < high
 
 
-def test_model_types_without_logs_have_wider_intervals():
+def test_model_types_without_start_up_logs_have_wider_intervals():
     def width(name: str, **flags) -> float:
         found = plan(name, **ON_GPU | {"engine_version": "0.19.0", **flags})
         low, high = found.intervals["kv_pool_bytes"]
@@ -95,7 +95,7 @@ def test_model_types_without_logs_have_wider_intervals():
     assert dense < width("startups/Qwen__Qwen2.5-7B-Instruct", gpu="gb10-128g") <= 0.08
 
 
-def test_plan_notes_pool_that_may_be_too_small():
+def test_plan_notes_that_the_engine_may_not_start_at_the_pools_lower_bound():
     """The plan fits, but at the lower bound of the pool one sequence does not."""
     length = 1 << 17
     for share in range(400, 460):
@@ -120,7 +120,7 @@ def test_serve_uses_lower_bound_of_kv_pool(tmp_path):
     assert held_to(on_cpu, source, Deployment(engine="hf")) is on_cpu
 
 
-def test_cheapest_offer_meets_target_at_lower_bound(tmp_path):
+def test_cheapest_offer_meets_the_concurrency_target_even_at_the_lower_bound(tmp_path):
     from tonnage.planner.devices.catalogue import find_gpu
     from tonnage.planner.sweep.grid import Grid, sweep
     from tonnage.planner.sweep.order import cheapest
@@ -136,7 +136,7 @@ def test_cheapest_offer_meets_target_at_lower_bound(tmp_path):
     assert cheapest([row], int(row.least_concurrency)) == [row]
 
 
-def test_gpus_and_engines_without_logs_have_wider_intervals():
+def test_gpus_and_engines_without_start_up_logs_have_wider_intervals():
     """Compute capabilities and engines without a start-up log, and small GPUs, have wider intervals."""
 
     def reach(**flags) -> tuple[float, float]:
@@ -153,7 +153,7 @@ def test_gpus_and_engines_without_logs_have_wider_intervals():
     assert min(small) >= 0.32002 * GiB  # an RTX 3090's start, report 41 of tests/data/field_reports.jsonl
 
 
-def test_interval_of_sampler_holds_flashinfer_from_0_10_0_to_0_11_0():
+def test_interval_of_vllm_0_10_0_to_0_11_0_covers_the_flashinfer_sampler():
     """Qwen2-7B on 0.10.1.1 logs "Using FlashInfer for top-p & top-k sampling": 0.5 GiB, not 1.4 for a sort.
 
     0.11.1 needs VLLM_USE_FLASHINFER_SAMPLER=1 for it (v1/sample/ops/topk_topp_sampler.py).

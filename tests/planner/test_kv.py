@@ -28,7 +28,7 @@ def source(config):
     return ModelSource("m", "m", {k: v for k, v in config.items() if k != "quantization_config"}, "folder")
 
 
-def test_kv_pool_equals_vllm_for_real_configs(kv_row, config_of):
+def test_planned_kv_blocks_and_tokens_equal_vllm_for_published_configs(kv_row, config_of):
     plan = plan_source(source(config_of(kv_row["config"])), VLLM)
     cache = plan.kv_cache
     assert cache.num_blocks == int(kv_row["num_blocks"])
@@ -56,7 +56,7 @@ SPARSE_MLA = sorted(
 
 @pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", SPARSE_MLA)
-def test_sparse_mla_pool_tokens_account_for_every_byte(name, on, config_of):
+def test_tokens_of_a_sparse_mla_pool_times_bytes_per_token_equal_the_pool(name, on, config_of):
     """One group has layers of different size: latents, and the keys of layers with an indexer."""
     config = config_of(name)
     cache = plan_source(source(config), replace(VLLM, **on)).kv_cache
@@ -167,7 +167,7 @@ def test_sliding_layers_follow_config_fields():
     assert kinds(model_type="gemma3_text", **gemma, sliding_window_pattern=2) == "sfsf"
 
 
-def test_longest_fitting_sequence_is_exact_boundary():
+def test_longest_sequence_for_a_pool_fits_and_one_more_token_does_not():
     found = pool(build_architecture(SMALL).cache_layers, max_num_batched_tokens=512)
     for blocks in range(40):
         longest = found.longest(blocks, 256)

@@ -119,7 +119,7 @@ OCTAVE = [
 
 
 @pytest.mark.parametrize(("kv_dtype", "rotary", "slot"), OCTAVE)
-def test_octave_bytes_per_head_equal_known_slots(kv_dtype, rotary, slot):
+def test_octave_kv_cache_bytes_per_head_equal_vllms_slot_sizes(kv_dtype, rotary, slot):
     assert kv_formats.head_bytes(kv_dtype, 256, 256, rotary) == slot
 
 

@@ -45,7 +45,7 @@ def plan(config, **changes) -> Plan:
 
 
 @pytest.mark.parametrize("tokens", [1, 1000, 40_000])
-def test_sequence_kv_bytes_equal_second_implementation(tokens, config_of):
+def test_kv_bytes_per_sequence_equal_a_second_independent_implementation(tokens, config_of):
     """The cache layers are compared too, because they give the bytes of states without block padding."""
     planned = by_layers = 0
     for name in CONFIGS:
@@ -67,14 +67,14 @@ def test_sequence_kv_bytes_equal_second_implementation(tokens, config_of):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED | NOT_PLANNED))
-def test_unsupported_config_is_rejected_with_field_name(name, config_of):
+def test_error_for_an_unsupported_config_names_the_field(name, config_of):
     with pytest.raises(TonnageError) as caught:
         build_architecture(config_of(name))
     assert caught.value.field
 
 
 @pytest.mark.parametrize("name", [c for c in CONFIGS if c not in REFUSED | NOT_PLANNED])
-def test_kv_bytes_are_monotone_in_length_ranks_and_dtype(name, config_of):
+def test_kv_bytes_never_fall_with_length_and_never_rise_with_ranks_or_fp8(name, config_of):
     """A longer sequence never takes fewer bytes, and fp8 never takes more than bf16.
 
     One rank never holds more than the whole model; all ranks together never hold less.
@@ -137,7 +137,7 @@ def test_int8_and_fp8_kv_cache_includes_scales(config_of):
     ),
     st.integers(1 << 28, 1 << 36), st.sampled_from(["bfloat16", "fp8"]),
 )  # fmt: skip
-def test_longest_sequence_is_exact_boundary_of_pool(name, pool, dtype):
+def test_longest_sequence_of_a_plan_fits_its_pool_and_one_more_token_does_not(name, pool, dtype):
     """The longest sequence fits the usable blocks alone, and a sequence one token longer does not."""
     config = _config(name)
     flags = {"kv_cache_memory_bytes": pool, "kv_cache_dtype": dtype}
@@ -156,7 +156,7 @@ def test_longest_sequence_is_exact_boundary_of_pool(name, pool, dtype):
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 32_768), st.sampled_from([32, 64, 128]), st.sampled_from(["vllm", "hf"]))
-def test_sequence_takes_whole_blocks_and_concurrency_follows(tokens, block, engine):
+def test_max_concurrency_is_the_pool_divided_by_whole_blocks_per_sequence(tokens, block, engine):
     """A sequence takes whole blocks, and the concurrency is the number of sequences that fit."""
     found = plan(_config("Qwen/Qwen2.5-0.5B"), max_model_len=tokens, block_size=block, engine=engine).kv_cache
     assert found.layout.bytes_per_block == block * found.layout.bytes_per_token

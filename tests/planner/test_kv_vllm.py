@@ -56,7 +56,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("pattern", "window", "length", "budget"), list(cases()))
-def test_kv_groups_and_concurrency_equal_vllm_functions(pattern, window, length, budget, vllm_config):
+def test_planned_kv_groups_and_concurrency_equal_vllms_functions(pattern, window, length, budget, vllm_config):
     import torch
     from vllm.v1.core import kv_cache_utils as theirs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec

@@ -56,7 +56,7 @@ def runtime_of(model, **flags):
 
 
 @pytest.mark.parametrize(("model", "flags", "weights", "pool"), PRINTED)
-def test_interval_holds_steps_that_logs_print(model, flags, weights, pool):
+def test_interval_of_the_activation_peak_covers_logs_with_large_steps(model, flags, weights, pool):
     """Before, the first start was 1 GiB outside."""
     runtime, chosen = runtime_of(model, kv_cache_dtype="auto", **flags)
     low, high = runtime.bounds
@@ -64,7 +64,7 @@ def test_interval_holds_steps_that_logs_print(model, flags, weights, pool):
     assert low <= rest <= high
 
 
-def test_interval_grows_only_beyond_logged_steps():
+def test_interval_grows_only_for_steps_with_more_tokens_than_any_log():
     def width(tokens):
         low, high = runtime_of(
             "Qwen__Qwen3-8B", gpu="h100-80g", engine_version="0.19.0", max_num_batched_tokens=tokens

@@ -166,7 +166,7 @@ def test_unused_field_with_other_value_or_family_is_rejected(model_type, field, 
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("hf", 1), ("vllm", 1), ("vllm", 2)])
-def test_unknown_config_switch_widens_weight_interval(engine, ranks, tiny_llama, folder_with):
+def test_unknown_config_switch_widens_the_interval_of_weight_bytes(engine, ranks, tiny_llama, folder_with):
     """The interval covers the models that have the biases and norms."""
     flags = Deployment(
         engine=engine, dtype="bfloat16", gpu="h100-80g", max_model_len=128, tensor_parallel_size=ranks

@@ -70,7 +70,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("case", MADE, ids=str)
-def test_compute_buffer_equals_llama_cpp_where_mlp_exceeds_logits(case, folder_with, tiny_llama) -> None:
+def test_compute_buffer_of_a_model_with_a_large_mlp_equals_llama_cpp(case, folder_with, tiny_llama) -> None:
     (hidden, inner, vocab, heads, kv_heads), context = case
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab, "num_hidden_layers": 3,
              "num_attention_heads": heads, "num_key_value_heads": kv_heads,
@@ -233,7 +233,7 @@ def test_llama_cpp_plan_keeps_embedding_in_host_memory(folder_with, tiny_llama) 
     assert low < 451 * MiB < there.rank.framework_bytes < 541 * MiB < 749 * MiB < high
 
 
-def test_several_gpus_keep_copies_of_transferred_activations() -> None:
+def test_llama_cpp_plan_of_several_gpus_includes_copies_of_transferred_activations() -> None:
     """Qwen3-30B-A3B on two T4 prints 444.77 MiB on the last GPU.
 
     The context has 32,768 cells and steps have 512 tokens.
@@ -254,7 +254,7 @@ def test_several_gpus_keep_copies_of_transferred_activations() -> None:
         ("Qwen__Qwen3.5-35B-A3B", 32768, 2, 264.08),
     ],
 )
-def test_step_inputs_are_in_host_memory(name, cells, gpus, said) -> None:
+def test_llama_cpp_plan_counts_the_inputs_of_a_step_in_host_memory(name, cells, gpus, said) -> None:
     """The values are the compute buffers that logs name CUDA_Host."""
     config = json.loads((DATA / "configs" / f"{name}.json").read_text())
     flags = Deployment(engine="llama.cpp", gpu="h200-141g", max_model_len=cells, pipeline_parallel_size=gpus)
@@ -275,7 +275,7 @@ def test_quantized_v_cache_needs_flash_attention() -> None:
 
 
 @pytest.mark.parametrize("types", ["f16/f16/f16", "f16/", "/"])
-def test_kv_cache_type_needs_at_most_k_and_v(types) -> None:
+def test_llama_cpp_kv_cache_dtype_with_more_than_two_types_is_rejected(types) -> None:
     with pytest.raises(DeploymentError, match="not a cache type"):
         make_plan(str(demo_gguf()), Deployment(engine="llama.cpp", device="cpu", kv_cache_dtype=types))
 
@@ -291,7 +291,7 @@ def test_cpu_process_memory_grows_with_prompt_cache() -> None:
     assert high - none.intervals["framework_bytes"][1] == 8192 * MiB
 
 
-def test_null_block_term_only_for_engines_with_null_block() -> None:
+def test_null_block_is_subtracted_only_for_engines_that_have_one() -> None:
     def pool(engine: str) -> str:
         flags = Deployment(engine=engine, device="cpu", device_memory=1 << 35, max_model_len=512)
         plan = make_plan("demo" if engine != "llama.cpp" else str(demo_gguf()), flags)
@@ -304,7 +304,7 @@ def test_null_block_term_only_for_engines_with_null_block() -> None:
 @pytest.mark.parametrize(
     ("device", "of_file", "held"), [("cpu", 3, (0, 1, 2)), ("cuda", 3, (1, 2)), ("cuda", 2, (0, 1))]
 )
-def test_embedding_stays_in_host_memory_with_gpu(device, of_file, held) -> None:
+def test_llama_cpp_plan_for_a_gpu_keeps_the_embedding_in_host_memory(device, of_file, held) -> None:
     """An embedding that is also the head is on the GPU."""
     names = ("token_embd.weight", "blk.0.attn_q.weight", "output.weight")[:of_file]
     file = tuple(HeaderTensor(name, "F16", (4, 4), 32) for name in names)
@@ -312,7 +312,7 @@ def test_embedding_stays_in_host_memory_with_gpu(device, of_file, held) -> None:
     assert found == tuple(file[place] for place in held)
 
 
-def test_interval_holds_older_releases_with_one_residual_less(tiny_llama, folder_with):
+def test_llama_cpp_interval_covers_older_releases_with_one_residual_buffer_less(tiny_llama, folder_with):
     """A start of Qwen2.5-3B prints n_ubatch x n_embd x 4 bytes less than newer releases hold."""
     flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=8192)
     # The MLP is wider than the logits, so that no other bound covers the difference.

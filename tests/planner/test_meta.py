@@ -81,7 +81,9 @@ def folder(config: dict[str, Any], tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("model_type", UNKNOWN | TOWERS)
-def test_meta_planned_weights_and_cache_equal_loaded_model(model_type, tmp_path, held_bytes):
+def test_weights_and_kv_cache_planned_from_the_meta_device_equal_the_loaded_model(
+    model_type, tmp_path, held_bytes
+):
     """All storages are compared, and the KV cache after 40 tokens, which is more than the window."""
     config = config_of(model_type, (UNKNOWN | TOWERS)[model_type])
     architecture = architecture_of(config)

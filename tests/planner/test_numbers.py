@@ -17,7 +17,7 @@ def float_format(name: str) -> FloatFormat:
     return next(each for each in FLOATS if each.name == name)
 
 
-def test_bf16_fields_decode_to_known_value():
+def test_sign_exponent_and_mantissa_of_bf16_decode_to_the_known_value():
     """The fields are sign 1, exponent 17, mantissa 3; an article prints mantissa 5's value for them."""
     bf16 = float_format("bf16")
     assert bf16.decode(1, 17, 3) == -7.884275709835247e-34
@@ -30,12 +30,12 @@ def test_bf16_fields_decode_to_known_value():
     [("fp32", (8, 23), 32), ("tf32", (8, 10), 32), ("fp16", (5, 10), 16), ("bf16", (8, 7), 16),
      ("fp8_e4m3", (4, 3), 8), ("fp8_e5m2", (5, 2), 8), ("fp4_e2m1", (2, 1), 4)],
 )  # fmt: skip
-def test_format_field_widths_and_stored_bits(name, fields, stored):
+def test_number_format_has_the_expected_field_widths_and_stored_bits(name, fields, stored):
     found = float_format(name)
     assert ((found.exponent, found.mantissa), found.stored_bits) == (fields, stored)
 
 
-def test_format_largest_and_smallest_values():
+def test_number_format_has_the_expected_largest_and_smallest_values():
     limits = {f.name: f.largest for f in FLOATS}
     assert limits["fp16"] == 65504
     assert limits["fp8_e4m3"] == 448
@@ -45,7 +45,7 @@ def test_format_largest_and_smallest_values():
     assert float_format("fp16").smallest == 2.0**-24
 
 
-def test_block_format_bits_per_value():
+def test_block_format_has_the_expected_bits_per_value():
     bits = {b.name: b.bits_per_value for b in BLOCKS}
     assert bits["mxfp4"] == 4 + 8 / 32
     assert bits["nvfp4"] == 4 + 8 / 16
@@ -109,7 +109,7 @@ def test_nf4_levels_equal_bitsandbytes():
     assert nearest_nf4(0.1) == (8, NF4_LEVELS[8])
 
 
-def test_overflow_and_underflow_per_format(capsys):
+def test_value_overflows_saturates_or_underflows_according_to_the_format(capsys):
     assert run(["70000", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert (rows["fp16"]["value"], rows["fp16"]["what"]) == ("inf", "overflows to infinity")
@@ -122,7 +122,7 @@ def test_overflow_and_underflow_per_format(capsys):
     assert rows["bf16"]["value"] == pytest.approx(1e-9, rel=2**-8)
 
 
-def test_numbers_command_prints_table_and_fields(capsys):
+def test_dtype_command_prints_a_table_and_the_fields_of_a_format(capsys):
     assert run([]) == 0
     out = capsys.readouterr().out
     assert "1/8/7" in out
@@ -177,7 +177,7 @@ def test_value_below_double_range_underflows(capsys):
     assert "Underflow: the smallest value is" in capsys.readouterr().out
 
 
-def test_decimal_is_not_rounded_twice(capsys):
+def test_decimal_number_is_rounded_to_the_format_without_a_detour_over_double(capsys):
     """A double rounds a decimal slightly above 2^24 to 2^24."""
     assert run(["16777216.000000000000001", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
@@ -186,7 +186,7 @@ def test_decimal_is_not_rounded_twice(capsys):
     assert float_format("fp32").encode(read_value("16777217.0000000000000001")) == (0, 151, 1)  # above the tie
 
 
-def test_numbers_command_draws_bits_and_formula(capsys):
+def test_dtype_command_draws_the_bits_and_prints_the_formula(capsys):
     assert run(["3.14159", "--format", "BF16"]) == 0
     assert capsys.readouterr().out.splitlines()[3:] == [
         "bf16: 1 bit of sign, 8 of exponent (bias 2^7 - 1 = 127), 7 of mantissa",
@@ -245,7 +245,7 @@ def test_block_format_rejects_single_value_with_reason(capsys, arguments, words)
     assert all(word in shown.err for word in words), shown.err
 
 
-def test_integer_format_has_relative_error(capsys):
+def test_value_above_the_range_of_int8_has_a_relative_error(capsys):
     assert run(["300", "--format", "int8", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["relative_error"] == pytest.approx(173 / 300)

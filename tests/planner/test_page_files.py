@@ -32,7 +32,7 @@ def runtime(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder)
 
 
-def test_page_build_keeps_other_files_in_folder(tmp_path: Any, runtime: str) -> None:
+def test_building_the_page_keeps_other_files_of_its_folder(tmp_path: Any, runtime: str) -> None:
     site = tmp_path / "site"
     for _ in range(2):
         build(site, runtime)
@@ -76,7 +76,7 @@ def test_page_server_answers_on_ipv4_and_ipv6(tmp_path: Any, host: str) -> None:
             server(tmp_path, host, int(serving.server_address[1]))
 
 
-def test_registered_partial_checkpoint_is_read_by_header(tmp_path: Any) -> None:
+def test_header_of_a_partially_loaded_checkpoint_is_read_in_the_browser(tmp_path: Any) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)

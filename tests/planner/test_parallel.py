@@ -69,7 +69,7 @@ NEVER_DIVIDED = ("recurrent_gemma", "rwkv", "xlstm")
 WHOLE_TOWERS = ("gemma3n",)
 
 
-def test_two_tensor_parallel_ranks_halve_every_model():
+def test_each_of_two_tensor_parallel_ranks_holds_at_most_54_percent_of_the_model():
     """Only norms, routers and latents are replicated, so that no rank holds more than 54 %."""
     divided = 0
     for path in sorted(CONFIGS.glob("*__*.json")):
@@ -86,7 +86,7 @@ def test_two_tensor_parallel_ranks_halve_every_model():
     assert divided > 150
 
 
-def test_mla_latents_are_replicated_on_every_rank(config_of):
+def test_mla_latents_are_planned_in_full_on_every_rank(config_of):
     """Kimi-K2.5 on 8 ranks has 68.626 KiB per token and rank, as published: 61 layers of 576 x 2 bytes."""
     architecture = build_architecture(config_of("nvidia/Kimi-K2.5-NVFP4"))
     part = rank_architecture(architecture, Parallel(tensor=8), 0)
@@ -98,7 +98,7 @@ def test_mla_latents_are_replicated_on_every_rank(config_of):
     assert before[name][0] == 8 * after[name][0]
 
 
-def test_experts_are_divided_by_count_or_by_width(config_of):
+def test_experts_are_divided_by_count_with_ep_and_by_width_with_tp(config_of):
     architecture = build_architecture(config_of("Qwen/Qwen3-30B-A3B"))
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert shapes(rank_architecture(architecture, Parallel(tensor=4), 0))[name] == (128, 384, 2048)

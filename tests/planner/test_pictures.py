@@ -140,7 +140,7 @@ def folder_of(place: Path, case: int, config_of) -> Path:
 
 
 @pytest.mark.oracle
-def test_encoder_budget_equals_vllm_multimodal_budget(tmp_path, config_of):
+def test_planned_encoder_budget_equals_vllms_multimodal_budget(tmp_path, config_of):
     def ask():
         needs_torchvision()
         return vllm_says(CHILD, [str(folder_of(tmp_path, case, config_of)) for case in range(len(CASES))])
@@ -175,7 +175,7 @@ AS_IT_CAME = ("llama4", "gemma4")  # their patches are computed once from the in
 
 
 @pytest.mark.oracle
-def test_vision_tower_activations_equal_vllm_modules():
+def test_planned_vision_tower_activations_equal_vllms_modules():
     """The figures agree within 0.5 %; the rest are lengths and indices."""
 
     def ask():

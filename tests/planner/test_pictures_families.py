@@ -263,7 +263,7 @@ def test_invalid_image_size_is_named_in_error(change, field):
     assert caught.value.field == field
 
 
-def test_image_tiles_not_filling_image_mean_unknown_size():
+def test_image_grid_that_is_no_multiple_of_the_tile_size_gives_no_image_size():
     granite = GRANITE | {"image_grid_pinpoints": [[100, 100]]}
     assert architecture_of(granite).vision is None
     with pytest.raises(ConfigError):

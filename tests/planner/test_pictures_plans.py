@@ -30,7 +30,7 @@ def plan_of(tmp_path, config_of):
     return plan
 
 
-def test_activation_term_includes_images_and_encoder_cache(plan_of):
+def test_activation_bytes_include_the_largest_image_and_the_encoder_cache(plan_of):
     plan = plan_of("Qwen/Qwen2.5-VL-7B-Instruct", engine_version="0.19.0", max_num_seqs=8)
     term = next(term for term in plan.terms if term.name == "activation_bytes")
     assert "1 x the largest video (16,384 tokens; encoder cache 16,384)" in term.formula
@@ -86,7 +86,7 @@ def test_multimodal_flag_needs_model_with_known_image_size(plan_of, model, flags
     assert caught.value.field == field
 
 
-def test_image_limit_of_a_text_model_changes_nothing(plan_of):
+def test_image_limit_for_a_text_model_adds_a_note_and_changes_no_bytes(plan_of):
     """vLLM starts: a text model has no multimodal_config."""
     plain = plan_of("meta-llama/Meta-Llama-3.1-8B")
     given = plan_of("meta-llama/Meta-Llama-3.1-8B", limit_mm_per_prompt='{"image": 1}')
@@ -107,7 +107,7 @@ def test_data_parallel_encoder_ranks_hold_whole_towers(plan_of):
     assert whole.rank.weights_bytes > split.rank.weights_bytes + 0.3e9
 
 
-def test_pipeline_stages_holding_vision_towers_by_model_runner(plan_of):
+def test_model_runner_decides_which_pipeline_stages_hold_the_vision_tower(plan_of):
     """0.19.0's first model runner encodes on each stage in its profile run, 0.29 and later on the first."""
     found = {}
     for version in ("0.19.0", "0.32.0"):
@@ -178,7 +178,7 @@ def test_tower_of_disabled_modality_is_not_loaded(limit, left):
 
 
 @pytest.mark.parametrize("tokens", [2048, 8192])
-def test_buffers_of_deepstack_grow_with_the_tokens_of_a_step(plan_of, tokens):
+def test_qwen3_vl_deepstack_buffers_grow_with_the_tokens_of_a_step(plan_of, tokens):
     """Published starts of Qwen3-VL with a hidden size of 2,048 had 0.024 and 0.095 GiB more weights."""
     plan = plan_of("Qwen/Qwen3-VL-8B-Instruct", max_num_batched_tokens=tokens)
     (term,) = [term for term in plan.terms if term.name == "weights.step_buffers"]
@@ -187,7 +187,7 @@ def test_buffers_of_deepstack_grow_with_the_tokens_of_a_step(plan_of, tokens):
     assert plan.rank.weights_bytes - less.rank.weights_bytes == 3 * 512 * 4096 * 2
 
 
-def test_ranks_without_the_vision_tower_have_no_buffers_of_deepstack(plan_of):
+def test_pipeline_ranks_without_the_vision_tower_have_no_deepstack_buffers(plan_of):
     texts = plan_of("Qwen/Qwen3-VL-8B-Instruct", limit_mm_per_prompt='{"image": 0, "video": 0}')
     assert not [term for term in texts.terms if term.name == "weights.step_buffers"]
     more, less = (

@@ -28,7 +28,7 @@ def empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path / "cache"))
 
 
-def test_plan_json_has_contract_keys():
+def test_plan_as_json_has_the_documented_keys():
     out = json.loads(json.dumps(plan_to_dict(make_plan("demo", FLAGS)), allow_nan=False))
     assert set(out) >= {
         "schema_version", "plan_id", "revision", "model", "deployment", "ranks", "worst_rank", "kv_cache",
@@ -121,7 +121,7 @@ def test_weight_terms_add_up_to_weight_bytes():
         assert all(term.formula and term.source for term in plan.terms)
 
 
-def test_gptq_tensor_layout_of_one_matrix():
+def test_gptq_matrix_is_planned_as_qweight_qzeros_scales_and_g_idx():
     """With 4 bits and group size 128, a matrix has qweight, qzeros, scales and g_idx."""
     from tonnage.planner.model.tensor import TensorSpec
     from tonnage.planner.quantization.formats.gptq import GPTQ
@@ -137,7 +137,7 @@ def test_gptq_tensor_layout_of_one_matrix():
     assert LinearFormat(GPTQ, bits=8).parts(576, 1536)["qweight"] == 1536 * 576
 
 
-def test_plan_id_changes_only_with_inputs():
+def test_plan_id_is_stable_and_changes_with_every_input():
     first = make_plan("demo", FLAGS)
     assert first == make_plan("demo", FLAGS)
     assert len(first.plan_id) == 16
@@ -169,7 +169,7 @@ def test_no_memory_left_for_kv_pool_does_not_fit():
     assert plan.kv_cache.num_blocks == 0
 
 
-def test_too_large_kv_pool_names_largest_that_fits():
+def test_error_for_a_too_large_kv_pool_names_the_largest_that_fits():
     plan = make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=16 * GIB))
     assert not plan.fits
     largest = int(plan.reasons[0].rpartition(" ")[2])
@@ -178,7 +178,7 @@ def test_too_large_kv_pool_names_largest_that_fits():
     assert not make_plan("demo", replace(FLAGS, kv_cache_memory_bytes=largest + block)).fits
 
 
-def test_pool_below_one_sequence_names_largest_length():
+def test_error_for_a_pool_below_one_sequence_names_the_largest_length_that_fits():
     flags = replace(FLAGS, kv_cache_memory_bytes=64 * MIB)
     plan = make_plan("demo", flags)
     assert not plan.fits
@@ -187,7 +187,7 @@ def test_pool_below_one_sequence_names_largest_length():
     assert not make_plan("demo", replace(flags, max_model_len=largest + 1)).fits
 
 
-def test_default_kv_pool_is_capped_at_need_of_max_num_seqs():
+def test_default_kv_pool_is_no_larger_than_max_num_seqs_full_sequences():
     plan = make_plan("demo", Deployment(device_memory=1 << 40, max_num_seqs=3, max_model_len=1000))
     assert plan.kv_cache.usable_blocks == 3 * 63
     assert plan.kv_cache.max_concurrency == 3.0

@@ -21,7 +21,7 @@ def lines_of(capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_plan_says_bytes_of_a_token_and_tokens_of_a_step(folder, capsys):
+def test_plan_text_prints_kv_bytes_per_token_and_max_num_batched_tokens(folder, capsys):
     lines = lines_of(capsys, folder("Qwen/Qwen3-8B"), "--gpu", "h100-80g", "--engine-version", "0.33.0")
     assert "max_num_batched_tokens 8,192" in lines[1]
     # 36 layers x 8 KV heads x 128 x K and V x 2 bytes
@@ -29,7 +29,7 @@ def test_plan_says_bytes_of_a_token_and_tokens_of_a_step(folder, capsys):
     assert next(line for line in lines if line.startswith("device")).endswith("79.18 GiB")
 
 
-def test_plan_of_several_gpus_says_whose_figures_and_the_total(folder, capsys):
+def test_plan_text_for_several_gpus_says_which_figures_are_per_gpu_and_the_total(folder, capsys):
     flags = [folder("Qwen/Qwen3-8B"), "--gpu", "h100-80g", "--engine-version", "0.33.0"]
     lines = lines_of(capsys, *flags, "-tp", "2", "-dp", "3")
     assert next(line for line in lines if line.startswith("device")).endswith("each of 6 GPUs")
@@ -39,14 +39,14 @@ def test_plan_of_several_gpus_says_whose_figures_and_the_total(folder, capsys):
     assert next(line for line in lines if line.startswith("device")).endswith("the fullest of 3 GPUs")
 
 
-def test_equal_bounds_are_printed_once(folder, capsys, monkeypatch):
+def test_plan_text_prints_bounds_that_round_to_equal_values_once(folder, capsys, monkeypatch):
     found = plan(folder("Qwen/Qwen3-8B"), gpu="h100-80g", engine_version="0.33.0")
     found.intervals["weights_bytes"] = (29_710_000_000, 29_711_048_576)
     (row,) = (row for row in found.memory_rows() if row[0] == "weights")
     assert row[2] == "27.67 GiB, within 1.0 MiB"
 
 
-def test_serve_line_has_only_what_was_given(folder):
+def test_printed_serve_commands_contain_only_the_given_flags(folder):
     name = folder("Qwen/Qwen3-8B")
     flags = {"gpu": "h100-80g", "engine_version": "0.33.0"}
     ours, theirs = serve_lines(plan(name, **flags))
@@ -58,7 +58,7 @@ def test_serve_line_has_only_what_was_given(folder):
     assert theirs == f"vllm serve {name} --max-model-len 8192 --gpu-memory-utilization 0.95"
 
 
-def test_weights_are_not_exact_where_the_kernel_is_chosen_at_load_time(folder, capsys):
+def test_weight_bytes_have_an_interval_if_the_engine_chooses_the_kernel_at_load_time(folder, capsys):
     """A start-up log of gpt-oss-120b on an H100 has 65.97 GiB with Marlin (vllm-project/vllm issue 23278)."""
     name = folder("openai/gpt-oss-120b")
     found = plan(name, gpu="h100-80g", engine_version="0.10.1", max_model_len=8192)
@@ -70,7 +70,7 @@ def test_weights_are_not_exact_where_the_kernel_is_chosen_at_load_time(folder, c
     assert "weights_bytes" not in plan(name, gpu="a100-80g", engine_version="0.33.0").intervals
 
 
-def test_request_of_compressed_layers_counts_as_a_sequence(folder, capsys):
+def test_request_of_a_model_with_compressed_kv_layers_counts_as_a_full_sequence(folder, capsys):
     flags = [folder("deepseek-ai/DeepSeek-V4-Flash"), "--gpu", "h200", "-tp", "8", "--engine-version", "0.32.0"]
     lines = lines_of(capsys, *flags, "--request", "4000+500")
     (line,) = (line for line in lines if line.startswith("Requests of 4,000+500 tokens: about "))

@@ -30,7 +30,7 @@ def scores():
     return json.loads(done.stdout.splitlines()[-1])["published"]
 
 
-def test_published_starts_by_kind_of_device(scores):
+def test_planned_kv_pool_is_near_published_starts_on_every_kind_of_device(scores):
     assert scores["rows"] == scores["starts"] == len(PUBLISHED.read_text().splitlines())
     assert len(scores["by_device"]) >= 14
     assert not [*scores["refused"], *scores["left_out"]]
@@ -61,7 +61,7 @@ def _starts_on_amd(compiles, folder=""):
 
 
 @pytest.mark.parametrize(("compiles", "most", "count"), [(True, 0.1, 6), (False, 0.01, 5)])
-def test_amd_start_is_planned_as_one_that_finds_its_compiled_model(compiles, most, count):
+def test_plan_for_amd_assumes_a_start_with_a_cached_compiled_model(compiles, most, count):
     """The same flags on the same machine print 12.73 GiB while they compile, and 15.33 GiB afterwards."""
     found = [(plan, pool) for plan, pool, _ in _starts_on_amd(compiles)]
     assert len(found) == count
@@ -71,7 +71,7 @@ def test_amd_start_is_planned_as_one_that_finds_its_compiled_model(compiles, mos
         assert (plan.rank.kv_pool_bytes > pool) or not compiles
 
 
-def test_compiling_start_pays_for_a_copy_of_the_embedding():
+def test_first_start_on_amd_needs_memory_for_a_copy_of_the_embedding():
     """Inductor times the kernel of the embedding with a copy of its table."""
     found = _starts_on_amd(True, "amd-r9700-uv+pl")
     assert len(found) == 2
@@ -82,7 +82,7 @@ def test_compiling_start_pays_for_a_copy_of_the_embedding():
         assert abs(plan.rank.kv_pool_bytes - copied - pool) <= 0.005 * plan.rank.total_bytes
 
 
-def test_lower_bound_holds_a_first_start_on_consumer_gpus():
+def test_lower_bound_covers_the_first_start_on_consumer_gpus():
     """Qwen3-32B-AWQ on two 4090s has 0.47 GiB less per GPU on its first start (vLLM's pull request 54479)."""
     config = json.loads((ROOT / "tests/data/configs/Qwen__Qwen3-32B.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
@@ -102,7 +102,7 @@ def test_lower_bound_holds_a_first_start_on_consumer_gpus():
     assert below(flags) >= 0.47 * GiB
 
 
-def test_fit_without_the_device_hardly_changes_published_starts(scores):
+def test_fit_without_a_devices_logs_predicts_its_published_starts_almost_as_well(scores):
     without = scores["device_left_out"]
     assert without["rows"] == scores["rows"]
     assert without["inside"] >= scores["covered"]
@@ -111,7 +111,7 @@ def test_fit_without_the_device_hardly_changes_published_starts(scores):
     assert without["mean_width"] <= 0.058
 
 
-def test_intervals_on_blackwell_workstations_are_as_narrow_as_on_measured_gpus(scores):
+def test_intervals_on_blackwell_workstation_gpus_are_as_narrow_as_on_fitted_gpus(scores):
     """Twelve unfitted starts on capability 12.0 are within 0.7 %, so the plan needs no wider spread there."""
     for kind in ("rtx5090-32g", "rtx-pro-6000-96g"):
         found = scores["by_device"][kind]

@@ -43,7 +43,7 @@ N = 4096 * 14336
         (LinearFormat(HQQ, group_size=64), N // 2 + 4 * N // 64),
     ],
 )
-def test_quantized_bytes_of_one_matrix(made, total):
+def test_quantized_matrix_has_the_expected_bytes_in_each_format(made, total):
     assert sum(made.parts(14336, 4096).values()) == total
 
 
@@ -173,12 +173,12 @@ def test_every_published_quantization_config_is_read(config_of):
         ("modelopt_fp4", "nvfp4"),
     ],
 )  # fmt: skip
-def test_vllm_name_means_a_format_of_16_bit_weights(name, scheme):
+def test_vllm_quantization_name_selects_a_format_for_16_bit_checkpoints(name, scheme):
     assert read_quantization({}, name).scheme == scheme
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "modelopt", "modelopt_mixed", "moe_wna16"])
-def test_vllm_name_of_a_tool_needs_a_quantized_checkpoint(name):
+def test_vllm_name_of_a_quantization_tool_needs_a_quantized_checkpoint(name):
     with pytest.raises(DeploymentError, match=f"{name} names the tool of a quantized checkpoint"):
         read_quantization({}, name)
 
@@ -197,7 +197,7 @@ NVFP4_FILE = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_
         ("fp4", GPTQ_FILE, False), ("compressed-tensors", NVFP4_FILE, False),
     ],
 )  # fmt: skip
-def test_vllm_name_fits_checkpoints_of_its_tool(name, stored, fits):
+def test_vllm_name_of_a_quantization_tool_is_accepted_only_for_its_checkpoints(name, stored, fits):
     if fits:
         assert read_quantization({"quantization_config": stored}, name).method == stored["quant_method"]
         return

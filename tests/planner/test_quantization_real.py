@@ -39,7 +39,9 @@ def options(scheme):
 
 
 @pytest.mark.parametrize("scheme", MEASURED)
-def test_demo_weight_bytes_after_load_in_file_and_after_forward(scheme, demo, held_bytes, tmp_path):
+def test_demo_model_weight_bytes_in_file_after_load_and_after_forward_equal_the_plan(
+    scheme, demo, held_bytes, tmp_path
+):
     quantized = {} if scheme is None else {"quantization_config": options(scheme)}
     model = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.bfloat16, **quantized)
     planned = make_plan("demo", Deployment(quantization=scheme, device_memory=1 << 34)).rank.weights_bytes

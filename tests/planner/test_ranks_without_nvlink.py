@@ -21,7 +21,7 @@ def plan_of(model, **flags):
 
 
 @pytest.mark.parametrize(("gpu", "printed"), [("a30", 0.63), ("l40s", 0.21), ("l40s", 0.18)])
-def test_interval_holds_printed_memory_of_four_ranks(gpu, printed):
+def test_interval_covers_logged_non_torch_memory_of_four_ranks_without_nvlink(gpu, printed):
     """Printed by vLLM's "Actual usage is ... GiB for non-torch memory"; 0.63 was outside before."""
     for version in ("0.10.2", "0.12.0"):
         plan = plan_of(
@@ -33,7 +33,7 @@ def test_interval_holds_printed_memory_of_four_ranks(gpu, printed):
         assert plan.intervals["kv_pool_bytes"][0] <= pool <= plan.intervals["kv_pool_bytes"][1]
 
 
-def test_pool_of_four_l40s_is_as_printed():
+def test_planned_kv_pool_of_four_l40s_equals_the_logged_one():
     """Qwen2.5-72B-Instruct on vLLM 0.19.0 with four L40S (AWS g6e.12xlarge): a pool of 5.11 GiB."""
     plan = plan_of(
         "Qwen__Qwen2.5-72B", gpu="l40s", engine_version="0.19.0", tensor_parallel_size=4, max_model_len=8192
@@ -41,7 +41,7 @@ def test_pool_of_four_l40s_is_as_printed():
     assert plan.rank.kv_pool_bytes / GiB == pytest.approx(5.11, abs=0.1)
 
 
-def test_interval_is_wider_before_nccl_preceded_the_first_snapshot():
+def test_kv_pool_interval_is_wider_for_vllm_releases_that_start_nccl_after_the_snapshot():
     """init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0."""
 
     def above(version, **flags):

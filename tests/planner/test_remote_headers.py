@@ -101,7 +101,7 @@ def test_long_safetensors_header_takes_two_range_requests(hub):
     assert hub.sent < 200_000 < len(big)
 
 
-def test_unsafe_hub_answers_are_rejected(hub):
+def test_redirected_truncated_or_oversized_hub_responses_are_rejected(hub):
     remote = Remote(HubModel("org/m"))
     hub.redirects = {"model.safetensors": "http://example.invalid/elsewhere"}
     with pytest.raises(CheckpointError, match=r"another host, example\.invalid"):

@@ -39,7 +39,7 @@ def lines_of(capsys, *arguments: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_plan_of_hybrid_prints_bytes_per_request(hybrid, capsys):
+def test_plan_of_a_hybrid_model_prints_bytes_per_request(hybrid, capsys):
     lines = lines_of(capsys, hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
     (law,) = (line for line in lines if line.startswith("A request takes"))
     # three groups of states; ten layers of 2 KV heads x 256 x K and V x 2 bytes; a block of 1,056 tokens
@@ -55,7 +55,7 @@ def test_plan_of_hybrid_prints_bytes_per_request(hybrid, capsys):
     assert hits == f"Prefix hits: multiples of 1,056 tokens; {most}"
 
 
-def test_request_figures_equal_in_text_json_table_and_page(hybrid, capsys, tmp_path):
+def test_requests_that_fit_are_equal_in_text_json_table_and_page(hybrid, capsys, tmp_path):
     flags = (hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
     asked = ("--request", "2000+300", "--request", "100+20")
     out = json.loads("\n".join(lines_of(capsys, *flags, *asked, "--json", "--explain")))
@@ -82,7 +82,7 @@ def test_request_figures_equal_in_text_json_table_and_page(hybrid, capsys, tmp_p
     assert f"requests of 100+20,{second['at_once']},{' to '.join(map(str, second['bounds']))}" in rows
 
 
-def test_plan_of_dense_model_prints_request_figures_on_request(model, capsys):
+def test_plan_of_a_dense_model_prints_requests_that_fit_only_with_the_flag(model, capsys):
     flags = (model("meta-llama/Llama-3.2-1B"), "--engine", "vllm", "--engine-version", "0.32.0")
     flags += ("--kv-cache-memory-bytes", "1GiB", "--device-memory", "64GiB", "--max-model-len", "8192")
     assert not [line for line in lines_of(capsys, *flags) if line.startswith(("A request", "Requests"))]
@@ -137,12 +137,12 @@ def test_encoder_holds_no_requests(model):
         found.hold(100, 10)
 
 
-def test_pool_that_may_be_empty_has_lower_bound_of_0_requests(model):
+def test_lower_bound_of_requests_is_0_if_the_pool_may_be_empty(model):
     found = plan(model("meta-llama/Llama-3.1-70B-Instruct"), gpu="h100-80g", quantization="fp8").hold(2000, 300)
     assert found.bounds[0] == 0 <= found.at_once <= found.bounds[1]
 
 
-def test_prefilling_prompts_hold_more_blocks_than_sliding_window(model):
+def test_prompt_during_prefill_holds_more_blocks_than_its_sliding_window(model):
     flags = {"engine": "vllm", "engine_version": "0.32.0", "max_model_len": 4096, "device_memory": 64 << 30}
     folder = model("mistralai/Mistral-7B-v0.1", sliding_window=256)
     found = plan(folder, kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048, **flags)
@@ -161,7 +161,9 @@ def test_prefilling_prompts_hold_more_blocks_than_sliding_window(model):
         ("meta-llama/Llama-3.2-1B", "0.19.0", "that of 0.19.0 was not read"),
     ],
 )
-def test_request_figures_note_version_of_block_manager_rules(name, version, words, model, capsys):
+def test_plan_notes_the_vllm_version_of_the_block_manager_used_for_requests(
+    name, version, words, model, capsys
+):
     flags = (model(name), "--gpu", "h200", "--engine-version", version, "--max-model-len", "4096")
     lines = lines_of(capsys, *flags, "--request", "100+10")
     notes = [line for line in lines if "block manager of vLLM 0.32" in line]
@@ -169,7 +171,7 @@ def test_request_figures_note_version_of_block_manager_rules(name, version, word
     assert words is None or words in notes[0]
 
 
-def test_plan_hold_checks_request_lengths(model):
+def test_python_method_plan_hold_rejects_invalid_request_lengths(model):
     found = plan(model("meta-llama/Llama-3.2-1B"), engine="vllm", max_model_len=4096, device_memory=24 << 30)
     assert found.hold(4000, 96).blocks.last == 4095 // 128 + 1
     for lengths in ((4000, 97), (0, 1), (1, 0)):

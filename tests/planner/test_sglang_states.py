@@ -92,7 +92,7 @@ def folder(tmp_path):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_state_slots_tokens_and_requests_equal_sglang(number, folder):
+def test_planned_mamba_state_slots_tokens_and_requests_equal_sglang(number, folder):
     name, ranks, rest, asked, radix, ratio, drafts = CASES[number]
     case = asked_of(*CASES[number])
     key = " ".join(map(str, CASES[number]))
@@ -113,7 +113,7 @@ def test_state_slots_tokens_and_requests_equal_sglang(number, folder):
     assert plan.kv_cache.max_concurrency <= says["slots"]
 
 
-def test_sglang_state_slots_by_version(folder):
+def test_sglang_version_decides_the_number_of_mamba_state_slots(folder):
     """Padding slots exist from 0.5.23 on; before 0.5.15 a running request has three slots.
 
     0.5.4 is the first known version.
@@ -272,7 +272,7 @@ def test_settings_missing_in_sglang_serve_line_add_notes(folder):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_layers_that_compress_tokens_are_refused_by_their_field(stages):
+def test_sglang_plan_rejects_layers_with_compress_ratios_naming_the_field(stages):
     flags = Deployment(engine="sglang", gpu="b200-180g", pipeline_parallel_size=stages)
     with pytest.raises(UnsupportedArchitecture, match="compress tokens") as refused:
         make_plan(str(DATA / "deepseek-ai__DeepSeek-V4-Flash.json"), flags)

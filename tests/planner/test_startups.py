@@ -36,7 +36,7 @@ def scores():
     return json.loads(done.stdout.splitlines()[-1])["startups"]
 
 
-def test_kv_pool_error_against_start_up_logs(scores):
+def test_planned_kv_pool_is_within_error_bounds_of_start_up_logs(scores):
     assert scores["scored"] >= 28
     assert scores["mean_error"] <= 0.006
     assert scores["worst_error"] <= 0.015
@@ -64,7 +64,7 @@ def test_kv_pool_error_against_start_up_logs(scores):
         ("cuda_graph_bytes", 0.005),
     ],
 )
-def test_memory_term_error_against_start_up_logs(scores, term, share):
+def test_each_planned_memory_term_is_within_its_error_bound_of_start_up_logs(scores, term, share):
     found = scores["terms_share_of_gpu"][term]
     assert found["rows"] >= 25
     assert found["mean"] <= share
@@ -96,7 +96,7 @@ def held(name: str, **flags) -> framework.NonTorchMemory:
 LLAMA = "meta-llama__Llama-3.1-8B-Instruct"
 
 
-def test_fused_all_reduce_multicast_memory_by_ranks_version_and_gpu():
+def test_fused_all_reduce_memory_depends_on_ranks_version_and_gpu():
     """0.19.0 with two and four ranks holds 2.06 to 2.13 GiB outside PyTorch; pipeline stages hold 0.07."""
     assert held(LLAMA, tensor_parallel_size=2).fused == held(LLAMA, tensor_parallel_size=4).fused == 1536 * MiB
     assert held(LLAMA, tensor_parallel_size=2, enforce_eager=True).fused == 0
@@ -108,7 +108,7 @@ def test_fused_all_reduce_multicast_memory_by_ranks_version_and_gpu():
     assert held(LLAMA).fused == held(LLAMA, pipeline_parallel_size=2).fused == 0
 
 
-def test_trial_cuda_graph_capture_adds_non_torch_memory():
+def test_trial_capture_of_cuda_graphs_in_vllm_0_18_adds_non_torch_memory():
     """Qwen3-14B has 0.13 GiB of non-torch memory with 0.17.0 and 0.25 with 0.18.0 on one machine."""
     before, since = held(LLAMA, engine_version="0.17.0"), held(LLAMA, engine_version="0.18.0")
     assert since.rest - before.rest == pytest.approx(0.12 * GiB, rel=0.01)
@@ -119,7 +119,7 @@ def test_trial_cuda_graph_capture_adds_non_torch_memory():
 @pytest.mark.parametrize(
     ("version", "gib"), [("0.15.0", 5.64), ("0.16.0", 5.64), ("0.17.0", 2.23), ("0.18.0", 2.23)]
 )
-def test_activation_peak_with_sampler_by_vllm_version(version, gib):
+def test_vllm_version_decides_the_samplers_part_of_the_activation_peak(version, gib):
     """The values are printed for Qwen3-14B; 0.17.0 removed the sort."""
     assert peak("Qwen__Qwen3-14B", engine_version=version, max_model_len=8192).total == pytest.approx(
         gib * GiB, rel=0.005
@@ -148,7 +148,7 @@ def test_token_count_buffers_reduce_pool_from_vllm_0_27():
     assert held("Qwen__Qwen3-30B-A3B", engine_version="0.28.0").counts == 0  # still on the first runner
 
 
-def test_experts_share_one_persistent_buffer():
+def test_moe_plan_includes_one_persistent_buffer_for_the_activations_of_experts():
     """The buffer holds 8,192 tokens x 8 experts x (2,048 + 2,048) values in bf16.
 
     Report 31 (0.15.0 on an H200) has 0.5 GiB more than the sampler takes; the reports of 0.10.2 on an H100 have
@@ -161,7 +161,7 @@ def test_experts_share_one_persistent_buffer():
     assert peak(LLAMA).experts == 0
 
 
-def test_mxfp4_expert_padding_per_rank():
+def test_mxfp4_experts_are_padded_per_rank():
     """gpt-oss-20b is 2,880 wide; a rank's share is rounded to 64 and its values to 256.
 
     One rank has 13.47 GiB.
@@ -224,7 +224,7 @@ def test_vllm_0_20_subtracts_cuda_graphs_from_pool():
     assert before.rank.kv_pool_bytes - since.rank.kv_pool_bytes == pytest.approx(beside.value, rel=0.01)
 
 
-def test_explain_tells_derived_from_fitted_terms():
+def test_explain_marks_each_memory_term_as_derived_or_fitted():
     plan = plan_source(
         config(LLAMA), Deployment(engine="vllm", gpu="h100-80g", device="cuda", tensor_parallel_size=2)
     )

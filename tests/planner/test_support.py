@@ -68,7 +68,7 @@ def rows(part: str, engine: str = "vllm") -> list[dict]:
 
 
 @pytest.mark.oracle
-def test_weight_support_table_equals_vllm_checks():
+def test_support_table_of_quantized_weights_equals_vllms_own_checks():
     """Minimum compute capability and dtypes equal each config class's; unsupported methods are absent."""
     found = vllm_answers()
     checked = 0
@@ -106,7 +106,7 @@ def test_kv_cache_support_equals_vllm_backend_selection():
                 assert ours.runs == (kv in found[capability][place]), (capability, place, kv, ours.why)
 
 
-def test_every_support_row_has_source_and_every_format_a_row():
+def test_every_entry_of_the_support_table_has_a_source_and_every_format_an_entry():
     for part in ("devices", "weights", "cache"):
         for row in table()[part]:
             assert row["source"], row
@@ -160,7 +160,7 @@ def test_gpu_without_fp8_rejects_fp8_kv_cache(folder):
     ("gpu", "quantization", "runs"),
     [("v100-32g", "awq", False), ("t4", "awq", True), ("v100-32g", "gptq", True), ("v100-32g", "fp8", False)],
 )
-def test_quantized_weight_support_by_compute_capability(folder, gpu, quantization, runs):
+def test_compute_capability_decides_which_quantized_weights_run(folder, gpu, quantization, runs):
     found = plan(folder, gpu=gpu, quantization=quantization, **LENGTH)
     assert (not found.unsupported) == runs
 
@@ -220,7 +220,7 @@ _FORMATS = {
         ("w8a8", "0.19.0", "h100-80g", None),
     ],
 )  # fmt: skip
-def test_older_releases_by_compute_capability(form, version, gpu, least):
+def test_older_vllm_releases_require_the_right_compute_capability_per_format(form, version, gpu, least):
     found = _planned(_FORMATS[form], version, gpu)
     assert [f"from compute capability {least} on" in why for why in found.unsupported] == [True] * bool(least)
 
@@ -239,7 +239,7 @@ def test_blackwell_has_no_kernel_for_int8_activations(version, gpu):
     assert "w8a8 weights up to compute capability 9.9" in why
 
 
-def test_volta_is_unknown_from_the_first_builds_for_cuda_13_on(folder):
+def test_support_of_volta_gpus_is_unknown_from_the_first_cuda_13_builds_on(folder):
     asked = {"gpu": "v100-32g", **LENGTH}
     assert plan(folder, engine_version="0.23.0", **asked).verdict() == "Fits."
     assert "builds are for CUDA 13" in plan(folder, engine_version="0.24.0", **asked).verdict()
@@ -253,7 +253,7 @@ def test_engine_without_gaudi_build_is_rejected(folder, engine):
     assert caught.value.hint == "another GPU"
 
 
-def test_verdict_of_untested_engine_and_gpu_pair_is_not_fits(folder):
+def test_untested_pair_of_engine_and_gpu_never_gets_the_verdict_fits(folder):
     for engine, gpu, words in (("sglang", "gaudi3", "not known here"), ("hf", "mi300x", "was not tried")):
         found = plan(folder, engine=engine, gpu=gpu, **LENGTH)
         assert found.fits
@@ -291,7 +291,7 @@ def test_vllm_gguf_file_needs_plugin(folder):
     assert "vllm-gguf-plugin" in row.unsupported
 
 
-def test_cache_formats_before_support_table_are_not_judged(folder):
+def test_kv_cache_formats_are_not_judged_for_releases_older_than_the_support_table(folder):
     asked = {"gpu": "v100-32g", "kv_cache_dtype": "fp8", **LENGTH}
     assert plan(folder, engine_version="0.23.0", **asked).fits
     assert plan(folder, engine_version="0.24.0", **asked).unsupported
@@ -306,7 +306,7 @@ def test_cache_formats_before_support_table_are_not_judged(folder):
         assert of_cache("vllm", "vLLM", parse_version(version), chosen, architecture).runs == runs
 
 
-def test_mixed_quantization_checks_each_format(folder):
+def test_mixed_quantization_is_checked_for_each_of_its_formats(folder):
     architecture = architecture_of(config_of(LLAMA))
     chosen = complete(Deployment(engine="vllm", gpu="v100-32g", **LENGTH), architecture, "float16")
     mixed = replace(quantized_to("w4a16"), scheme="fp8+w4a16", method="compressed-tensors")

@@ -45,7 +45,7 @@ def test_planner_package_exports_its_public_names() -> None:
         _ = tonnage.planner.nothing
 
 
-def test_type_checking_imports_match_public_names() -> None:
+def test_imports_for_type_checkers_equal_the_public_names() -> None:
     tree = ast.parse((ROOT / "planner" / "__init__.py").read_text())
     (told,) = [node.body for node in tree.body if isinstance(node, ast.If)]
     names = set()
@@ -58,7 +58,7 @@ def test_type_checking_imports_match_public_names() -> None:
     assert names == SURFACE
 
 
-def test_mypy_knows_plan_keywords(tmp_path: Path) -> None:
+def test_mypy_checks_the_keywords_of_the_plan_function(tmp_path: Path) -> None:
     packages = tmp_path / "packages" / "tonnage"
     packages.mkdir(parents=True)
     (packages / "planner").symlink_to(ROOT / "planner")

@@ -115,7 +115,7 @@ def test_sweep_row_with_gpu_specific_formats_equals_plan(name, tmp_path):
     ],
     ids=["SGLang's states", "SGLang's limit", "SGLang without slots", "vLLM without blocks for states"],
 )  # fmt: skip
-def test_sweep_row_with_values_set_after_pool_size_equals_plan(name, flags, tmp_path):
+def test_sweep_row_with_values_that_depend_on_the_pool_size_equals_the_plan(name, flags, tmp_path):
     """State slots, max_num_seqs and start failures are known only after the pool's size."""
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     source, asked = resolve_model(str(tmp_path)), (1000, 200)
@@ -188,7 +188,7 @@ def test_sweep_row_limited_by_draft_length_equals_plan(llama, tmp_path, capsys):
     assert "8 sequences of 2,048 tokens at once" in capsys.readouterr().out
 
 
-def test_sweep_table_states_start_failure(tmp_path, capsys):
+def test_sweep_table_marks_rows_whose_start_would_fail(tmp_path, capsys):
     shutil.copy(CONFIGS / "Qwen__Qwen3.5-27B.json", tmp_path / "config.json")
     page = tmp_path / "page.html"
     flags = ["--max-num-seqs", "4000", "--max-model-len", "2048", "--max-num-batched-tokens", "8192"]
@@ -402,14 +402,14 @@ def test_sweep_of_models_and_gpus_keeps_requested_order(models, capsys):
 
 
 @pytest.mark.parametrize(("least", "each"), [(0.9, None), (1.0, 2.0), (1.6, 1.25), (4.0, 0.5)])
-def test_price_per_sequence_needs_one_certain_sequence(least, each) -> None:
+def test_price_per_sequence_needs_a_lower_bound_of_one_sequence(least, each) -> None:
     row = SweepRow("h100-80g", 1, "as is", "auto", True, usd_per_hour=2.0, least_sequences=least)
     assert row.usd_per_sequence == each
     assert replace(row, usd_per_hour=None).usd_per_sequence is None
     assert replace(row, fits=False).usd_per_sequence is None
 
 
-def test_sweep_table_states_sequence_length(models, capsys):
+def test_sweep_table_prints_the_sequence_length(models, capsys):
     """Without the length, the model with the shortest sequences would look cheapest."""
     llama, other = models
     two = [llama, other, "--gpu", "h100-80g"]
@@ -423,12 +423,12 @@ def test_sweep_table_states_sequence_length(models, capsys):
     assert '"at least" and "each" count requests of 2,000+300 tokens, the first length\n' in stdout(capsys)
 
 
-def test_gpu_given_by_two_names_is_one_row(llama, capsys):
+def test_sweep_lists_a_gpu_given_by_two_names_once(llama, capsys):
     run([llama, "--gpu", "h100,h100-80g,2xh100,2xh100-80g", "--json"])
     assert [row["gpus"] for row in json.loads(stdout(capsys))["rows"]] == [1, 2]
 
 
-def test_model_given_twice_is_one_row(llama, capsys):
+def test_sweep_lists_a_model_given_twice_once(llama, capsys):
     run([llama, llama, "--gpu", "h100,l40s", "--json"])
     assert len(json.loads(stdout(capsys))["rows"]) == 2
 

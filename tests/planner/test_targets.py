@@ -31,7 +31,7 @@ def qwen(config_of, folder_with):
     return folder_with(config_of("Qwen/Qwen3-32B"))
 
 
-def test_target_lists_smallest_layouts_with_pool_speed_and_price(qwen, capsys):
+def test_concurrency_target_lists_the_smallest_layouts_with_pool_speed_and_price(qwen, capsys):
     assert run([qwen, *ASKED]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
@@ -56,7 +56,7 @@ def test_target_lists_smallest_layouts_with_pool_speed_and_price(qwen, capsys):
     assert all(len(line) <= 80 for line in table[: table.index("")])
 
 
-def test_each_layout_holds_the_requests_with_the_printed_flags(qwen, capsys):
+def test_each_layout_for_a_target_holds_the_requests_with_its_printed_flags(qwen, capsys):
     assert run([qwen, *ASKED, "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert layouts
@@ -73,7 +73,7 @@ def test_each_layout_holds_the_requests_with_the_printed_flags(qwen, capsys):
         assert layout["rough_tokens_per_second"] > 0
 
 
-def test_serve_line_of_a_target_prints_commands_of_the_first_layout_only(qwen, capsys):
+def test_serve_commands_are_printed_only_for_the_first_layout_of_a_target(qwen, capsys):
     assert run([qwen, *ASKED, "--gpu", "a100-80g", "--serve-line"]) == 0
     ours, theirs = capsys.readouterr().out.splitlines()
     assert ours.startswith("tonnage serve ")
@@ -83,7 +83,7 @@ def test_serve_line_of_a_target_prints_commands_of_the_first_layout_only(qwen, c
     assert values["--max-model-len"] == "5120"
 
 
-def test_gpus_flags_and_price_for_users_are_answered_offline(monkeypatch, capsys, tmp_path):
+def test_layouts_for_a_number_of_users_are_planned_without_network(monkeypatch, capsys, tmp_path):
     """200 users, 4k prompts, 500 tokens, Qwen3-32B: which GPUs, which flags, what price, as in the README."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -113,7 +113,7 @@ def test_sweep_counts_requests_of_each_length(qwen, capsys):
     assert "100+20" in titles
 
 
-def test_many_requests_need_replicas(qwen, capsys):
+def test_concurrency_target_above_one_replicas_capacity_adds_replicas(qwen, capsys):
     assert run([qwen, *ASKED[:-1], "5000", "--gpu", "h100-80g", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert all(layout["data_parallel_size"] > 1 for layout in layouts)
@@ -125,7 +125,7 @@ def test_request_longer_than_the_model_is_rejected(qwen, capsys):
     assert "above max_model_len 40,960" in capsys.readouterr().err
 
 
-def test_requests_of_unknown_size_count_as_sequences(config_of, folder_with, capsys):
+def test_requests_of_a_model_with_compressed_kv_layers_count_as_full_sequences(config_of, folder_with, capsys):
     folder = folder_with(config_of("deepseek-ai/DeepSeek-V4-Flash"))
     assert run([folder, "--engine-version", "0.32.0", *ASKED[2:]]) == 0
     assert "200 sequences of 4,500 tokens at once, max_model_len 4,500:" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def _offer(gpus: int, usd: float, seconds: float, kv: str = "auto") -> Offer:
     return Offer(SweepRow("g", gpus, "as is", kv, True), 1, 1, usd, Speed(seconds, 1 / seconds))
 
 
-def test_nearly_equal_layouts_are_left_out():
+def test_layouts_nearly_equal_to_a_better_one_are_left_out():
     small, faster, equal = _offer(1, 4, 0.05), _offer(2, 8, 0.02), _offer(2, 4 / (1 + FOLD), 0.05 / (1 + FOLD))
     lossy = _offer(1, 4, 0.05, "fp8")
     assert pareto([small, lossy, faster, equal]) == [small, faster]
@@ -151,7 +151,7 @@ def _gpu(**changes) -> Gpu:
     return replace(find_gpu("h100"), bandwidth=1e12, flops=1e14, link=1e11, **changes)
 
 
-def test_tensor_parallel_ranks_pay_for_all_reduces():
+def test_planned_step_time_includes_all_reduces_of_tensor_parallel_ranks():
     """A token's hidden states are all-reduced twice per layer: 3/2 of the bytes on each of four links."""
     work = replace(Work(5 * 10**9), reduced=2 * 32 * 4096 * 2)
     flags = {"weights_bytes": 10**10, "read_bytes": 0, "running": 100, "prompt": 0, "output": 1}
@@ -163,7 +163,7 @@ def test_tensor_parallel_ranks_pay_for_all_reduces():
     assert speed_of(work, replace(_gpu(), link=None), tensor=4, **flags) is None
 
 
-def test_pipeline_stages_read_weights_once_per_group():
+def test_planned_step_time_reads_weights_once_per_micro_batch_of_a_pipeline():
     flags = {"weights_bytes": 10**10, "read_bytes": 0, "running": 64, "prompt": 0, "output": 1}
     one = speed_of(Work(5 * 10**9), _gpu(), **flags)
     two = speed_of(Work(5 * 10**9), _gpu(), stages=2, **{**flags, "weights_bytes": 5 * 10**9})
@@ -171,7 +171,7 @@ def test_pipeline_stages_read_weights_once_per_group():
     assert two.step_seconds == pytest.approx(one.step_seconds + OVERHEAD)
 
 
-def test_fp8_weights_compute_at_the_fp8_peak():
+def test_planned_prefill_time_of_fp8_weights_uses_the_gpus_fp8_peak():
     flags = {"weights_bytes": 1, "read_bytes": 0, "running": 1000, "prompt": 0, "output": 1}
     half, fp8 = (speed_of(Work(10**10), _gpu(fp8_flops=2e14), scheme=name, **flags) for name in ("none", "fp8"))
     assert half.step_seconds - OVERHEAD == pytest.approx(2 * (fp8.step_seconds - OVERHEAD))
@@ -179,7 +179,7 @@ def test_fp8_weights_compute_at_the_fp8_peak():
     assert speed_of(Work(10**10), a100, scheme="fp8", **flags) == half
 
 
-def test_model_of_several_machines_has_a_pipeline(config_of, folder_with, capsys):
+def test_model_larger_than_one_machine_gets_pipeline_stages(config_of, folder_with, capsys):
     """2.4T parameters on H200s: 4.4 TiB of weights on machines of 1.1 TiB."""
     folder = folder_with(config_of("Qwen/Qwen3.8-2.4T-A95B"))
     assert run([folder, *ASKED[:-1], "20", "--gpu", "h200", "--json"]) == 0

@@ -44,7 +44,7 @@ def only(plan):
     return tier
 
 
-def test_size_and_equal_transfer_config_plan_the_same_tier(plan_of) -> None:
+def test_offloading_size_flag_and_equal_transfer_config_plan_the_same_kv_tier(plan_of) -> None:
     size = only(plan_of(LLAMA, kv_offloading_bytes=10 * GIB))
     given = only(plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", cpu_bytes_to_use=10 * GIB)))
     assert size == given
@@ -52,7 +52,7 @@ def test_size_and_equal_transfer_config_plan_the_same_tier(plan_of) -> None:
     assert (size.shared, size.pinned, size.rank_bytes) == (True, True, None)
 
 
-def test_larger_chunks_hold_the_same_tokens_in_whole_chunks(plan_of) -> None:
+def test_kv_tier_with_larger_chunks_holds_a_whole_number_of_chunks(plan_of) -> None:
     extra = {"cpu_bytes_to_use": 10 * GIB + 1}
     for more in ({"block_size": 512}, {"blocks_per_chunk": 32}):
         tier = only(plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", **extra, **more)))
@@ -60,7 +60,7 @@ def test_larger_chunks_hold_the_same_tokens_in_whole_chunks(plan_of) -> None:
         assert tier.groups[0].chunk_tokens == 512
 
 
-def test_older_versions_pin_a_tensor_for_each_layer_slot(plan_of) -> None:
+def test_older_vllm_versions_pin_one_host_tensor_per_layer_slot(plan_of) -> None:
     """vllm-project/vllm#53042: 24 tensors a rank, each rounded up to a power of two; here 16 slots."""
     flags = {"engine_version": "0.26.0", "tensor_parallel_size": 4, "max_model_len": 8192}
     plan = plan_of(HYBRID, kv_offloading_bytes=200 * GIB, **flags)
@@ -76,7 +76,7 @@ def test_older_versions_pin_a_tensor_for_each_layer_slot(plan_of) -> None:
     assert (count.chunks, count.tokens, count.requested) == (1000, 16_000, None)
 
 
-def test_simple_connector_divides_the_size_over_ranks(plan_of) -> None:
+def test_simple_offload_connector_divides_its_size_over_the_ranks(plan_of) -> None:
     name = "SimpleCPUOffloadConnector"
     tier = only(plan_of(LLAMA, tensor_parallel_size=2, kv_transfer_config=config(name)))
     assert (tier.value, tier.rank_bytes, tier.pinned, tier.shared) == (8 * GIB, 4 * GIB, True, False)
@@ -90,7 +90,7 @@ def test_simple_connector_divides_the_size_over_ranks(plan_of) -> None:
     assert (staging.medium, staging.value, staging.chunks) == ("host", 4 * BLOCK, None)
 
 
-def test_lmcache_size_is_per_rank_in_process_and_per_server_otherwise(plan_of) -> None:
+def test_lmcache_size_counts_per_rank_in_process_and_once_in_server_mode(plan_of) -> None:
     """LMCache#2901: the same number means each rank in one mode and the whole server in the other."""
     flags = {"tensor_parallel_size": 4, "max_model_len": 8192}
     extra = {"lmcache.max_local_cpu_size": 10, "lmcache.max_local_disk_size": 20, "lmcache.local_disk": "/x"}
@@ -107,7 +107,7 @@ def test_lmcache_size_is_per_rank_in_process_and_per_server_otherwise(plan_of) -
     assert (once.ranks, once.value) == (1, 5 * GIB)  # the first rank alone stores latents
 
 
-def test_secondary_tier_has_no_upper_bound(plan_of) -> None:
+def test_file_system_kv_tier_is_planned_without_an_upper_bound(plan_of) -> None:
     extra = {"cpu_bytes_to_use": GIB, "spec_name": "TieringOffloadingSpec",
              "secondary_tiers": [{"type": "fs", "root_dir": "/x"}]}  # fmt: skip
     plan = plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", **extra))
@@ -132,7 +132,7 @@ def test_disk_tier_of_tonnage_is_planned_with_its_size(plan_of) -> None:
             plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", **extra))
 
 
-def test_hicache_size_is_decimal_and_per_rank(plan_of) -> None:
+def test_sglang_hicache_size_is_in_decimal_gigabytes_per_rank(plan_of) -> None:
     flags = {"engine": "sglang", "max_model_len": 8192, "enable_hierarchical_cache": True}
     plan = plan_of(LLAMA, hicache_size=100, tensor_parallel_size=2, **flags)
     tier = only(plan)
@@ -149,7 +149,7 @@ def test_hicache_size_is_decimal_and_per_rank(plan_of) -> None:
         assert only(latent).ranks == ranks
 
 
-def test_hicache_ratio_multiplies_states_too(plan_of) -> None:
+def test_sglang_hicache_ratio_also_multiplies_the_mamba_state_slots(plan_of) -> None:
     """sglang#39851: of a hybrid, the ratio pins host slots for states beside those for tokens."""
     flags = {"engine": "sglang", "max_model_len": 8192, "enable_hierarchical_cache": True}
     plan = plan_of(HYBRID, tensor_parallel_size=2, **flags)
@@ -168,7 +168,7 @@ def _slot(plan) -> tuple[int, int]:
     return int(size.split(" bytes")[0].replace(",", "")), int(count.replace(",", ""))
 
 
-def test_tiers_in_json_and_in_the_memory_limit(plan_of) -> None:
+def test_kv_tiers_are_in_the_json_plan_and_in_the_container_memory_limit(plan_of) -> None:
     plain, plan = plan_of(LLAMA), plan_of(LLAMA, kv_offloading_bytes=10 * GIB)
     (told,) = plan_to_dict(plan)["tiers"]
     assert (told["name"], told["value"], told["shared"]) == ("OffloadingConnector", 10 * GIB, True)
@@ -210,7 +210,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), REFUSED)
-def test_tier_that_is_not_understood_is_refused_by_name(plan_of, model, flags, said) -> None:
+def test_unknown_kv_tier_setting_is_rejected_naming_it(plan_of, model, flags, said) -> None:
     with pytest.raises(TonnageError) as error:
         plan_of(model, **{"max_model_len": 8192, **flags})
     assert said in str(error.value)
@@ -226,7 +226,7 @@ def test_tier_that_is_not_understood_is_refused_by_name(plan_of, model, flags, s
         (["--enable-hierarchical-cache"], "is a setting of sglang, not of vllm"),
     ],
 )
-def test_tier_flag_without_its_engine_or_size_is_refused(flags, said, capsys) -> None:
+def test_kv_tier_flag_without_its_engine_or_size_is_rejected(flags, said, capsys) -> None:
     assert run(["demo", "--gpu", "h100-80g", *flags]) == 2
     error = capsys.readouterr().err
     assert said in error

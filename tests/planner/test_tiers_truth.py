@@ -10,7 +10,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tiers_truth.py"
 
 
-def test_planned_tiers_agree_with_published_facts() -> None:
+def test_planned_kv_tiers_agree_with_published_measurements() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--json", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     record = json.loads(done.stdout)

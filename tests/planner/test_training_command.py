@@ -26,7 +26,7 @@ from tonnage.planner.training.tricks import tricks
 A100 = find_gpu("a100-80g").memory_bytes
 
 
-def test_train_json_totals_equal_sums_of_lines(folder, capsys):
+def test_totals_in_the_json_of_train_equal_the_sums_of_their_lines(folder, capsys):
     assert run([folder, "--json", "--explain", "--strategy", "zero3", "--gpus", "8", "--gpu", "a100-80g"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] == 8_030_261_248
@@ -38,7 +38,7 @@ def test_train_json_totals_equal_sums_of_lines(folder, capsys):
     assert all(x["formula"] and x["source"] for x in found["lines"])
 
 
-def test_train_output_names_precision_convention_and_batch(folder, capsys):
+def test_train_output_states_bytes_per_parameter_and_the_effective_batch(folder, capsys):
     assert run([folder, "--convention", "huggingface", "--gradient-accumulation", "4"]) == 0
     out = capsys.readouterr().out
     assert "18 bytes a parameter" in out
@@ -72,7 +72,7 @@ def test_training_that_does_not_fit_exits_1_with_reason(folder, capsys):
         (["--html", "/nowhere/at/all.html"], ["--html", "/nowhere"]),
     ],
 )
-def test_train_bad_input_is_one_line_and_exit_2(folder, capsys, arguments, words):
+def test_train_command_reports_bad_input_in_one_line_and_exits_2(folder, capsys, arguments, words):
     assert run([folder, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -100,7 +100,7 @@ def test_train_command_imports_no_heavy_module(folder):
     assert (done.returncode, done.stderr.strip()) == (1, "[]")
 
 
-def test_largest_micro_batch_is_exact_boundary(planner):
+def test_largest_micro_batch_fits_and_one_more_does_not(planner):
     setup = TrainingSetup(method="lora", device_memory=A100)
     found = largest(planner, setup, "micro_batch")
     assert planner.plan(replace(setup, micro_batch=found.value)).fits is True
@@ -108,14 +108,14 @@ def test_largest_micro_batch_is_exact_boundary(planner):
     assert found.aligned is None or found.aligned % 8 == 0
 
 
-def test_longest_training_sequence_is_exact_boundary(planner):
+def test_longest_training_sequence_fits_and_a_longer_one_does_not(planner):
     setup = TrainingSetup(method="qlora", device_memory=A100)
     found = largest(planner, setup, "sequence_length")
     assert planner.plan(replace(setup, sequence_length=found.value)).fits is True
     assert planner.plan(replace(setup, sequence_length=found.value + 1)).fits is False
 
 
-def test_memory_saving_tricks_are_ranked_for_model(planner):
+def test_memory_saving_techniques_are_ranked_for_the_model(planner):
     setup = TrainingSetup(device_memory=A100, micro_batch=2, attention="eager", gpus=8)
     rows = tricks(planner, setup)
     base = planner.plan(setup)
@@ -137,7 +137,7 @@ def test_memory_saving_tricks_are_ranked_for_model(planner):
     assert by["LoRA"].relative_time < 1
 
 
-def test_tricks_are_combined_if_none_is_enough(planner):
+def test_memory_saving_techniques_are_combined_if_no_single_one_is_enough(planner):
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=64)
     rows = tricks(planner, setup)
     assert rows[0].name.startswith("together: ")
@@ -145,7 +145,7 @@ def test_tricks_are_combined_if_none_is_enough(planner):
     assert not any(t.fits for t in rows[1:])
 
 
-def test_training_sweep_row_equals_plan_or_states_rejection(planner):
+def test_row_of_a_training_sweep_equals_the_plan_or_states_the_rejection(planner):
     axes = [parse_axis("micro-batch=1,2"), parse_axis("strategy=ddp,zero3"), parse_axis("tensor-parallel=1,3")]
     rows = list(sweep(planner, TrainingSetup(gpus=3, device_memory=A100), axes))
     assert [r.values for r in rows][:3] == [(1, "ddp", 1), (1, "ddp", 3), (1, "zero3", 1)]
@@ -293,7 +293,7 @@ def test_parse_speed_reads_names_and_units(text, speed):
     assert parse_speed(text, "--x") == speed
 
 
-def test_trick_combinations_are_ranked_and_smallest_is_printed(planner, folder, capsys):
+def test_combinations_of_memory_saving_techniques_that_fit_are_listed_in_order(planner, folder, capsys):
     """No single trick is enough: all pairs are tried, and each listed pair is a plan that fits."""
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
     rows = tricks(planner, setup)
@@ -323,13 +323,13 @@ def test_trick_combinations_are_ranked_and_smallest_is_printed(planner, folder, 
     assert [t["name"] for t in told["rows"]] == [t.name for t in found.rows]
 
 
-def test_number_of_trick_combinations_is_bounded(planner):
+def test_number_of_tried_technique_combinations_is_bounded(planner):
     setup = TrainingSetup(device_memory=24 << 30, micro_batch=8)
     rows = tricks(planner, setup)
     found = combinations(planner, setup, rows, most=3)
     assert (found.tried, found.complete) == (3, False)
 
 
-def test_setup_that_fits_tries_no_trick_combination(planner):
+def test_training_setup_that_fits_tries_no_memory_saving_combination(planner):
     setup = TrainingSetup(device_memory=A100, method="lora")
     assert combinations(planner, setup, tricks(planner, setup)).tried == 0

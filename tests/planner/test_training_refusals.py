@@ -83,7 +83,7 @@ def test_training_quantized_checkpoint_is_rejected(folder_with, tiny_llama):
     assert caught.value.field == "quantization_config"
 
 
-def test_micro_batch_search_needs_device_memory_and_a_fit(planner):
+def test_micro_batch_search_needs_device_memory_and_a_micro_batch_of_one_that_fits(planner):
     with pytest.raises(DeploymentError) as caught:
         largest(planner, TrainingSetup(), "micro_batch")
     assert caught.value.field == "--device-memory"
@@ -98,7 +98,7 @@ def test_fp16_training_notes_loss_scaling(planner, precision):
     assert any("GradScaler" in note for note in notes) == (precision == "fp16")
 
 
-def test_qlora_plan_notes_its_limits(planner):
+def test_qlora_plan_notes_its_limits_in_sharding_speed_and_memory(planner):
     notes = " ".join(planner.plan(TrainingSetup(method="qlora", strategy="zero2", gpus=8)).notes)
     assert "stage 3 cannot split it" in notes
     assert "30 % slower" in notes

@@ -113,18 +113,18 @@ def test_published_training_totals_lie_within_intervals(monkeypatch, capsys, tmp
          ["one GPU"]),
     ],
 )  # fmt: skip
-def test_unsupported_stack_setting_is_named_in_error(planner, setup, field, words):
+def test_error_for_a_setting_that_the_training_stack_lacks_names_the_setting(planner, setup, field, words):
     with pytest.raises(DeploymentError) as caught:
         planner.plan(TrainingSetup(**setup))
     assert all(word in str(caught.value) for word in [field, *words])
 
 
-def test_stack_without_planned_modules_is_rejected():
+def test_training_stack_that_lacks_the_model_family_is_rejected():
     with pytest.raises(DeploymentError, match="gpt_neox"):
         Planner(training_model("gpt_neox")).plan(TrainingSetup(**TORCHTUNE))
 
 
-def test_stack_defaults_apply_to_unset_flags(folder, capsys):
+def test_defaults_of_a_training_stack_apply_to_unset_flags(folder, capsys):
     assert (
         run([folder, "--stack", "torchtune", "--method", "qlora", "--rank", "32", "--json", "--explain"]) == 0
     )
@@ -144,7 +144,7 @@ def test_stack_defaults_apply_to_unset_flags(folder, capsys):
     }
 
 
-def test_stack_defaults_give_plan_for_every_method(planner):
+def test_defaults_of_each_training_stack_give_a_plan_for_every_method(planner):
     """The defaults of each stack give a plan, and each can be set by flags as well."""
     for name in STACKS:
         for method in ("full", "lora", "qlora"):
@@ -165,7 +165,7 @@ def test_sweep_over_stacks_uses_their_defaults(folder, capsys):
     assert sizes[0] > sizes[1] > sizes[2]
 
 
-def test_transformers_stack_frees_gradients_between_steps(planner):
+def test_transformers_trainer_is_planned_without_gradients_between_steps(planner):
     """Trainer frees gradients between steps; a second micro-batch still has the first one's."""
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     once, twice = planner.plan(setup), planner.plan(replace(setup, gradient_accumulation=2))
@@ -187,7 +187,7 @@ def test_stacks_use_fused_adamw_without_copies(planner):
         assert foreach.total() - fused.total() > fused.parameters
 
 
-def test_paged_optimizer_states_fit_full_gpu(folder, capsys):
+def test_full_finetuning_of_an_8b_model_fits_a_4090_with_paged_optimizer_states(folder, capsys):
     """Torchtune's README trains an 8B model in full on a 4090, which does not fit without paging."""
     arguments = [folder, "--stack", "torchtune", "--compile", "--gpu", "rtx-4090", "--json"]
     assert run(arguments) == 0

@@ -335,7 +335,7 @@ def test_optimizer_step_copy_bytes_by_framework(planner, extra, per_parameter):
     assert step.bytes == per_parameter * 8_030_261_248
 
 
-def test_zero_3_step_copies_one_sub_group(planner):
+def test_zero_3_optimizer_step_copies_only_one_sub_group_of_parameters(planner):
     setup = TrainingSetup(strategy="zero3", gpus=4)
     step = step_of(setup, convention_of(setup), planner(LLAMA_8B).states(setup, 0))
     assert step.bytes == 6 * SUB_GROUP_ELEMENTS < 6 * 8_030_261_248 // 4
@@ -349,7 +349,7 @@ def test_zero_2_step_bytes_equal_deepspeed_estimate(planner):
     assert states.total + copy == deepspeed.zero2(8_030_261_248, 8, offload=False).gpu
 
 
-def test_peak_at_optimizer_step_explains_gradient_copy(planner):
+def test_plan_explains_the_fp32_gradient_copy_of_a_peak_in_the_optimizer_step(planner):
     plan = planner(LLAMA_8B).plan(TrainingSetup(convention="zero", checkpointing="full", sequence_length=128))
     assert plan.moment == "optimizer step"
     line = next(line for line in plan.lines if line.name == "temporary")

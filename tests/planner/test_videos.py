@@ -45,14 +45,14 @@ def sized(**flags):
         ("0.32.0", "image", 16_384, 65_536),
     ],
 )
-def test_release_decides_whether_profile_run_encodes_a_video(version, modality, tokens, patches):
+def test_vllm_release_decides_whether_the_profile_run_encodes_a_video(version, modality, tokens, patches):
     """A start of 0.11.0 prints "a budget of 153600 tokens, and profiled with 1 video items"."""
     _, part, chosen = sized(engine_version=version, gpu="h100-80g", max_num_batched_tokens=2048)
     found = profiled(part, chosen)
     assert (found.modality, found.count, found.tokens, found.patches) == (modality, 1, tokens, patches)
 
 
-def test_embeddings_of_a_video_fill_the_budget_of_the_encoder():
+def test_video_embeddings_in_the_profile_run_fill_the_encoder_budget():
     """Four RTX 3090 of 0.11.0 print 14.7708 GiB of weights and a pool of 2.31 GiB.
 
     The log is in sipeed/sipeed_wiki, docs/hardware/zh/kvm/NanoKVM_Pro/cua.md.
@@ -66,7 +66,7 @@ def test_embeddings_of_a_video_fill_the_budget_of_the_encoder():
     assert planned == pytest.approx(rest, rel=0.1)  # 2.4 GiB less were planned before
 
 
-def test_each_image_fills_the_budget_in_the_first_release():
+def test_vllm_0_11_pads_each_image_of_the_profile_run_to_the_encoder_budget():
     """0.11.0 pads each of four images to the budget of 65,536 tokens, 0.12.0 pads none."""
 
     def kept(version):

@@ -88,7 +88,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_planned_blocks_tokens_and_concurrency_equal_vllm(case, answers):
+def test_planned_kv_blocks_tokens_and_concurrency_equal_vllm(case, answers):
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
 

@@ -32,18 +32,18 @@ def run(option: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_registry_page_is_current():
+def test_page_of_vllms_model_registry_equals_the_generated_one():
     assert run("--check").returncode == 0, "python benchmarks/vllm_registry.py writes it"
 
 
-def test_share_of_classes_that_need_extras():
+def test_at_most_19_percent_of_vllms_model_classes_need_extra_packages():
     found = json.loads(run("--json").stdout)
     assert found["classes"] == len(classes())
     assert found["share_refused_without_extras"] <= 0.19
     assert found["refused"] == 0
 
 
-def test_planner_knows_the_classes_of_the_registry():
+def test_planner_knows_every_model_class_of_vllms_registry():
     known = json.loads(ARCHITECTURES.read_text())
     gone = known["until"].keys() | known["removed"].keys()
     ours = {name for name in (*known["oldest"], *known["first"]) if name not in gone}
@@ -54,7 +54,7 @@ CONFIGS = sorted((ROOT / "tests" / "data" / "configs").glob("*__*.json"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_no_class_outside_the_registry_is_planned(path):
+def test_planner_plans_no_model_class_outside_vllms_registry(path):
     if path.name.endswith(".quant.json"):
         return
     try:

@@ -125,7 +125,7 @@ def law_of(folder: str, flags: dict):
     return engine_of("vllm").request_law(size.architecture, size.chosen, size.pool)
 
 
-def test_readme_states_number_of_request_cases() -> None:
+def test_readme_states_the_number_of_compared_request_configurations() -> None:
     assert how_exact("requests of given lengths")[1] == f"{len(CASES)} configurations equal"
 
 

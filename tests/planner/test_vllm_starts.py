@@ -72,7 +72,7 @@ def started(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_real_vllm_start_has_planned_pool(name, started):
+def test_started_vllm_has_the_planned_kv_pool(name, started):
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
 

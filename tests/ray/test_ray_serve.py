@@ -139,7 +139,7 @@ async def test_request_that_can_never_fit_is_rejected_with_numbers(cluster: str)
     assert "8000" in str(refused.value) or "16000" in str(refused.value)
 
 
-async def test_killed_replica_fails_its_requests_and_is_replaced(cluster: str) -> None:
+async def test_requests_of_a_killed_ray_replica_fail_and_the_replica_is_replaced(cluster: str) -> None:
     before = _wait_for_replicas(2)
     async with _client() as client:
         asked = [asyncio.create_task(_ask(client, f"Story {i}: once upon a time", 200)) for i in range(16)]
@@ -171,7 +171,7 @@ def _engine_processes() -> list[int]:
     return found
 
 
-def test_prefix_memory_counts_from_the_start_and_forgets_the_oldest() -> None:
+def test_router_matches_prefixes_from_the_first_chunk_and_evicts_the_oldest() -> None:
     memory = PrefixMemory(size=3)
     first, second = chain(tuple(range(256)), ""), chain((*range(128), *range(500, 628)), "")
     assert len(first) == 4
@@ -196,7 +196,7 @@ def test_router_prefers_prefix_then_headroom_then_shorter_queue() -> None:
     assert order({"a": 3}, {"a": MAX_QUEUE_LEAD + 1, "b": 0}, headroom) == ["b", "a"]
 
 
-def test_burst_between_two_reports_is_spread_over_the_replicas() -> None:
+def test_burst_of_requests_between_two_replica_reports_is_spread_over_the_replicas() -> None:
     headroom, sent = Headroom(), {"a": 0, "b": 0}
     reports = {
         key: {"headroom_blocks": blocks, "block_size": 16, "number": 1}
@@ -212,7 +212,7 @@ def test_burst_between_two_reports_is_spread_over_the_replicas() -> None:
     assert headroom.blocks({**reports, "c": {}}) == {"a": 0, "b": 90 - 8 * 13}
 
 
-async def test_requests_count_for_their_replica_from_the_choice_until_they_end() -> None:
+async def test_router_counts_a_request_for_its_replica_from_the_choice_until_its_end() -> None:
     """Ray chooses for all requests of a burst before it reports the first of them as routed."""
     router = PrefixHeadroomRouter.__new__(PrefixHeadroomRouter)
     router.initialize_state()
@@ -247,7 +247,7 @@ class _Context:
         }
 
 
-def test_autoscaling_follows_the_queue_and_shrinks_only_with_headroom() -> None:
+def test_autoscaling_adds_replicas_for_waiting_requests_and_removes_them_only_with_headroom() -> None:
     assert replicas_wanted(_Context(1, [9], [1.0]))[0] == 3  # type: ignore[arg-type]
     assert replicas_wanted(_Context(2, [4, 4], [1.0, 1.0]))[0] == 2  # type: ignore[arg-type]
     assert replicas_wanted(_Context(2, [0, 0], [0.3, 0.3]))[0] == 1  # type: ignore[arg-type]
@@ -255,7 +255,7 @@ def test_autoscaling_follows_the_queue_and_shrinks_only_with_headroom() -> None:
     assert replicas_wanted(_Context(1, [0], [0.0]))[0] == 1  # type: ignore[arg-type]
 
 
-def test_replica_requests_the_resources_of_its_plan() -> None:
+def test_ray_replica_reserves_the_resources_of_its_plan() -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=2**28))
     options = placement(plan, ClusterOptions(cpus_per_replica=2))["ray_actor_options"]
     assert options == {"num_cpus": 2, "memory": plan.rank.used_bytes}
@@ -271,6 +271,8 @@ def test_replica_requests_the_resources_of_its_plan() -> None:
         ({"model": "demo", "device_memory": "300MiB"}, DoesNotFit),
     ],
 )
-def test_bad_arguments_start_no_replica(args: dict[str, object], error: type[TonnageError]) -> None:
+def test_invalid_arguments_are_rejected_before_any_ray_replica_starts(
+    args: dict[str, object], error: type[TonnageError]
+) -> None:
     with pytest.raises(error):
         build(dict(args))

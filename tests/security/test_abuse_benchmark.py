@@ -12,7 +12,7 @@ from serving import PATIENCE
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "abuse.py"
 
 
-def test_abuse_case_reports_measurements_and_verdict() -> None:
+def test_abuse_benchmark_reports_measurements_and_a_verdict() -> None:
     command = [
         sys.executable,
         str(SCRIPT),

@@ -144,14 +144,16 @@ WRONG: dict[str, tuple[Fields[Any], dict[str, Any], str]] = {
     ],
     ids=["name", "value"],
 )
-def test_error_repeats_the_beginning_of_a_long_name(fields: Fields[Any], more: dict[str, Any]) -> None:
+def test_error_message_repeats_only_the_beginning_of_a_long_field_name(
+    fields: Fields[Any], more: dict[str, Any]
+) -> None:
     with pytest.raises(ApiError) as caught:
         completed(parse_steps(json.dumps({"model": "demo"} | more).encode(), fields))
     assert len(caught.value.message) < 300
     assert len(caught.value.param or "") < 100
 
 
-def test_long_name_is_not_repeated_for_each_value_inside_it() -> None:
+def test_long_field_name_is_not_copied_for_each_value_inside_it() -> None:
     """A body of 60 KB took 430 MB, because half of a surrogate pair was searched with a path for each value."""
     body = b'{"model":"m","prompt":"\\ud800","%b":[%b0]}' % (b"a" * 30_000, b"0," * 15_000)
     tracemalloc.start()
@@ -185,7 +187,7 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["turns", "calls"])
-def test_conversion_of_a_conversation_is_linear(kind: str) -> None:
+def test_conversion_of_a_conversation_takes_linear_time(kind: str) -> None:
     def converted(count: int) -> Callable[[], object]:
         if kind == "turns":
             turns = [messages.AnthropicMessage(role="user", content="a" * 2000)] * count
@@ -222,7 +224,7 @@ def test_thousands_of_messages_are_validated_in_short_steps() -> None:
 
 @pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
 @pytest.mark.parametrize("case", WRONG)
-def test_validation_cost_is_independent_of_the_number_of_errors(case: str, lenient: bool) -> None:
+def test_validation_of_a_body_takes_no_longer_with_many_errors(case: str, lenient: bool) -> None:
     """What the body takes as Python objects is all; it was kilobytes for each wrong item."""
     fields, more, param = WRONG[case]
     body = json.dumps({"model": "demo"} | more).encode()
@@ -249,7 +251,7 @@ def test_validation_cost_is_independent_of_the_number_of_errors(case: str, lenie
     ],
     ids=["objects", "lists", "strings", "escapes", "numbers"],
 )
-def test_json_values_are_counted_before_parsing(items: str, what: str) -> None:
+def test_number_of_json_values_is_limited_before_parsing(items: str, what: str) -> None:
     body = f'{{"model":"demo","prompt":[{items}0]}}'.encode()
     tracemalloc.start()
     try:
@@ -262,7 +264,7 @@ def test_json_values_are_counted_before_parsing(items: str, what: str) -> None:
     assert peak < 2.5 * len(body)
 
 
-def test_json_object_keys_are_counted_before_parsing() -> None:
+def test_number_of_json_object_keys_is_limited_before_parsing() -> None:
     """Each costs ten times what a number does: 250,000 of them held the event loop for 150 ms."""
     body = b'{"model":"demo","metadata":{' + b",".join(b'"%x":1' % at for at in range(240_000)) + b"}}"
     with pytest.raises(ApiError, match="240002 names in objects; at most 120000"):
@@ -281,7 +283,9 @@ def in_json(value: Any) -> Counter[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_json_values_are_counted_across_chunk_boundaries(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_values_are_counted_correctly_across_slice_boundaries(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the text is cut: in a string, behind a backslash."""
     draw = random.Random(size)
 
@@ -343,7 +347,7 @@ async def test_large_bodies_are_parsed_one_at_a_time_without_blocking_other_requ
         await asyncio.gather(*(bodies.in_turn(11 * FREE_BYTES, parse()) for _ in range(4)))
 
 
-async def test_error_for_large_body_releases_the_parsed_body() -> None:
+async def test_error_for_a_large_body_frees_the_memory_of_the_parsed_body() -> None:
     class Built:
         pass
 
@@ -440,7 +444,7 @@ def test_lenient_server_drops_unknown_fields_of_every_message() -> None:
         completed(parse_steps(json.dumps(different).encode(), chat.FIELDS, lenient=True))
 
 
-def test_conversation_of_maximum_length_is_accepted() -> None:
+def test_conversation_with_the_maximum_number_of_messages_is_accepted() -> None:
     parts = HELLO | {"content": [{"type": "text", "text": "a"}]}
     text = json.dumps({"model": "demo", "messages": [parts] * MAX_ITEMS}).encode()
     body, _ = completed(parse_steps(text, chat.FIELDS))
@@ -501,7 +505,7 @@ async def test_prompt_far_above_max_model_len_is_not_tokenized_in_full(server, c
         assert sum(size for _, size in encoded) < 20 * server.state.max_model_len + _ENCODE_INLINE_CHARACTERS
 
 
-async def test_repeated_token_strings_share_one_object(server) -> None:
+async def test_equal_token_ids_of_a_long_prompt_share_one_int_object(server) -> None:
     generator = Generator(server.state)
     (ids,) = await generator.encode_all(["one two three four " * 2000])
     assert len({id(token) for token in ids}) == len(set(ids)) < len(ids)
@@ -534,12 +538,14 @@ async def test_long_text_round_trips_through_tokenize_and_detokenize(server, che
     assert str(MAX_TOKENS) in error.message
 
 
-def test_plan_includes_memory_of_request_bodies() -> None:
+def test_plan_for_a_cpu_includes_the_memory_of_request_bodies() -> None:
     default = Settings.model_fields["max_request_body_bytes"].default
     assert BodyBytes(default).most == BODIES_BYTES
 
 
-async def test_slowly_arriving_bodies_hold_at_most_their_share_of_memory(run_server, small_plan) -> None:
+async def test_slowly_arriving_request_bodies_never_exceed_the_common_memory_limit(
+    run_server, small_plan
+) -> None:
     limit = 1_000_000
     async with run_server(FakeEngine(small_plan()), max_request_body_bytes=limit) as server:
         host, port = server.url.removeprefix("http://").split(":")

@@ -35,7 +35,7 @@ def services(file: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file in FILES for name in services(file)])
-def test_compose_service_is_confined_and_can_write_its_volumes(file: str, name: str) -> None:
+def test_compose_service_has_no_privileges_but_can_write_its_volumes(file: str, name: str) -> None:
     service = services(file)[name]
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -48,7 +48,7 @@ def test_compose_service_is_confined_and_can_write_its_volumes(file: str, name: 
         assert port.startswith("127.0.0.1:")
 
 
-def test_gpu_overlay_adds_only_the_gpus() -> None:
+def test_compose_overlay_for_gpus_adds_only_the_gpus() -> None:
     """What compose.gpu.yaml lays over the server."""
     over = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]
     assert over.keys() == {"tonnage"}

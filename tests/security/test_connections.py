@@ -92,7 +92,9 @@ async def test_slow_request_head_on_keep_alive_connection_times_out(
         dripping.cancel()
 
 
-async def test_unread_request_body_is_bounded(server, monkeypatch) -> None:
+async def test_connection_whose_request_body_is_never_read_is_closed_after_a_time_limit(
+    server, monkeypatch
+) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
     async with Connection(server.url) as slow:
         slow.send(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
@@ -145,7 +147,7 @@ async def test_number_of_pipelined_requests_is_bounded(server) -> None:
             assert (await sender.answer())[0] == 200
 
 
-async def test_request_before_a_pipelined_one_is_aborted_when_its_connection_is_lost(
+async def test_running_request_is_aborted_on_disconnect_even_if_another_is_pipelined_behind_it(
     run_server, small_plan
 ) -> None:
     engine = FakeEngine(small_plan(), token_rate=20)
@@ -160,7 +162,7 @@ async def test_request_before_a_pipelined_one_is_aborted_when_its_connection_is_
         assert engine.stats().running == 0
 
 
-async def test_idle_connections_are_closed_for_new_connections(server, monkeypatch) -> None:
+async def test_idle_connections_are_closed_to_make_room_for_new_ones(server, monkeypatch) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 8)
     async with contextlib.AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(Connection(server.url)) for _ in range(20)]
@@ -175,7 +177,7 @@ async def test_idle_connections_are_closed_for_new_connections(server, monkeypat
     ("files", "most"),
     [(1024, 1024 - RESERVED_FILES), (65536, MAX_CONNECTIONS), (RLIM_INFINITY, MAX_CONNECTIONS), (32, 1)],
 )
-def test_file_descriptors_are_reserved_beside_connections(monkeypatch, files: int, most: int) -> None:
+def test_connection_limit_leaves_file_descriptors_for_other_uses(monkeypatch, files: int, most: int) -> None:
     monkeypatch.setattr(protocol.resource, "getrlimit", lambda _: (files, files))
     assert max_connections() == most
 
@@ -183,7 +185,7 @@ def test_file_descriptors_are_reserved_beside_connections(monkeypatch, files: in
 @pytest.mark.parametrize(
     ("soft", "hard", "raised"), [(1024, 4096, 2144), (64, 64, 64), (256, 1024, 1024), (4096, 4096, 4096)]
 )
-def test_soft_limit_of_open_files_is_raised(soft: int, hard: int, raised: int) -> None:
+def test_soft_limit_of_open_files_is_raised_at_start(soft: int, hard: int, raised: int) -> None:
     code = "import resource; from tonnage.server.http.protocol import raise_file_limit; raise_file_limit(); "
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     done = subprocess.run(
@@ -192,7 +194,7 @@ def test_soft_limit_of_open_files_is_raised(soft: int, hard: int, raised: int) -
     assert int(done.stdout) == raised, done.stderr
 
 
-def test_too_few_open_files_are_refused_by_name() -> None:
+def test_start_with_too_low_a_limit_of_open_files_is_rejected_naming_the_limit() -> None:
     command = ["prlimit", "--nofile=40:40", sys.executable, "-m", "tonnage.server.cli", "serve", "demo"]
     done = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
@@ -200,7 +202,7 @@ def test_too_few_open_files_are_refused_by_name() -> None:
     assert "Traceback" not in done.stderr
 
 
-async def test_busy_connections_stay_open_and_the_next_one_is_rejected(
+async def test_new_connection_is_rejected_when_all_connections_are_busy(
     run_server, small_plan, monkeypatch
 ) -> None:
     monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 2)

@@ -48,7 +48,7 @@ def test_engine_process_does_not_inherit_the_api_key() -> None:
         server.wait(PATIENCE)
 
 
-async def test_eos_ids_outside_the_vocabulary_do_not_stop_the_engine(
+async def test_eos_token_ids_outside_the_vocabulary_are_not_passed_to_the_engine(
     run_server, small_plan, tokenizer, caplog
 ) -> None:
     """With min_tokens an engine looks for the logit of each: an id beyond the last one ended it."""

@@ -57,7 +57,7 @@ async def test_more_than_four_stop_strings_are_accepted(server) -> None:
     assert (await server.http.post(COMPLETIONS, json=body)).status_code == 200
 
 
-async def test_reader_of_many_queued_chunks_lets_other_tasks_run() -> None:
+async def test_reading_many_queued_chunks_lets_other_tasks_run_in_between() -> None:
     inbox: Inbox[int] = Inbox()
     for item in range(1000):
         inbox.put_nowait(item)
@@ -87,7 +87,9 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def test_indented_json_of_nested_tools_is_cut_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_that_indents_nested_tools_is_stopped_at_the_size_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 100_000)
     template = ChatTemplate("{{ tools | tojson(indent=4) }}")
     tools = [nested(180) for _ in range(2000)]
@@ -103,7 +105,7 @@ def test_indented_json_of_nested_tools_is_cut_at_its_limit(monkeypatch: pytest.M
     assert template.render([HELLO], tools=small) == json.dumps(small, indent=4)
 
 
-def test_loop_of_a_template_is_cut_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_loop_is_stopped_at_the_limit_of_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MOST_CHARACTERS", 10_000)
     template = ChatTemplate("{% for a in range(1000) %}{% for b in range(1000) %}x{% endfor %}{% endfor %}")
     with pytest.raises(TemplateRefused, match="more than 10,000 characters"):
@@ -127,7 +129,7 @@ async def test_long_conversations_are_formatted_outside_the_event_loop(
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-async def test_values_inside_arguments_of_tool_calls_are_counted_before_parsing(server, checked) -> None:
+async def test_number_of_json_values_in_tool_call_arguments_is_limited_before_parsing(server, checked) -> None:
     arguments = '{"a":[' + "{}," * 250_000 + "{}]}"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -139,7 +141,7 @@ async def test_values_inside_arguments_of_tool_calls_are_counted_before_parsing(
 # -- fields without effect ------------------------------------------------------------------------------------
 
 
-def test_fields_without_effect_are_not_kept() -> None:
+def test_request_fields_without_effect_are_not_kept_in_memory() -> None:
     large = ["x" * 1000] * 10
     message = HELLO | {"parsed": large, "annotations": large, "provider_specific_fields": {"a": large}}
     body, _ = completed(parse_steps(json.dumps({"model": "demo", "messages": [message]}).encode(), chat.FIELDS))
@@ -182,7 +184,7 @@ WAITING: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", WAITING)
-async def test_waiting_request_keeps_nothing_that_it_was_made_from(
+async def test_waiting_request_frees_its_messages_tools_and_parsed_body(
     server, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     path, more = WAITING[case]
@@ -201,7 +203,7 @@ async def test_waiting_request_keeps_nothing_that_it_was_made_from(
     assert "large" not in repr(request)
 
 
-def test_waiting_request_keeps_its_token_ids_packed() -> None:
+def test_waiting_request_keeps_its_token_ids_in_a_packed_array() -> None:
     """256 requests with the longest lists took 184 MB more than planned in the engine process."""
     honours = BASIC_PARAMS | {"allowed_token_ids", "logit_bias"}
     lists = {"allowed_token_ids": [*range(10_000)], "logit_bias": {str(at): at / 11 for at in range(1024)}}
@@ -221,7 +223,7 @@ def test_waiting_request_keeps_its_token_ids_packed() -> None:
     assert (request.allowed_token_ids, request.logit_bias) == (None, None)
 
 
-async def test_response_repeats_at_most_what_a_prompt_may_have(server, checked) -> None:
+async def test_request_fields_that_a_response_repeats_are_limited_in_size(server, checked) -> None:
     tool = {"type": "function", "name": "f", "description": "x" * 140_000}
     body = {"model": "demo", "input": "a", "tools": [tool], "tool_choice": "none", "max_output_tokens": 1}
     error = checked(await server.http.post(RESPONSES, json=body))
@@ -235,7 +237,7 @@ async def test_response_repeats_at_most_what_a_prompt_may_have(server, checked) 
 # -- forced calls ---------------------------------------------------------------------------------------------
 
 
-def test_forced_call_is_read_in_linear_time() -> None:
+def test_forced_tool_call_is_parsed_in_linear_time() -> None:
     """Each token with a brace was read together with all tokens before it."""
 
     def seconds(count: int) -> float:
@@ -252,7 +254,7 @@ def test_forced_call_is_read_in_linear_time() -> None:
 # -- log probabilities ----------------------------------------------------------------------------------------
 
 
-def test_log_probabilities_are_joined_from_pieces_into_the_answer() -> None:
+def test_logprobs_written_in_pieces_give_the_same_response_as_at_once() -> None:
     pieces = [JsonLists(COMPLETION_LISTS) for _ in range(2)]
     lists: dict[str, list[Any]] = {
         "tokens": ["a", '"logprobs":null'], "token_logprobs": [-1.5, None], "top_logprobs": [None, {}],
@@ -267,7 +269,9 @@ def test_log_probabilities_are_joined_from_pieces_into_the_answer() -> None:
     assert whole["choices"][1]["logprobs"] == {name: values * 2 for name, values in lists.items()} | {"more": 1}
 
 
-def test_largest_answer_that_waits_for_its_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_unstreamed_response_is_rejected_when_all_buffers_exceed_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outbox, "OUTBOX_BYTES", 1000)
     outboxes = Outboxes()
     small, large = HeldAnswer(outboxes), HeldAnswer(outboxes)
@@ -284,7 +288,7 @@ def test_largest_answer_that_waits_for_its_end_is_given_up(monkeypatch: pytest.M
 
 
 @needs_vllm
-def test_long_text_reaches_vllms_tool_parser_in_longer_pieces(
+def test_vllms_tool_parser_gets_long_text_in_longer_pieces(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pieces: list[int] = []

@@ -34,7 +34,9 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> C
     return lambda about: [message for message in caplog.messages if about in message]
 
 
-async def test_full_disk_of_the_request_log_fails_no_request(said: Callable[[str], list[str]]) -> None:
+async def test_request_succeeds_although_the_disk_of_the_request_log_is_full(
+    said: Callable[[str], list[str]],
+) -> None:
     ensure_demo()
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=512, max_num_seqs=8))
     app = create_app(Settings(model="demo", request_log=Path("/dev/full")), FakeEngine(plan))
@@ -141,7 +143,7 @@ print(one(1), two(1), compiler.kept)
 """
 
 
-def test_compiled_code_runs_without_disk_space_to_cache_it(tmp_path: Path) -> None:
+def test_code_is_compiled_and_runs_without_disk_space_to_cache_it(tmp_path: Path) -> None:
     """No byte fits: a process whose files may not grow stands for a full disk."""
     (tmp_path / "module.py").write_text("def one(x):\n    return x + 1\n\ndef two(x):\n    return x + 2\n")
     done = run(WITHOUT_SPACE, str(tmp_path), NUMBA_CACHE_DIR=str(tmp_path / "kept"))
@@ -162,7 +164,7 @@ raise SystemExit(main(["plan", "demo", "--gpu", "h100-80g"]))
 """
 
 
-def test_missing_home_directory_is_reported(tmp_path: Path) -> None:
+def test_missing_home_directory_gives_a_one_line_error(tmp_path: Path) -> None:
     """As in a container that runs under a user id of its own choice."""
     done = run(NO_HOME)
     assert (done.returncode, done.stdout) == (2, "")
@@ -172,7 +174,9 @@ def test_missing_home_directory_is_reported(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_lock_file_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_file_that_cannot_be_created_gives_an_error_naming_the_cache_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The demo model's folder is there and takes no file."""
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
     folder = demo_folder()

@@ -89,7 +89,7 @@ def trial(loop: EngineLoop) -> psutil.Process:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammar_does_not_stop_the_engine(loop: EngineLoop, name: str) -> None:
+def test_grammar_that_exhausts_time_or_memory_does_not_stop_the_engine(loop: EngineLoop, name: str) -> None:
     """It is served within the step's budget, or refused as its client's fault; others are served."""
     assert loop.add(request("hostile", HOSTILE[name], n=4)) == []
     loop.add(request("victim", tokens=20))
@@ -125,7 +125,7 @@ def test_grammar_compilation_blocks_no_other_request_and_stops_on_disconnect(
     assert tokens_of(until(loop, lambda chunks: loop.idle), "again") == 4
 
 
-def test_grammar_masks_over_the_step_budget_end_only_their_sequences(
+def test_sequences_whose_grammar_masks_exceed_the_step_budget_end_alone(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "STEP_SECONDS", -1.0)
@@ -139,7 +139,7 @@ def test_grammar_masks_over_the_step_budget_end_only_their_sequences(
     assert tokens_of(chunks, "victim") == 20
 
 
-def test_grammars_over_the_memory_limit_end_only_their_sequences(
+def test_sequences_whose_grammars_exceed_the_memory_limit_end_alone(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "HELD_BYTES", -1)
@@ -165,7 +165,7 @@ class Timed:
         self.filled = True
 
 
-def test_mask_budget_of_a_step_is_shared_round_robin_by_tenants() -> None:
+def test_tenants_share_the_grammar_mask_budget_of_a_step_in_rotation() -> None:
     held = replace_held()
     slow = [Timed(masks.STEP_SECONDS * 0.6, compiled=held) for _ in range(6)]
     quick = [Timed(masks.STEP_SECONDS * 0.01, compiled=held) for _ in range(3)]
@@ -275,7 +275,7 @@ def test_number_of_cached_structural_tags_is_bounded(
 
 
 @needs_xgrammar
-def test_every_outcome_of_a_structural_tag_is_reported(tmp_path: Path) -> None:
+def test_compile_error_of_a_structural_tag_is_reported_with_its_field(tmp_path: Path) -> None:
     compiler = GrammarCompiler(folder_with(tmp_path, **{"tokenizer_config.json": "[]"}), 49152)
     compiler.ask(request("asks", tag("field")))
     assert wait([compiler.fileno()], PATIENCE)
@@ -292,7 +292,7 @@ def strict(schema: object) -> Grammar:
     return Grammar("structural_tag", json.dumps(found))
 
 
-async def test_every_grammar_is_compiled_in_a_trial_before_vllm_gets_it() -> None:
+async def test_every_grammar_is_compiled_in_a_separate_process_before_vllm_gets_it() -> None:
     """The API process's side, without vLLM."""
     checks = GrammarChecks(ensure_demo())
     assert await checks.check(request("plain")) is None
@@ -312,7 +312,7 @@ async def test_every_grammar_is_compiled_in_a_trial_before_vllm_gets_it() -> Non
     checks.close()
 
 
-async def test_grammar_trial_stops_on_disconnect_and_reports_a_killed_process() -> None:
+async def test_trial_compilation_of_a_grammar_stops_on_disconnect_and_reports_a_kill() -> None:
     checks = GrammarChecks(ensure_demo())
     trial = psutil.Process(checks.pid)
     trial.suspend()
@@ -342,7 +342,7 @@ async def test_grammar_trial_stops_on_disconnect_and_reports_a_killed_process() 
     await asyncio.to_thread(trial.wait, PATIENCE)  # no process is left, stopped as it is
 
 
-def test_killed_grammar_trial_process_is_replaced(compiler: GrammarCompiler) -> None:
+def test_killed_process_for_grammar_trials_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.ask(request("before", DIGITS))
     assert told(compiler, 1) == ["before"]
     trial = psutil.Process(compiler.pid)

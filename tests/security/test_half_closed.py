@@ -63,7 +63,7 @@ def said(answer: bytes) -> str:
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_half_closed_connection_gets_its_response(
+async def test_client_that_closes_its_sending_half_gets_its_response(
     run_server, small_plan, monkeypatch, stream: bool, version: str
 ) -> None:
     monkeypatch.setattr(half_closed, "FIRST_SECONDS", 0.001)
@@ -76,7 +76,7 @@ async def test_half_closed_connection_gets_its_response(
         assert server.state.accounts.outcomes["length"] == 2
 
 
-async def test_connection_half_closed_with_the_request_gets_an_immediate_response(server) -> None:
+async def test_client_that_closes_its_sending_half_with_the_request_gets_its_response_at_once(server) -> None:
     answer = await ask(server.url, request())
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert answer.endswith(b'{"status":"ok"}')
@@ -84,7 +84,7 @@ async def test_connection_half_closed_with_the_request_gets_an_immediate_respons
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_pipelined_requests_before_a_half_close_are_all_answered(
+async def test_all_pipelined_requests_before_a_half_close_are_answered(
     run_server, small_plan, monkeypatch
 ) -> None:
     monkeypatch.setattr(half_closed, "FIRST_SECONDS", 0.001)
@@ -96,7 +96,7 @@ async def test_pipelined_requests_before_a_half_close_are_all_answered(
         assert health.endswith(b'{"status":"ok"}')
 
 
-async def test_half_close_within_a_request_closes_the_connection(run_server, small_plan) -> None:
+async def test_half_close_before_the_end_of_a_request_closes_the_connection(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan())) as server:
         assert await ask(server.url, request(STORY)[:-5]) == b""
         # The end came before the request's turn, so the request never started.
@@ -106,7 +106,9 @@ async def test_half_close_within_a_request_closes_the_connection(run_server, sma
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("half", [False, True], ids=["at once", "half first"])
-async def test_disconnected_client_frees_its_blocks(run_server, small_plan, stream: bool, half: bool) -> None:
+async def test_kv_blocks_of_a_disconnected_client_are_freed(
+    run_server, small_plan, stream: bool, half: bool
+) -> None:
     """Without a reset: by a FIN, as an ordinary close sends it. At 20 tokens a second 1,000 take 50 s."""
     engine = FakeEngine(small_plan(1024, max_num_seqs=1), token_rate=20)
     async with run_server(engine) as server:

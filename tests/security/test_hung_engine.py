@@ -38,7 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> HFEngine:
     return HFEngine(make_plan("demo", settings))
 
 
-async def test_engine_that_hangs_while_generating_is_killed(
+async def test_watchdog_kills_an_engine_that_hangs_while_generating(
     engine: HFEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(PATIENCE):
@@ -68,7 +68,7 @@ async def test_engine_that_hangs_while_generating_is_killed(
     assert not process.is_running()
 
 
-async def test_engine_that_hangs_while_loading_is_killed(
+async def test_watchdog_kills_an_engine_that_hangs_while_loading(
     engine: HFEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "HANG_CHECKS_LOADING", CHECKS)

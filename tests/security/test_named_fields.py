@@ -14,7 +14,9 @@ HELLO = {"role": "user", "content": "hello"}
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, deflate"])
-async def test_compressed_body_is_refused_with_the_header_that_says_so(server, checked, encoding: str) -> None:
+async def test_compressed_body_is_rejected_naming_the_content_encoding_header(
+    server, checked, encoding: str
+) -> None:
     response = await server.http.post(
         COMPLETIONS,
         content=b"\x1f\x8b\x08",
@@ -42,7 +44,7 @@ async def test_compressed_body_is_refused_with_the_header_that_says_so(server, c
         ),
     ],
 )
-async def test_half_of_a_surrogate_pair_is_refused_with_its_field(
+async def test_unpaired_surrogate_in_a_string_is_rejected_naming_its_field(
     server, checked, path: str, body: str, param: str, where: str
 ) -> None:
     error = checked(await server.http.post(path, content=body, headers={"content-type": "application/json"}))
@@ -60,7 +62,7 @@ async def test_half_of_a_surrogate_pair_is_refused_with_its_field(
         (RESPONSES, "input", {"input": "word " * 9000}),
     ],
 )
-async def test_conversation_beyond_the_context_names_its_own_field(
+async def test_error_for_a_conversation_beyond_the_context_names_the_endpoints_field(
     server, checked, path: str, field: str, body: dict[str, Any], stream: bool
 ) -> None:
     error = checked(await server.http.post(path, json={"model": "demo", "stream": stream, **body}))
@@ -75,7 +77,7 @@ async def test_conversation_beyond_the_context_names_its_own_field(
         (RESPONSES, "input", {"input": "a", "max_output_tokens": 4000}),
     ],
 )
-async def test_request_that_never_fits_the_pool_names_its_own_field(
+async def test_error_for_a_request_that_never_fits_the_pool_names_the_endpoints_field(
     run_server, small_plan, checked, path: str, field: str, body: dict[str, Any]
 ) -> None:
     plan = small_plan(blocks=100, max_model_len=8192)

@@ -17,7 +17,7 @@ def page(small_plan, tokenizer) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://page")
 
 
-async def test_operations_page_serves_metrics_and_health_only(page: httpx.AsyncClient) -> None:
+async def test_operations_only_app_serves_metrics_and_health_but_no_generation(page: httpx.AsyncClient) -> None:
     async with page:
         assert (await page.get("/health")).status_code == 200
         # It listens on the node's address, so every name of the node is answered.

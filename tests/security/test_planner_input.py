@@ -84,19 +84,19 @@ TINY = mutated_models.TINY
         ),
     ],
 )  # fmt: skip
-def test_config_field_of_wrong_type_is_named(name, path, value, field):
+def test_error_for_a_config_field_of_the_wrong_type_names_the_field(name, path, value, field):
     with pytest.raises(TonnageError) as caught:
         planned(changed(name, path, value))
     assert field in str(caught.value)
 
 
-def test_head_size_of_zero_is_refused():
+def test_config_with_a_head_size_of_zero_is_rejected():
     config = changed("THUDM__chatglm3-6b", "num_attention_heads", 8192) | {"kv_channels": None}
     with pytest.raises(ConfigError, match=r"weight: the config gives it the shape \[0, 4096\]"):
         planned(config | {"multi_query_group_num": 8192})
 
 
-def test_non_string_layer_types_are_refused():
+def test_config_with_layer_types_that_are_no_strings_is_rejected():
     config = config_of("nvidia__NVIDIA-Nemotron-3-Nano-30B-A3B-BF16")
     config.pop("hybrid_override_pattern")
     with pytest.raises(ConfigError, match="layers_block_type"):
@@ -126,13 +126,13 @@ def test_unused_dropout_beyond_float_range_is_ignored():
     ],
     ids=lambda value: None if isinstance(value, dict) else value,
 )  # fmt: skip
-def test_broken_quantization_config_is_named(stored, field):
+def test_error_for_a_broken_quantization_config_names_it(stored, field):
     with pytest.raises(TonnageError) as caught:
         planned(TINY | {"quantization_config": stored})
     assert field in str(caught.value)
 
 
-def test_list_of_a_million_layers_is_read_once():
+def test_config_list_of_a_million_layers_is_read_in_linear_time():
     class Million(list):
         def __contains__(self, item: object) -> bool:
             pytest.fail("it is looked through for each layer")
@@ -144,13 +144,13 @@ def test_list_of_a_million_layers_is_read_once():
     assert planned(many, flags).ranks == planned(few, flags).ranks
 
 
-def test_long_keys_are_parsed_in_linear_time(monkeypatch):
+def test_long_json_keys_are_parsed_in_linear_time(monkeypatch):
     monkeypatch.setattr(fields, "_written", lambda path: pytest.fail("the way to an item is written out"))
     key = "k" * (1 << 20)
     assert len(parse_config(json.dumps({key: [0.5] * 200_000}).encode(), "config.json")[key]) == 200_000
 
 
-def test_oversized_config_is_not_read(tmp_path):
+def test_config_file_above_the_size_limit_is_not_read(tmp_path):
     (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(ConfigError, match="is too large for a config"):
         make_plan(str(tmp_path), FLAGS)
@@ -159,7 +159,7 @@ def test_oversized_config_is_not_read(tmp_path):
 @pytest.mark.timeout(60)  # a pipe would be waited for
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_special_files_are_not_read(kind, name, tmp_path):
+def test_device_files_and_pipes_are_not_read_as_a_model(kind, name, tmp_path):
     if kind == "pipe":
         os.mkfifo(tmp_path / name)
     else:
@@ -168,7 +168,7 @@ def test_special_files_are_not_read(kind, name, tmp_path):
         read_folder(tmp_path)
 
 
-def test_header_with_too_many_tensors_is_refused_before_parsing(tmp_path, monkeypatch):
+def test_checkpoint_header_with_too_many_tensors_is_rejected_before_parsing(tmp_path, monkeypatch):
     entry = b'"%d":{"dtype":"U8","shape":[],"data_offsets":[0,1]},'
     text = b"{" + b"".join(entry % i for i in range(MAX_TENSORS + 1))[:-1] + b"}"
     path = tmp_path / "model.safetensors"
@@ -178,7 +178,7 @@ def test_header_with_too_many_tensors_is_refused_before_parsing(tmp_path, monkey
         read_header(path)
 
 
-def test_index_with_too_many_tensors_is_refused(tmp_path):
+def test_checkpoint_index_with_too_many_tensors_is_rejected(tmp_path):
     names = {str(i): "a.safetensors" for i in range(MAX_TENSORS_OF_MODEL + 1)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(CheckpointError, match="names 524,289 tensors"):
@@ -259,7 +259,7 @@ def summed(monkeypatch) -> list[tuple[str, int, str | None]]:
 DEEP = "deepseek-ai__DeepSeek-V3"
 
 
-def test_advice_computes_shared_weights_once(summed):
+def test_advice_computes_the_weights_of_equal_quantizations_once(summed):
     plain = config_of(DEEP)
     del plain["quantization_config"]  # which the hf engine does not read
     plan = plan_or_advise(ModelSource("m", "m", plain, "folder"), Deployment(device_memory=1 << 30))
@@ -274,7 +274,7 @@ def test_advice_computes_shared_weights_once(summed):
     assert summed == once
 
 
-def test_advice_skips_models_with_implausibly_many_layers(summed):
+def test_no_advice_is_computed_for_models_with_implausibly_many_layers(summed):
     config = config_of(DEEP) | {"num_hidden_layers": LIMITS["layers"]}
     plan = plan_or_advise(ModelSource("m", "m", config, "folder"), Deployment(engine="vllm", gpu="h100-80g"))
     assert not plan.fits
@@ -284,7 +284,7 @@ def test_advice_skips_models_with_implausibly_many_layers(summed):
 
 
 @pytest.mark.timeout(600)
-def test_sample_of_mutated_configs_is_planned_or_refused_in_time():
+def test_mutated_configs_are_planned_or_rejected_within_a_time_limit():
     """The limit of time is one for a busy machine; the whole run's is two seconds."""
     program = [
         sys.executable,
@@ -330,13 +330,13 @@ def remote(body: bytes, headers: dict[str, str]) -> Remote:
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b"5", b"null", b"{"])
-def test_hub_without_a_list_of_files_is_refused(body: bytes) -> None:
+def test_hub_response_without_a_list_of_files_is_rejected(body: bytes) -> None:
     with pytest.raises(CheckpointError, match="the hub's list of files"):
         remote(body, {}).files()
 
 
 @pytest.mark.parametrize("size", ["9" * 5000, "\u00b2", "-1", ""])
-def test_size_that_is_no_number_is_refused(size: str) -> None:
+def test_hub_header_whose_size_is_no_number_is_ignored_or_rejected(size: str) -> None:
     assert remote(b"{}", {"Content-Length": size}).read("config.json", 100) == b"{}"
     with pytest.raises(CheckpointError, match="not the range asked for"):
         remote(b"{}", {"Content-Range": f"bytes 0-1/{size}"}).first_bytes("model.safetensors", 100)

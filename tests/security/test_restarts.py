@@ -91,7 +91,7 @@ async def test_server_exits_with_the_reason_if_engine_creation_always_fails(plan
     await engine.stop()
 
 
-async def test_engine_that_never_finishes_loading_is_killed(plan: Plan) -> None:
+async def test_engine_that_exceeds_the_loading_timeout_is_killed(plan: Plan) -> None:
     made: list[FakeEngine] = []
 
     def make() -> FakeEngine:
@@ -108,7 +108,7 @@ async def test_engine_that_never_finishes_loading_is_killed(plan: Plan) -> None:
     await engine.stop()
 
 
-async def test_endless_first_load_exits_and_names_the_timeout_flag(plan: Plan) -> None:
+async def test_server_exits_naming_the_timeout_flag_if_its_first_load_never_ends(plan: Plan) -> None:
     engine = SupervisedEngine(lambda: FakeEngine(plan, load_seconds=3600.0), ready_timeout=0.1)
     with pytest.raises(EngineDead, match=r"did not load within 0\.1 s.*--engine-ready-timeout"):
         await engine.start()

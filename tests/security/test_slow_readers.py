@@ -81,7 +81,7 @@ def said(stream: bytes) -> Counter[tuple[int, str, str | None]]:
     return Counter((choice["index"], choice["text"], choice["finish_reason"]) for choice in choices)
 
 
-async def test_sequences_of_slow_readers_are_freed_when_the_engine_ends_them(
+async def test_kv_blocks_of_a_slow_readers_sequence_are_freed_when_generation_ends(
     run_server, small_plan, connections
 ) -> None:
     async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=4) as server:
@@ -101,7 +101,7 @@ async def test_sequences_of_slow_readers_are_freed_when_the_engine_ends_them(
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", STORY), ("/openapi.json", None)], ids=["stream", "whole"]
 )
-async def test_client_that_reads_nothing_is_disconnected(
+async def test_client_that_reads_nothing_is_disconnected_after_a_time_limit(
     run_server, small_plan, connections, monkeypatch, path: str, body: dict[str, Any] | None
 ) -> None:
     monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.5)
@@ -136,7 +136,7 @@ async def test_pipelined_stream_starts_after_the_previous_response_was_read(
         assert b"data: [DONE]" in await reader.read()
 
 
-async def test_total_of_buffered_stream_output_is_bounded(
+async def test_bytes_buffered_for_all_slow_readers_together_are_bounded(
     run_server, small_plan, connections, monkeypatch
 ) -> None:
     monkeypatch.setattr(outbox, "OUTBOX_BYTES", 150_000)

@@ -39,7 +39,7 @@ def test_systemd_unit_denies_privileged_calls() -> None:
     assert not forbidden & calls
 
 
-def test_server_and_engine_run_under_the_units_syscall_filter() -> None:
+def test_server_and_engine_run_under_the_system_call_filter_of_the_systemd_unit() -> None:
     ensure_demo()
     flags = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "512", "--max-num-seqs", "4"]
     under = (sys.executable, str(FILTERED), str(UNIT))

@@ -37,7 +37,7 @@ HELLO = [{"role": "user", "content": "hi"}]
         "{{ '%2000000000d' | format(3) }}",
     ],
 )
-def test_template_that_grows_without_end_is_refused(source: str) -> None:
+def test_template_that_produces_unlimited_text_is_stopped_with_an_error(source: str) -> None:
     tracemalloc.start()
     try:
         template = ChatTemplate(source)  # nothing is computed while it is compiled
@@ -62,16 +62,16 @@ def test_template_that_grows_without_end_is_refused(source: str) -> None:
         ("{{ 'a-b'.replace('-', '+').ljust(5) }}|{{ ', '.join(['x', 'y']) }}", "a+b  |x, y"),
     ],
 )  # fmt: skip
-def test_template_within_the_limits_renders_as_in_jinja(source: str, text: str) -> None:
+def test_template_within_the_limits_renders_as_in_plain_jinja(source: str, text: str) -> None:
     assert ChatTemplate(source).render(HELLO) == text
 
 
-def test_loop_iterations_are_limited_per_rendering() -> None:
+def test_limit_of_template_loop_iterations_counts_per_rendering() -> None:
     template = ChatTemplate("{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}done")
     assert [template.render(HELLO) for _ in range(3)] == ["done"] * 3
 
 
-def test_template_nested_too_deeply_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_too_deeply_nested_chat_template_is_rejected_at_the_start(tmp_path: Path) -> None:
     for source in ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{% if 1 %}" * 2000 + "{% endif %}" * 2000):
         path = tmp_path / "chat.jinja"
         path.write_text(source)

@@ -85,7 +85,7 @@ async def test_cache_salts_of_tenants_never_collide(run_server, small_plan, tmp_
         assert [await cached(BOB, cache_salt="y"), await cached(WATCH, cache_salt="y")] == [0, 48]
 
 
-async def test_keys_take_turns_at_encoding_long_texts(
+async def test_api_keys_take_turns_at_encoding_long_texts(
     run_server, small_plan, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six texts of one key are there before one text of another, of which two are encoded at a time."""
@@ -140,7 +140,7 @@ async def test_request_priority_cannot_exceed_that_of_its_key(
         assert [request.priority for request in asked.requests] == [3, 0, -5, -5]
 
 
-async def test_one_key_takes_at_most_half_of_the_free_queue(run_server, small_plan, checked) -> None:
+async def test_single_api_key_holds_at_most_half_of_the_queue(run_server, small_plan, checked) -> None:
     engine = FakeEngine(small_plan(1024), token_rate=20)
     async with run_server(engine, api_key=(ALICE, BOB), max_num_queued_reqs=8) as server:
 
@@ -169,7 +169,7 @@ async def test_one_key_takes_at_most_half_of_the_free_queue(run_server, small_pl
 
 
 @pytest.mark.parametrize("queue", [1, 2, 3, 7, 512])
-def test_queue_keeps_a_place_for_one_more_tenant(queue: int) -> None:
+def test_queue_always_keeps_a_place_free_for_one_more_tenant(queue: int) -> None:
     """Let greedy tenants take as much of the queue as they can, one after another.
 
     The free places run out only when every place belongs to another tenant.

@@ -103,7 +103,7 @@ async def test_requests_over_tls_are_answered(certificate: tuple[Path, Path]) ->
         assert handshakes.waiting == {}
 
 
-async def test_silent_tls_connections_are_closed_for_a_request(
+async def test_silent_tls_connections_are_closed_to_make_room_for_a_request(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "max_connections", lambda: 20)
@@ -124,7 +124,7 @@ async def test_silent_tls_connections_are_closed_for_a_request(
         await until_waiting(handshakes, 0)
 
 
-async def test_connection_without_tls_handshake_is_closed(
+async def test_connection_that_sends_no_tls_handshake_is_closed_after_a_time_limit(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.2)
@@ -140,7 +140,7 @@ async def test_connection_without_tls_handshake_is_closed(
 @pytest.mark.parametrize(
     "said", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x00\x05\x01\x00\x00\x01\x00"]
 )
-async def test_bytes_that_are_no_tls_handshake_end_the_connection(
+async def test_bytes_that_are_no_tls_handshake_close_the_connection(
     certificate: tuple[Path, Path], said: bytes
 ) -> None:
     async with serving(certificate) as (url, handshakes), client(certificate) as http:

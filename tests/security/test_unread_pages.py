@@ -26,7 +26,7 @@ async def test_openapi_document_is_serialised_once(server, monkeypatch: pytest.M
     assert (await server.http.get("/openapi.json")).content == first.content
 
 
-async def test_files_beyond_the_limit_are_refused_until_others_are_read(
+async def test_documentation_files_are_rejected_while_too_many_are_being_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel can hold a whole file of the documentation, so clients that do not read are made here."""
@@ -88,7 +88,7 @@ async def test_request_of_a_disconnected_client_never_starts() -> None:
     assert len(started) <= 2 * pacing.STARTS_PER_ROUND
 
 
-async def test_probes_pass_waiting_requests() -> None:
+async def test_health_probe_is_not_delayed_by_waiting_requests() -> None:
     order = []
 
     async def app(scope, receive, send) -> None:

@@ -12,7 +12,7 @@ from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 
 
 @pytest.mark.parametrize("lookahead", [0, 8])
-def test_requests_over_a_tenant_quota_do_not_block_other_tenants(lookahead: int) -> None:
+def test_requests_of_a_tenant_over_its_quota_do_not_block_other_tenants(lookahead: int) -> None:
     """However many stand before it, another tenant's is asked; each tenant's only to a bounded depth."""
     queue = WaitingQueue(lookahead=lookahead)
     for id in range(100):
