@@ -125,7 +125,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-async def test_raw_http_messages_round_trip(served: Served) -> None:
+async def test_messages_received_over_http_can_be_sent_back_in_the_next_request(served: Served) -> None:
     """Bodies as they are, and messages joined from the deltas of a stream."""
     whole = (await served.post(CHAT, messages=ASK))["choices"][0]["message"]
     for said in (whole, joined(await served.events(CHAT, messages=ASK))):
@@ -167,7 +167,7 @@ def forms(answer: pydantic.BaseModel) -> list[Any]:
     ]
 
 
-async def test_openai_chat_messages_round_trip(served: Served) -> None:
+async def test_openai_clients_chat_messages_can_be_sent_back_in_the_next_request(served: Served) -> None:
     chat = served.openai.chat.completions
     same: dict[str, Any] = {"model": "demo", "messages": ASK}
     async with chat.stream(**same) as stream:
@@ -195,7 +195,7 @@ async def test_openai_chat_messages_round_trip(served: Served) -> None:
             served.check(CALL_TURN)
 
 
-async def test_openai_responses_items_round_trip(served: Served) -> None:
+async def test_openai_clients_response_items_can_be_sent_back_in_the_next_request(served: Served) -> None:
     responses = served.openai.responses
     same: dict[str, Any] = {"model": "demo", "input": ASK}
     async with responses.stream(**same) as stream:
@@ -255,7 +255,7 @@ async def test_assistant_messages_of_other_servers_are_accepted(served: Served) 
 
 
 @pytest.mark.parametrize("version", ["chat", "v0", "responses/v1", "v1"])
-async def test_langchain_messages_round_trip(served: Served, version: str) -> None:
+async def test_langchain_messages_can_be_sent_back_in_the_next_request(served: Served, version: str) -> None:
     """``version``: its own form of messages; all but "chat" go through /v1/responses."""
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is in the dev extra")
     own = {} if version == "chat" else {"use_responses_api": True, "output_version": version}
@@ -313,7 +313,7 @@ for called in litellm.responses(input=ask, **flat, **same).output:
 """
 
 
-async def test_litellm_messages_round_trip(served: Served) -> None:
+async def test_litellm_messages_can_be_sent_back_in_the_next_request(served: Served) -> None:
     """In a process of its own: it is imported with a price list for the whole world."""
     asked = [f"{served.url}/v1", ASK, THEN, FORCED, FLAT_FORCED, RESULT]
     before = len(served.engine.prompts)
@@ -333,7 +333,7 @@ async def test_litellm_messages_round_trip(served: Served) -> None:
     assert shown == [turns[each] for each in told]
 
 
-async def test_instructor_retry_returns_the_invalid_tool_call(served: Served) -> None:
+async def test_instructor_sends_an_invalid_tool_call_back_when_it_retries(served: Served) -> None:
     """It sends a call that it could not read back, with what was wrong."""
     client = instructor.from_openai(served.openai, mode=instructor.Mode.TOOLS)
     wrong = {"city": "Rome", "days": 1}

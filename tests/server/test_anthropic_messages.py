@@ -73,7 +73,7 @@ def chat(url: str, **more: Any) -> dict[str, Any]:
     return found
 
 
-def test_message_equals_the_chat_completion_of_the_same_conversation(
+def test_anthropic_message_equals_the_chat_completion_of_the_same_conversation(
     client: anthropic.Anthropic, url: str
 ) -> None:
     turns = [
@@ -96,7 +96,7 @@ def test_message_equals_the_chat_completion_of_the_same_conversation(
     assert counted.input_tokens == same["usage"]["prompt_tokens"]
 
 
-def test_stream_has_the_events_and_the_text_of_the_whole_message(client: anthropic.Anthropic) -> None:
+def test_anthropic_stream_has_all_events_and_the_text_of_the_whole_message(client: anthropic.Anthropic) -> None:
     whole = ask(client)
     body: dict[str, Any] = {"model": "demo", "max_tokens": 8, "messages": ASK}
     with client.messages.stream(**body, extra_body={"temperature": 0}) as stream:
@@ -112,7 +112,7 @@ def tokens(message: Message) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("choice", [FORCED["tool_choice"], {"type": "any", "disable_parallel_tool_use": True}])
-def test_forced_tool_is_used_and_its_result_goes_back(
+def test_forced_anthropic_tool_is_used_and_its_result_can_be_sent_back(
     client: anthropic.Anthropic, url: str, choice: dict[str, Any]
 ) -> None:
     body: dict[str, Any] = {"max_tokens": 40, "tools": [WEATHER], "tool_choice": choice}
@@ -138,7 +138,7 @@ def test_forced_tool_is_used_and_its_result_goes_back(
     assert sum(tokens(after)) == same["usage"]["prompt_tokens"]
 
 
-def test_tool_runner_of_the_package_calls_the_tool(client: anthropic.Anthropic) -> None:
+def test_tool_runner_of_the_anthropic_package_calls_the_tool(client: anthropic.Anthropic) -> None:
     called: list[str] = []
 
     @anthropic.beta_tool
@@ -162,7 +162,7 @@ def test_tool_runner_of_the_package_calls_the_tool(client: anthropic.Anthropic) 
     assert sum(tokens(second)) > sum(tokens(first))
 
 
-def test_tool_with_a_long_name_is_used(client: anthropic.Anthropic) -> None:
+def test_anthropic_tool_with_a_name_longer_than_openais_limit_is_used(client: anthropic.Anthropic) -> None:
     tool = WEATHER | {"name": "mcp__server__" + "x" * 110}
     answer = ask(client, tools=[tool], tool_choice={"type": "tool", "name": tool["name"]}, max_tokens=40)
     assert answer.content[0].name == tool["name"]
@@ -170,7 +170,7 @@ def test_tool_with_a_long_name_is_used(client: anthropic.Anthropic) -> None:
     assert again.content[0].name == tool["name"]
 
 
-def test_count_tokens_includes_tools(client: anthropic.Anthropic, url: str) -> None:
+def test_anthropic_count_tokens_includes_the_tools(client: anthropic.Anthropic, url: str) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "description": WEATHER["description"],
             "parameters": WEATHER["input_schema"]}}  # fmt: skip
     same = chat(url, tools=[tool], tool_choice="required", max_tokens=1)
@@ -180,14 +180,16 @@ def test_count_tokens_includes_tools(client: anthropic.Anthropic, url: str) -> N
     assert counted.input_tokens == same["usage"]["prompt_tokens"]
 
 
-def test_last_turn_of_the_assistant_is_continued(client: anthropic.Anthropic, url: str) -> None:
+def test_answer_continues_the_conversation_if_its_last_turn_is_the_assistants(
+    client: anthropic.Anthropic, url: str
+) -> None:
     turns = [*ASK, {"role": "assistant", "content": "In Paris the weather"}]
     answer = ask(client, messages=turns)
     same = chat(url, messages=turns, add_generation_prompt=False, continue_final_message=True)
     assert answer.content[0].text == same["choices"][0]["message"]["content"]
 
 
-def test_stop_sequence_is_reported(client: anthropic.Anthropic) -> None:
+def test_anthropic_message_reports_the_stop_sequence_that_ended_it(client: anthropic.Anthropic) -> None:
     text = ask(client).content[0].text
     stop = text[5:8]
     answer = ask(client, stop_sequences=["never written", stop])
@@ -195,14 +197,14 @@ def test_stop_sequence_is_reported(client: anthropic.Anthropic) -> None:
     assert answer.content[0].text == text[: text.index(stop)]
 
 
-def test_answer_ends_at_the_end_of_the_context(client: anthropic.Anthropic) -> None:
+def test_anthropic_max_tokens_beyond_the_context_is_reduced_to_what_fits(client: anthropic.Anthropic) -> None:
     answer = ask(client, max_tokens=100_000, messages=[{"role": "user", "content": "word " * 480}])
     assert answer.stop_reason in ("model_context_window_exceeded", "end_turn")
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         ask(client, messages=[{"role": "user", "content": "word " * 600}])
 
 
-def test_output_format_is_enforced(client: anthropic.Anthropic) -> None:
+def test_anthropic_output_format_is_enforced(client: anthropic.Anthropic) -> None:
     schema = {
         "type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"],
         "additionalProperties": False,
@@ -281,7 +283,7 @@ FIELD_CHECKS: dict[str, Callable[[anthropic.Anthropic], None]] = {
 IN_TEMPLATE = {"thinking", "chat_template_kwargs"}  # in the test with a template
 
 
-def test_every_honoured_field_has_a_check() -> None:
+def test_every_honoured_anthropic_field_has_a_test_of_its_effect() -> None:
     honoured = {name for name, rule in MESSAGES.items() if rule.standing is Standing.HONOURED}
     assert honoured == CHECKED | FIELD_CHECKS.keys() | IN_TEMPLATE
 
@@ -294,7 +296,9 @@ def test_honoured_anthropic_field_has_its_effect(client: anthropic.Anthropic, fi
 # -- the fake engine -----------------------------------------------------------------------------------------
 
 
-async def test_thinking_and_effort_reach_the_template(run_server, small_plan, tmp_path: Path) -> None:
+async def test_anthropic_thinking_and_effort_reach_the_chat_template(
+    run_server, small_plan, tmp_path: Path
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[-1].content }} {{ enable_thinking }} {{ reasoning_effort }} {{ mark }}")
     body: dict[str, Any] = {"model": "demo", "messages": ASK}
@@ -318,7 +322,9 @@ async def test_thinking_and_effort_reach_the_template(run_server, small_plan, tm
 
 
 @needs_vllm
-async def test_generated_tool_use_follows_the_text(run_server, small_plan, tokenizer) -> None:
+async def test_tool_use_that_the_model_generates_follows_its_text_block(
+    run_server, small_plan, tokenizer
+) -> None:
     text = 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     ids = tokenizer.encode(text, add_special_tokens=False)
     engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids))
@@ -338,7 +344,7 @@ async def test_generated_tool_use_follows_the_text(run_server, small_plan, token
             )
 
 
-async def test_every_event_matches_the_types_of_the_package(server) -> None:
+async def test_every_anthropic_stream_event_matches_the_packages_types(server) -> None:
     body = {"model": "demo", "max_tokens": 6, "messages": ASK, "stream": True}
     answer = await server.http.post("/v1/messages", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -354,7 +360,7 @@ async def test_every_event_matches_the_types_of_the_package(server) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-async def test_api_key_is_taken_from_any_of_three_headers(run_server, small_plan) -> None:
+async def test_api_key_is_accepted_in_any_of_three_headers(run_server, small_plan) -> None:
     body: dict[str, Any] = {"model": "demo", "max_tokens": 2, "messages": ASK}
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
         for headers in ({"x-api-key": KEY}, {"api-key": KEY}, {"authorization": f"Bearer {KEY}"}):
@@ -396,7 +402,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_errors_have_the_form_of_the_api(server) -> None:
+async def test_errors_of_the_messages_endpoint_have_anthropics_format(server) -> None:
     body: dict[str, Any] = {"model": "demo", "max_tokens": 2, "messages": ASK}
     for change, words in REFUSED:
         answer = await server.http.post("/v1/messages", json=body | change)
@@ -419,7 +425,9 @@ async def test_errors_have_the_form_of_the_api(server) -> None:
     assert "type" not in (await server.http.post("/v1/chat/completions", json={})).json()
 
 
-async def test_failure_in_a_stream_is_an_error_event(run_server, small_plan) -> None:
+async def test_engine_failure_during_an_anthropic_stream_is_sent_as_an_error_event(
+    run_server, small_plan
+) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=50)) as server:
         client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
         stream = await client.messages.create(model="demo", max_tokens=500, messages=ASK, stream=True)
@@ -433,7 +441,7 @@ async def test_failure_in_a_stream_is_an_error_event(run_server, small_plan) -> 
         assert caught.value.body["error"]["type"] == "overloaded_error"
 
 
-async def test_beta_client_is_served(server) -> None:
+async def test_beta_client_of_anthropic_gets_an_answer(server) -> None:
     """The fields are those that agents on this API send with every request."""
     client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
     answer = await client.beta.messages.create(
@@ -450,7 +458,7 @@ async def test_beta_client_is_served(server) -> None:
     assert answer.content[0].type == "text"
 
 
-async def test_tools_of_anthropics_servers_are_ignored_with_a_note(server) -> None:
+async def test_predefined_anthropic_tools_are_ignored_and_listed_in_a_header(server) -> None:
     body: dict[str, Any] = {
         "model": "demo", "max_tokens": 2, "messages": ASK, "metadata": {"user_id": "u"},
         "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}],

@@ -46,7 +46,7 @@ async def test_chat_prompt_tokens_equal_transformers(server, tokenizer_folder: P
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
-def test_templates_render_as_in_transformers(source: str) -> None:
+def test_chat_templates_render_the_same_text_as_in_transformers(source: str) -> None:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     for messages in CONVERSATIONS:
         for prompt in (False, True):
@@ -66,7 +66,7 @@ def test_chat_templates_are_sandboxed_and_invalid_ones_rejected() -> None:
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([])
 
 
-async def test_chat_output_equals_completion_of_the_rendered_prompt(server) -> None:
+async def test_chat_completion_equals_the_completion_of_the_rendered_prompt(server) -> None:
     messages = CONVERSATIONS[1]
     tokens = (await server.http.post("/tokenize", json={"messages": messages})).json()["tokens"]
     same = {"model": "demo", "temperature": 0, "max_tokens": 12}
@@ -141,7 +141,7 @@ async def test_invalid_chat_fields_are_rejected_before_the_engine(server, stream
     assert server.engine.stats().prompt_tokens == 0
 
 
-async def test_embeddings_on_a_generative_backend_are_rejected(server) -> None:
+async def test_embeddings_request_to_a_generative_model_is_rejected(server) -> None:
     response = await server.http.post("/v1/embeddings", json={"model": "demo", "input": "a"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "unsupported_endpoint"

@@ -210,7 +210,7 @@ async def test_equal_seeds_give_equal_outputs(server) -> None:
         (["dog", "lazy dog"], "The quick brown fox jumps over the "),
     ],
 )
-async def test_output_ends_before_the_stop_string(
+async def test_output_ends_before_the_stop_string_without_it(
     run_server, small_plan, tokenizer, stop: Any, expected: str, stream: bool
 ) -> None:
     engine = FakeEngine(small_plan(), reply=saying(SECRET.rstrip(), tokenizer))
@@ -278,7 +278,7 @@ async def test_finish_reason_is_length_at_max_tokens_and_stop_at_eos(run_server,
         assert server.state.accounts.outcomes["stop"] == server.state.accounts.outcomes["length"] == 1
 
 
-async def test_multi_token_characters_are_streamed_whole(run_server, small_plan, tokenizer) -> None:
+async def test_characters_of_several_tokens_are_streamed_as_a_whole(run_server, small_plan, tokenizer) -> None:
     text = "naïve 👩‍👩‍👧 日本語 ok"
     async with run_server(FakeEngine(small_plan(), reply=saying(text, tokenizer))) as server:
         response = await server.complete(max_tokens=200, stream=True)
@@ -316,7 +316,7 @@ async def test_cached_tokens_are_counted_per_cache_salt(server) -> None:
     assert await cached(cache_salt="mine") == 48
 
 
-async def test_models_endpoint_and_completions_use_served_model_name(run_server, small_plan) -> None:
+async def test_models_and_completions_endpoints_use_the_served_model_name(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), served_model_name="org/tiny") as server:
         page = await server.openai.models.list()
         assert [model.id for model in page.data] == ["org/tiny"]

@@ -179,7 +179,7 @@ async def test_full_queue_is_rejected_with_retry_after(run_server, small_plan) -
         assert server.state.accounts.refused["wait", "max_num_queued_reqs"] >= 3
 
 
-async def test_completions_and_ready_take_no_engine_stats_snapshot(run_server, small_plan) -> None:
+async def test_completions_and_ready_requests_do_not_query_engine_statistics(run_server, small_plan) -> None:
     asked = 0
 
     class Counted(FakeEngine):
@@ -220,7 +220,7 @@ def test_several_connections_are_accepted_per_event_loop_iteration() -> None:
     assert len(set(accepted)) <= 2 * 64 // ACCEPTED_A_ROUND  # uvloop alone: in each of 64 rounds one
 
 
-async def test_requests_waiting_for_blocks_are_all_completed(run_server, small_plan) -> None:
+async def test_requests_that_wait_for_kv_blocks_are_all_completed(run_server, small_plan) -> None:
     engine = FakeEngine(small_plan(33, max_model_len=256), token_rate=2000)  # 32 blocks: four at a time
     async with run_server(engine) as server:
         responses = await asyncio.gather(*(server.complete(prompt=[i] * 64, max_tokens=64) for i in range(24)))
@@ -230,7 +230,7 @@ async def test_requests_waiting_for_blocks_are_all_completed(run_server, small_p
         assert decisions["wait", "blocks"] >= 1
 
 
-async def test_50_killed_streaming_clients_leave_every_block_free(run_server, small_plan) -> None:
+async def test_all_kv_blocks_are_free_after_50_streaming_clients_are_killed(run_server, small_plan) -> None:
     # 2,000 tokens at 20 a second would take 100 s: what is free after the kill was freed by the kill.
     engine = FakeEngine(small_plan(16384, max_num_seqs=75), token_rate=20)
     async with run_server(engine) as server:
@@ -255,7 +255,7 @@ async def test_50_killed_streaming_clients_leave_every_block_free(run_server, sm
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("more", [{}, {"n": 3}, {"prompt": ["a", "b", "c"]}], ids=["one", "n", "prompts"])
-async def test_disconnected_client_frees_its_blocks(
+async def test_kv_blocks_of_a_disconnected_client_are_freed(
     run_server, small_plan, stream: bool, more: dict[str, Any]
 ) -> None:
     engine = FakeEngine(small_plan(1024), token_rate=20)
@@ -290,7 +290,7 @@ async def test_client_disconnect_while_queued_or_uploading_is_handled(
         await server.until(lambda: server.state.accounts.outcomes["aborted"] == 3)
 
 
-async def test_requests_are_conserved_under_overload(
+async def test_every_received_request_has_exactly_one_outcome_under_overload(
     run_server, small_plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """received = finished + aborted + rejected + errored + in flight, at every moment and at the end."""
@@ -353,7 +353,9 @@ async def test_requests_are_conserved_under_overload(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_server_shutdown_counts_aborted_requests(run_server, small_plan, stream: bool, capsys) -> None:
+async def test_requests_aborted_by_a_server_shutdown_are_counted(
+    run_server, small_plan, stream: bool, capsys
+) -> None:
     engine = FakeEngine(small_plan(), token_rate=20)
     async with run_server(engine, grace=1) as server:
         client = await RawClient.post(server.url, {"max_tokens": 1000, "stream": stream})
@@ -380,7 +382,7 @@ async def test_openapi_references_resolve_and_extra_fields_are_forbidden(server)
     }
 
 
-async def test_two_apps_in_one_process_are_independent(run_server, small_plan) -> None:
+async def test_two_server_apps_in_one_process_are_independent(run_server, small_plan) -> None:
     async with (
         run_server(FakeEngine(small_plan()), served_model_name="one") as one,
         run_server(FakeEngine(small_plan(64)), served_model_name="two") as two,

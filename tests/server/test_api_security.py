@@ -66,13 +66,13 @@ async def test_every_route_except_the_probes_requires_an_api_key(run_server, sma
         assert server.state.accounts.received == 1
 
 
-async def test_metrics_can_be_made_public(run_server, small_plan) -> None:
+async def test_metrics_public_setting_makes_metrics_readable_without_a_key(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,), metrics_public=True) as server:
         assert (await server.http.get("/metrics")).status_code == 200
         assert (await server.http.get("/memory")).status_code == 401
 
 
-async def test_tenants_share_no_cached_prefixes(run_server, small_plan, tmp_path) -> None:
+async def test_tenants_never_hit_each_others_cached_prefixes(run_server, small_plan, tmp_path) -> None:
     body = {"prompt": [7] * 64, "max_tokens": 2}
     async with run_server(FakeEngine(small_plan()), api_key_file=key_file(tmp_path)) as server:
 

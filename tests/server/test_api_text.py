@@ -51,7 +51,7 @@ def test_output_truncated_inside_a_character_keeps_its_last_bytes(tokenizer: Tok
     assert out[-1] == "\ufffd"
 
 
-def test_output_completes_a_character_begun_in_the_prompt(tokenizer: Tokenizer) -> None:
+def test_output_can_complete_a_character_whose_first_bytes_end_the_prompt(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ok 👩 fine")
     for at in range(1, len(ids)):
         begun = tokenizer.decode(ids[:at]).rstrip("\ufffd")
@@ -121,7 +121,7 @@ class CountingDict(dict[tuple[int, str], int]):
 
 
 @pytest.mark.parametrize("stops", [["a" * 3000 + "b"], ["a" * size + "b" for size in range(1, 80)]])
-def test_lookups_of_stop_strings_are_linear_in_the_text(stops: list[str]) -> None:
+def test_search_for_stop_strings_takes_linear_time_in_the_text(stops: list[str]) -> None:
     """Text that nearly completes a stop string again and again costs at most two lookups per character."""
     buffer = StopStrings(stops)
     machine = StopAutomaton(stops)
@@ -133,7 +133,7 @@ def test_lookups_of_stop_strings_are_linear_in_the_text(stops: list[str]) -> Non
     assert counting.lookups <= 2 * len(text) + 2
 
 
-def test_text_that_cannot_begin_a_stop_string_is_emitted_immediately() -> None:
+def test_text_that_is_no_beginning_of_a_stop_string_is_emitted_immediately() -> None:
     buffer = StopStrings(["END"])
     assert buffer.push("hello") == "hello"
     assert buffer.push(" E") == " "
@@ -168,7 +168,7 @@ def test_tokenizer_module_imports_no_torch_transformers_or_numpy() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
-def test_saved_tokenizer_truncation_and_padding_are_disabled(tokenizer_folder, tmp_path) -> None:
+def test_truncation_and_padding_stored_in_tokenizer_json_are_disabled(tokenizer_folder, tmp_path) -> None:
     """Files of sentence-transformers say how their training batches were made."""
     document = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     document["truncation"] = {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
@@ -183,7 +183,7 @@ def test_saved_tokenizer_truncation_and_padding_are_disabled(tokenizer_folder, t
         assert saved.encode(text) == plain.encode(text)
 
 
-def test_text_offsets_leave_out_special_tokens_that_the_text_omits(tokenizer: Tokenizer) -> None:
+def test_text_offsets_of_logprobs_skip_special_tokens_that_the_text_omits(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n", add_special_tokens=False)
     tokens = [None, *(TokenLogprobs(token, -1.0, ()) for token in ids[1:])]
     for echo, shows in ((tokenizer.decode(ids), False), (tokenizer.decode_all(ids), True)):

@@ -158,7 +158,7 @@ async def test_generated_tool_calls_are_parsed_in_responses(
 NAMESPACE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close_agent"}]}
 
 
-async def test_defaults_of_codex_are_ignored_with_a_note(server) -> None:
+async def test_tools_and_fields_that_codex_always_sends_are_ignored_and_listed_in_a_header(server) -> None:
     body: dict[str, Any] = {
         "model": "demo", "input": "hello", "max_output_tokens": 2, "store": False,
         "include": ["reasoning.encrypted_content"],
@@ -247,7 +247,7 @@ async def test_unknown_tool_call_parser_is_rejected_by_name(run_server, small_pl
         assert "hermes," in str(server.state.startup_error)
 
 
-def test_tool_use_template_is_used_for_requests_with_tools(tmp_path: Path) -> None:
+def test_chat_template_named_tool_use_is_used_for_requests_with_tools(tmp_path: Path) -> None:
     source = [
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools | length }}"},
@@ -296,7 +296,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_template_shows_tools_calls_and_results(name: str, tmp_path: Path) -> None:
+def test_shipped_chat_template_shows_tools_calls_and_results(name: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
     template = ChatTemplate.from_folder(tmp_path, Path(name))
     assert template is not None
@@ -314,7 +314,7 @@ def test_shipped_template_shows_tools_calls_and_results(name: str, tmp_path: Pat
 
 
 @needs_vllm
-async def test_calls_written_by_the_hermes_template_are_read_by_its_parser(
+async def test_tool_calls_in_the_format_of_the_hermes_template_are_read_by_the_hermes_parser(
     run_server, small_plan, tokenizer
 ) -> None:
     template = ChatTemplate.from_folder("", Path("hermes"))

@@ -46,7 +46,7 @@ def page_of(*parts: AutoStats) -> str:
     return written
 
 
-async def test_auto_mode_without_learned_costs_defers_no_request(
+async def test_auto_mode_without_learned_step_costs_delays_no_request(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     async with run_server(FakeEngine(small_plan(), policy=AUTO), admission_mode="auto") as server:
@@ -74,7 +74,7 @@ async def test_other_admission_modes_report_no_auto_stats(server: Any) -> None:
     assert "admission" not in text.to_dict(found)
 
 
-async def test_all_reports_show_equal_learned_costs_and_admission_rule(
+async def test_metrics_memory_report_and_watch_show_equal_step_costs_and_admission_rule(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     engine = FakeEngine(small_plan(200), policy=AUTO)
@@ -129,7 +129,7 @@ async def test_auto_mode_learns_step_costs_from_the_fake_engine(
     assert told.share is None
 
 
-def test_auto_status_line_shows_deferred_requests_and_step_cost() -> None:
+def test_status_line_of_auto_mode_shows_delayed_requests_and_step_cost() -> None:
     cost = StepCost(0.017, 0.001, 0.0, 3e-9)
     step = "step 17.0 ms + 1.0 ms a prefill token + 3.0 ns a token of context"
     for told, line in (
@@ -144,7 +144,7 @@ def test_auto_status_line_shows_deferred_requests_and_step_cost() -> None:
         assert auto_text(told.to_dict()) == line
 
 
-def test_auto_stats_of_several_engines_are_merged() -> None:
+def test_auto_mode_statistics_of_several_engines_are_merged() -> None:
     first = AutoStats(StepCost(0.02, 0.001, 0.0, 0.0), 0.9, gain=1.06, fallbacks=1)
     second = AutoStats(StepCost(0.04, 0.003, 0.0, 0.0), 0.6, gain=1.1)
     third, cold = AutoStats(None, 0.8, gain=1.05), AutoStats(fallbacks=2)
@@ -161,7 +161,7 @@ def test_auto_stats_of_several_engines_are_merged() -> None:
     assert read_auto(Samples("")) is None
 
 
-def test_rehearsal_without_gain_selects_vllms_rule() -> None:
+def test_auto_statistics_of_a_simulation_without_gain_report_vllms_rule() -> None:
     auto = busy()
     auto.rule(1)
     told = stats_of_auto(auto)

@@ -236,7 +236,7 @@ ROWS: dict[str, tuple[dict[str, Any], int, str, str | None]] = {
 }  # fmt: skip
 
 
-async def test_rejections_are_equal_on_every_engine(served: Served, checked: Any) -> None:
+async def test_invalid_requests_get_equal_errors_on_every_engine(served: Served, checked: Any) -> None:
     async with served.client() as http:
         for name, (request, status, code, param) in ROWS.items():
             wishes = [request]
@@ -265,7 +265,7 @@ async def test_all_routes_except_the_probes_require_a_valid_key(served: Served, 
             assert {(await http.get(path)).status_code for path in ("/health", "/ready")} == {200}
 
 
-async def test_full_server_sends_retry_after(served: Served, checked: Any) -> None:
+async def test_request_to_a_server_with_a_full_queue_gets_retry_after(served: Served, checked: Any) -> None:
     async with served.client() as http:
         body = completion(prompt=["a"] * QUEUE, max_tokens=800, ignore_eos=True, stream=True)
         async with http.stream("POST", COMPLETIONS, json=body) as stream:
@@ -283,7 +283,9 @@ async def test_full_server_sends_retry_after(served: Served, checked: Any) -> No
         assert (await http.post(COMPLETIONS, json=completion())).status_code == 200
 
 
-async def test_request_counts_are_conserved_under_overload(served: Served, overload: Any) -> None:
+async def test_every_received_request_is_counted_with_one_outcome_under_overload(
+    served: Served, overload: Any
+) -> None:
     outcomes = await overload(served.url, rounds=2, key=KEY, slow_tokens=800)
     for outcome in ("length", "aborted", "rejected"):
         assert outcomes[outcome] > 0

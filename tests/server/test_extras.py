@@ -95,7 +95,7 @@ NO_ENGINE = (("torch", "vllm"), AUTO, ("the hf backend needs torch", "vllm]'"))
         ),
     ],
 )
-def test_missing_packages_are_reported_before_the_plan(
+def test_missing_packages_are_reported_before_a_plan_is_made(
     without: tuple[str, ...],
     arguments: tuple[str, ...],
     words: tuple[str, ...],

@@ -19,7 +19,7 @@ from tonnage.server.engines.vllm import params as vllm_params
 
 
 @pytest.mark.parametrize("path", CHECKS)
-def test_every_honoured_field_has_a_check(path: str) -> None:
+def test_every_honoured_request_field_has_a_test_of_its_effect(path: str) -> None:
     honoured = {name for name, rule in TABLES[path].items() if rule.standing is Standing.HONOURED}
     assert honoured - (TOOLS if path != COMPLETIONS else set()) == set(CHECKS[path])
     # These are in vllm/test_embeddings, vllm/test_classifiers, test_scores, test_pooling and

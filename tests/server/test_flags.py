@@ -55,7 +55,7 @@ def test_model_commands_accept_a_hub_token_and_exclude_it_from_settings() -> Non
 
 
 @pytest.mark.parametrize("command", PARSERS)
-def test_plan_options_are_generated_from_deployment_fields(command: str) -> None:
+def test_options_of_the_plan_command_are_generated_from_the_deployment_fields(command: str) -> None:
     """Reader, help and default: nothing of it is the command's own."""
     known = OURS | TRAINING if command == "train" else OURS
     options = {flag.option: flag for flag in known.values()}
@@ -73,7 +73,7 @@ def test_plan_options_are_generated_from_deployment_fields(command: str) -> None
     assert shared >= least.get(command, len(PLANNED) if command in ("serve", "verify") else 0)
 
 
-def test_deployment_flags_are_declared_once() -> None:
+def test_flags_of_the_plan_are_declared_in_one_place() -> None:
     """No option, field of a model or default is written where the field of Deployment could be read."""
     options = {flag.option for flag in OURS.values()}
     found = []
@@ -91,7 +91,7 @@ def test_deployment_flags_are_declared_once() -> None:
     assert found == []
 
 
-def test_server_plan_settings_equal_deployment_fields() -> None:
+def test_plan_settings_of_the_server_equal_the_fields_of_the_plan() -> None:
     for name in PLANNED:
         field = Settings.model_fields[name]
         assert field.default == OURS[name].default, name
@@ -112,7 +112,7 @@ def completed(made: Plan) -> dict[str, Any]:
     return {name: getattr(made.deployment, name) for name in OURS if name != "gpu"}
 
 
-def test_defaults_are_equal_in_every_command(model: str) -> None:
+def test_plan_flags_have_equal_defaults_in_every_command(model: str) -> None:
     """Compare the defaults of plan, plan --replicas, replay, serve, fit-log and Python on one GPU."""
     large = "h200-141g"  # on a smaller one the hybrid does not start with vLLM's default of 1,024 sequences
     asked = plan(model, gpu=large, max_model_len=8192)
@@ -138,7 +138,9 @@ def test_defaults_are_equal_in_every_command(model: str) -> None:
     assert asked.deployment.gpu_memory_utilization == 0.92
 
 
-def test_replay_and_plan_have_equal_block_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_and_plan_compute_equal_numbers_of_kv_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """27,515 against 28,326 for Llama 3.1 8B on an H100, when replay had a default of its own."""
     (tmp_path / "config.json").write_text((DATA / "configs" / "meta-llama__Meta-Llama-3.1-8B.json").read_text())
     assert main(["plan", str(tmp_path), "--gpu", GPU, "--json"]) == 0
@@ -256,7 +258,7 @@ def test_environment_values_are_validated_like_flags(given: dict[str, Any], fiel
     assert caught.value.field == field
 
 
-def test_setting_without_its_required_companion_is_rejected() -> None:
+def test_setting_without_the_other_setting_that_it_requires_is_rejected() -> None:
     settings = load_settings(model="demo", backend="vllm", max_loras=2)
     with pytest.raises(DeploymentError, match="requires --enable-lora") as caught:
         settings.deployment()

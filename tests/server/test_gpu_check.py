@@ -47,7 +47,7 @@ def check(*flags: str, path: str = "") -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_every_step_runs_on_the_cpu_without_an_installation_and_agrees_with_the_plan(tmp_path: Path) -> None:
+def test_gpu_check_runs_every_step_on_the_cpu_uninstalled_and_agrees_with_the_plan(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     (tmp_path / "sitecustomize.py").write_text(NOT_INSTALLED)
     done = check("--device", "cpu", "--json", "--html", str(page), path=str(tmp_path))
@@ -68,14 +68,14 @@ def test_every_step_runs_on_the_cpu_without_an_installation_and_agrees_with_the_
     assert "<h2>attention: ok" in page.read_text()
 
 
-def test_page_that_cannot_be_written_costs_no_answer(tmp_path: Path) -> None:
+def test_gpu_check_prints_its_results_even_if_its_html_page_cannot_be_written(tmp_path: Path) -> None:
     done = check("--device", "cpu", "--steps", "device", "--html", str(tmp_path / "absent" / "page.html"))
     assert done.returncode == 2
     assert json.loads(done.stdout.splitlines()[-1])["steps"]["device"]["rows"]
     assert "absent" in done.stderr
 
 
-def test_missing_gpu_is_named_with_the_flag_that_runs_without_one() -> None:
+def test_gpu_check_without_a_gpu_names_the_flag_that_needs_none() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     done = check("--device", "cuda")
@@ -105,7 +105,9 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_steps_after_a_failed_step_still_run(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
+def test_gpu_check_continues_with_the_next_step_after_a_failed_one(
+    monkeypatch: pytest.MonkeyPatch, fresh: bool
+) -> None:
     monkeypatch.setattr(processes, "OTHER_LIMIT", 3)
     monkeypatch.setattr(processes, "FRESH", ("dies", "last"))
     told: list[tuple[str, Row | Outcome]] = []
@@ -125,7 +127,9 @@ def test_steps_after_a_failed_step_still_run(monkeypatch: pytest.MonkeyPatch, fr
     assert [name for name, found in told if isinstance(found, Row)] == names
 
 
-def test_time_before_the_first_step_does_not_count_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_of_the_gpu_check_process_does_not_count_towards_a_steps_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(processes, "OTHER_LIMIT", 3)
     command = [sys.executable, "-c", CHILD]
     run = Check(command, ["slow"], time.monotonic() + PATIENCE, fresh=False, tell=lambda *_: None)
@@ -140,7 +144,7 @@ def test_gpu_check_steps_beyond_the_time_limit_are_skipped() -> None:
     assert run.run()["first"].status == "skipped"
 
 
-def test_gpu_check_row_outside_the_plan_is_marked_off() -> None:
+def test_gpu_check_marks_a_measurement_outside_the_plan_as_off() -> None:
     assert [exact("pool", 5, 5).verdict, exact("pool", 6, 5).verdict] == ["ok", "off"]
     assert [within("activations", size, 5, (4, 8)).verdict for size in (3, 4, 8, 9)] == [
         "off",
@@ -162,16 +166,16 @@ def test_gpu_check_row_outside_the_plan_is_marked_off() -> None:
         ("NVIDIA GeForce RTX 4090", 23.6, "rtx4090-24g"),
     ],
 )
-def test_driver_name_finds_the_entry_of_the_catalogue(name: str, gib: float, entry: str) -> None:
+def test_gpu_name_from_the_driver_finds_the_catalogue_entry(name: str, gib: float, entry: str) -> None:
     assert find_gpu(entry) in catalogue()
     assert entry_of(name, int(gib * 2**30)) == find_gpu(entry)
 
 
-def test_unknown_driver_name_finds_no_entry() -> None:
+def test_unknown_gpu_name_from_the_driver_finds_no_catalogue_entry() -> None:
     assert entry_of("NVIDIA Quadro of 2031", 2**34) is None
 
 
-def test_hashes_of_the_stand_in_depend_on_data_and_seed() -> None:
+def test_replacement_for_the_xxhash_package_depends_on_data_and_seed() -> None:
     found = {hashes.xxh3_64_intdigest(data, seed) for data in (b"", b"a") for seed in (0, 1, 2**64 - 1)}
     assert len(found) == 6
     assert all(0 <= value < 2**64 for value in found)
@@ -200,7 +204,9 @@ class RecordedMemory:
         return 1000
 
 
-def test_profile_of_a_gpu_waits_for_it_before_and_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_profile_on_a_gpu_synchronizes_before_and_after_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     memory = RecordedMemory()
 
     class Runner:

@@ -145,7 +145,7 @@ def theirs(todo: list[tuple[int, int, int]], folder: Path) -> Steps:
     return steps
 
 
-def test_greedy_mode_decides_like_vllms_scheduler_in_every_step(tmp_path: Path) -> None:
+def test_greedy_admission_mode_decides_like_vllms_scheduler_in_every_step(tmp_path: Path) -> None:
     wanted = theirs(loads(150), tmp_path)
     got = ours(loads(150))
     assert sum(len(preempted) for _, preempted in wanted) > 20

@@ -106,7 +106,7 @@ def check_headroom(load: Load) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_request_within_headroom_is_admitted(name: str, seed: int) -> None:
+def test_request_within_the_reported_headroom_is_admitted(name: str, seed: int) -> None:
     load = Load(POLICIES[name], seed)
     check_headroom(load)
     least = BLOCKS
@@ -126,7 +126,7 @@ def test_request_within_headroom_is_admitted(name: str, seed: int) -> None:
 @pytest.mark.parametrize(
     "name", ["sum of reservations", "greedy", "greedy, 5 % left", "no_evict", "no_evict, 5 % left"]
 )
-def test_request_beyond_headroom_waits(name: str) -> None:
+def test_request_beyond_the_reported_headroom_waits(name: str) -> None:
     load = Load(POLICIES[name])
     for prompt, output in ((300, 20), (200, 100), (310, 200)):
         assert load.start(prompt, output)
@@ -148,13 +148,13 @@ def crowded() -> PoolStats:
     return pool
 
 
-def test_encoder_reports_no_headroom_and_no_share() -> None:
+def test_empty_pool_of_an_encoder_reports_headroom_zero_and_reserved_fraction_zero() -> None:
     pool = PoolStats(1, 0, 0, 0, 0, 0)
     assert (pool.headroom, pool.reserved_share) == (0, 0.0)
     assert crowded().reserved_share > 1
 
 
-async def test_memory_and_metrics_report_equal_headroom(run_server, small_plan) -> None:
+async def test_memory_report_and_metrics_show_equal_headroom(run_server, small_plan) -> None:
     """In guaranteed mode, with more reserved than there is and room left."""
 
     class Crowded(FakeEngine):

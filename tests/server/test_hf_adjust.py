@@ -97,7 +97,7 @@ def test_penalties_change_logits_by_their_formulas(loop: EngineLoop, model: Any)
     assert tokens_of(plain) != tokens_of(said)
 
 
-def test_logit_bias_forces_and_forbids_tokens(loop: EngineLoop) -> None:
+def test_logit_bias_can_force_and_forbid_tokens(loop: EngineLoop) -> None:
     (plain,) = ask(loop)
     first = tokens_of(plain)[0]
     (without,) = ask(loop, logit_bias=((first, -100.0),))
@@ -185,7 +185,9 @@ def test_output_matches_regex_choice_or_grammar(loop: EngineLoop, tokenizer: Tok
                 assert pattern == r"(ab)+c"
 
 
-def test_custom_stop_token_ends_constrained_output_early(loop: EngineLoop, tokenizer: Tokenizer) -> None:
+def test_custom_stop_token_may_end_grammar_constrained_output_early(
+    loop: EngineLoop, tokenizer: Tokenizer
+) -> None:
     """A stop token that the grammar permits may end the output before the grammar is complete; EOS may not."""
     comma = tokenizer.token_to_id(",")
     grammar = Grammar("regex", "[0-9]{2},[0-9]{2}")
@@ -212,7 +214,7 @@ def test_constraints_that_allow_no_token_fail_the_request(loop: EngineLoop) -> N
     assert "allow no token" in (said[-1].error or "")
 
 
-def test_bad_words_forbid_only_their_last_token_after_the_others(loop: EngineLoop) -> None:
+def test_bad_word_of_several_tokens_forbids_its_last_token_only_after_the_others(loop: EngineLoop) -> None:
     (plain,) = ask(loop)
     first, second, third = tokens_of(plain)[:3]
     (other,) = ask(loop, bad_token_ids=((first, second),))

@@ -132,7 +132,7 @@ def test_out_of_memory_while_loading_reports_planned_and_available_bytes() -> No
         ({"full_attention": {"rope_type": "dynamic", "factor": 2.0}, "sliding_attention": {}}, 8192),
     ],
 )
-def test_batch_dependent_rope_scaling_is_rejected_beyond_original_context(
+def test_rope_scaling_that_depends_on_the_batch_is_rejected_beyond_the_original_context(
     rotary: dict[str, object], longest: int
 ) -> None:
     config = {"max_position_embeddings": 8192, "rope_parameters": rotary}

@@ -153,7 +153,7 @@ def test_flex_attention_accepts_batches_larger_than_server_limits(eager: None) -
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_flex_attention_block_mask_covers_every_visible_block(case: tuple[Any, ...]) -> None:
+def test_flex_attention_block_mask_includes_every_visible_kv_block(case: tuple[Any, ...]) -> None:
     """Check the block mask: the compiled kernel reads only its blocks, the uncompiled one reads all blocks."""
     head_size, kv_heads, _, window, size, _ = case
     pool, batch = filled(layout_of(size, kv_heads, head_size, window), LENGTHS, seed=0)
@@ -242,7 +242,7 @@ def flash_stand_in(**given: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_flash_attention_receives_required_kv_blocks(case: tuple[Any, ...]) -> None:
+def test_flash_attention_gets_exactly_the_kv_blocks_that_it_needs(case: tuple[Any, ...]) -> None:
     compare(case, lambda batch, pool: FlashAttention(batch, pool, flash_stand_in))
 
 
@@ -274,14 +274,14 @@ class FlashInferStandIn:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_flashinfer_receives_required_kv_blocks(case: tuple[Any, ...]) -> None:
+def test_flashinfer_gets_exactly_the_kv_blocks_that_it_needs(case: tuple[Any, ...]) -> None:
     wrappers = [FlashInferStandIn(), FlashInferStandIn()]
     compare(case, lambda batch, pool: FlashInferAttention(batch, pool, wrappers))
     assert [wrapper.plans for wrapper in wrappers] == [1, 1]  # once for all layers of a group
 
 
 @pytest.mark.parametrize("wrong", ["another sequence's table", "one token short", "one block late"])
-def test_flash_attention_stand_in_detects_wrong_block_tables(wrong: str) -> None:
+def test_simulated_flash_attention_of_the_tests_detects_wrong_block_tables(wrong: str) -> None:
     def broken(**given: Any) -> torch.Tensor:
         if wrong == "another sequence's table":
             given["block_table"] = given["block_table"].roll(1, 0)
@@ -391,7 +391,7 @@ def test_doctor_reports_attention_kernel_for_each_device(
     assert "not FlashAttention: needs compute capability 8.0, this is 7.5" in said
 
 
-def test_gpu_framework_bytes_are_device_bytes_minus_planned_parts() -> None:
+def test_gpu_framework_bytes_are_used_bytes_minus_weights_pool_and_activations() -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=64 << 20, max_model_len=128, max_num_seqs=4))
     figures = {"weights_bytes": 1000, "warm_weights_bytes": 1000, "kv_pool_bytes": 500, "activation_bytes": 70}
     ready = Ready(num_blocks=9, self_check_error=0.0, stats=HFScheduler(plan).stats(), **figures)

@@ -53,7 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_flash_attn_gets_summed_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_package_gets_cumulative_sequence_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "flash_attn", flash_attn_varlen_func=lambda **arguments: arguments)
     given: Any = flash.load_flash_attn()(seqused_k=torch.tensor([3, 2], dtype=torch.int32), causal=True)
     assert given["cu_seqlens_k"].tolist() == [0, 3, 5]
@@ -62,7 +62,7 @@ def test_flash_attn_gets_summed_lengths(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("supported", "version"), [(True, 3), (False, 2)])
-def test_vllm_build_uses_the_newest_version_of_the_device(
+def test_vllms_flash_attention_uses_the_newest_version_that_the_gpu_supports(
     monkeypatch: pytest.MonkeyPatch, supported: bool, version: int
 ) -> None:
     install(
@@ -73,7 +73,9 @@ def test_vllm_build_uses_the_newest_version_of_the_device(
     assert given == {"fa_version": version, "causal": True}
 
 
-def test_flashinfer_has_a_wrapper_per_group_and_one_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_has_one_wrapper_per_kv_group_and_one_shared_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def wrapper(workspace: torch.Tensor, layout: str) -> SimpleNamespace:
         return SimpleNamespace(at=workspace, layout=layout)
 
@@ -84,7 +86,7 @@ def test_flashinfer_has_a_wrapper_per_group_and_one_workspace(monkeypatch: pytes
     assert wrappers[0].at.numel() == FLASHINFER_WORKSPACE_BYTES
 
 
-def test_each_kernel_makes_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_name_creates_its_own_attention_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "load_vllm", lambda: None)
     monkeypatch.setattr(flash, "load_flash_attn", lambda: None)
     monkeypatch.setattr(flash_infer, "load", lambda pool: [None, None])
@@ -106,7 +108,7 @@ def test_each_kernel_makes_its_own_attention(monkeypatch: pytest.MonkeyPatch) ->
         (8, 512, (9, 0), []),
     ],
 )
-def test_kernels_are_offered_by_block_size_head_size_and_capability(
+def test_attention_kernels_are_offered_by_block_size_head_size_and_compute_capability(
     monkeypatch: pytest.MonkeyPatch,
     block_size: int,
     head_size: int,
@@ -118,14 +120,16 @@ def test_kernels_are_offered_by_block_size_head_size_and_capability(
     assert cuda.usable(pool_of(block_size, head_size), torch.bfloat16) == names
 
 
-def test_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_why_a_gpu_kernel_is_skipped_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
     wanted = cuda.Wanted("bfloat16", "bfloat16", 16, 64)
     assert cuda.why_not(cuda.FLASHINFER, wanted, (9, 0)) == "flashinfer is not installed"
     assert cuda.why_not(cuda.VLLM_FLASH, wanted, (9, 0)) == "vllm is not installed"
 
 
-def test_gpu_kernels_come_before_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_attention_kernels_are_tried_before_the_reference_implementation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = pool_of()
     on_gpu: Any = SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda")), layout=real.layout)
     monkeypatch.setattr(cuda, "usable", lambda pool, dtype: [cuda.FLASHINFER, cuda.FLEX])

@@ -185,7 +185,7 @@ async def test_tokens_are_unchanged_when_requests_wait_for_blocks(
         await all_free(engine)
 
 
-async def test_n_sequences_share_prompt_blocks_and_depend_only_on_seed(
+async def test_n_outputs_share_prompt_blocks_and_depend_only_on_the_seed(
     engine: HFEngine, prompts: list[list[int]]
 ) -> None:
     prompt = prompts[20]
@@ -203,7 +203,7 @@ async def test_n_sequences_share_prompt_blocks_and_depend_only_on_seed(
     await all_free(engine)
 
 
-async def test_cancelled_streams_free_every_block(engine: HFEngine, prompts: list[list[int]]) -> None:
+async def test_cancelled_streams_free_all_kv_blocks(engine: HFEngine, prompts: list[list[int]]) -> None:
     async def leave(number: int) -> None:
         params = SamplingParams(max_tokens=400, temperature=0.0)
         request = GenerationRequest(str(number), tuple(prompts[number % 25]), params, n=1 + number % 3)
@@ -253,7 +253,7 @@ async def test_loaded_weight_and_pool_bytes_equal_the_plan(prompts: list[list[in
         assert len((await ask(engine, "q", prompts[9], stop_token_ids=()))[0]) == TOKENS
 
 
-async def test_messages_of_the_child_are_ignored_after_start_is_cancelled() -> None:
+async def test_messages_of_the_engine_process_are_ignored_after_a_cancelled_start() -> None:
     """Cancel the start while the model loads, then receive the child's ready or error message."""
     engine = HFEngine(plan_for())
     started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()

@@ -96,12 +96,14 @@ def tiny(folder: Path, model_type: str) -> Path:
     return write_tiny(folder, AutoConfig.for_model(model_type, **{**settings, **FAMILIES[model_type]}))
 
 
-def test_every_supported_family_has_an_equality_test() -> None:
+def test_every_supported_model_family_has_a_test_of_equal_tokens() -> None:
     assert FAMILIES.keys() | ELSEWHERE == set(served())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_family_tokens_equal_generate_and_weights_equal_plan(model_type: str, tmp_path: Path) -> None:
+def test_tokens_of_each_model_family_equal_transformers_and_weights_equal_the_plan(
+    model_type: str, tmp_path: Path
+) -> None:
     folder = tiny(tmp_path, model_type)
     runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4

@@ -104,7 +104,7 @@ def test_quantized_model_served_over_http_holds_planned_bytes_after_load_and_war
     assert "MatMul8bitLt" not in errors.read_text()
 
 
-def test_int8_forward_writes_no_warning_about_its_casts(caplog: pytest.LogCaptureFixture) -> None:
+def test_int8_forward_pass_prints_no_warning_about_casts(caplog: pytest.LogCaptureFixture) -> None:
     from bitsandbytes.nn import Linear8bitLt
 
     ensure_demo()

@@ -79,7 +79,9 @@ def blocks_are_free(url: str) -> bool:
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_whole_completion_has_the_streamed_log_probabilities(client: openai.OpenAI, echo: bool) -> None:
+def test_completion_without_streaming_has_the_same_logprobs_as_the_stream(
+    client: openai.OpenAI, echo: bool
+) -> None:
     asked: dict[str, Any] = {
         "model": "demo", "prompt": ["The sun is", "One, two"], "max_tokens": 6, "temperature": 0, "logprobs": 3,
         "echo": echo,
@@ -96,7 +98,7 @@ def test_whole_completion_has_the_streamed_log_probabilities(client: openai.Open
     assert all(len(each["tokens"]) == 6 + (3 if echo else 0) for each in found[:1])
 
 
-def test_whole_chat_completion_has_the_streamed_log_probabilities(client: openai.OpenAI) -> None:
+def test_chat_completion_without_streaming_has_the_same_logprobs_as_the_stream(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "demo", "messages": [{"role": "user", "content": "Say something."}], "max_tokens": 6, "n": 2,
         "temperature": 0, "logprobs": True, "top_logprobs": 4,
@@ -144,7 +146,7 @@ def test_completion_supports_n_stop_seed_and_prompt_lists(client: openai.OpenAI)
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_websocket_upgrade_is_handled_as_ordinary_http_get(url: str) -> None:
+def test_websocket_upgrade_request_is_answered_like_an_ordinary_http_get(url: str) -> None:
     """The server ignores the upgrade, so the connection stays within the limits of its HTTP protocol."""
     upgrade = {
         "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
@@ -164,7 +166,7 @@ def test_prompt_that_can_never_fit_is_rejected_at_submit(client: openai.OpenAI) 
     assert refused.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_50_clients_that_disconnect_mid_stream_leave_every_block_free(url: str) -> None:
+async def test_all_kv_blocks_are_free_after_50_clients_disconnect_in_their_streams(url: str) -> None:
     async def leave(number: int) -> int:
         async with httpx.AsyncClient(timeout=PATIENCE) as http:
             body = {"model": "demo", "prompt": f"Story {number}: once", "max_tokens": 300, "stream": True}

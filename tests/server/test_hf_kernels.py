@@ -113,7 +113,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "kv_heads", "ratio", "window", "block_size", "softcap", "threads"), CASES)
-def test_in_place_attention_equals_the_reference(
+def test_in_place_attention_kernel_equals_the_reference(
     size: int,
     kv_heads: int,
     ratio: int,
@@ -148,7 +148,7 @@ def test_in_place_attention_equals_the_reference(
         assert float((gathered[mine] - want).norm() / want.norm()) < 4 * ROUNDING
 
 
-def test_attention_rows_are_independent_of_batch_and_prompt_chunks() -> None:
+def test_attention_output_of_a_token_is_independent_of_batch_and_prompt_chunks() -> None:
     """Chunks, decodes and batches of any composition must give equal bits."""
     layout = layout_of(16, 2, 64, None)
     pool, batch, contexts = filled(layout, seed=1)
@@ -213,7 +213,7 @@ def test_linear_kernel_equals_the_float64_reference(rows: int, k: int, columns: 
         assert float((both.double() - product).norm() / product.norm()) < 3 * ROUNDING
 
 
-def test_linear_kernel_declines_unsupported_weights() -> None:
+def test_linear_kernel_is_not_used_for_unsupported_weights() -> None:
     assert not linear.serves(torch.zeros(17, 64, dtype=torch.bfloat16))
     assert not linear.serves(torch.zeros(16, 64))
     assert not linear.serves(torch.zeros(64, 32, dtype=torch.bfloat16).T)
@@ -271,7 +271,7 @@ def tiny(family: str) -> torch.nn.Module:
     ("family", "threads"),
     [("llama", 1), ("llama", 2), ("qwen2", 2), ("qwen3", 1), ("gemma2", 2), ("gemma3_text", 2)],
 )
-def test_fused_layer_equals_separate_modules_bit_for_bit(family: str, threads: int) -> None:
+def test_fused_decoder_layer_equals_its_separate_modules_bit_for_bit(family: str, threads: int) -> None:
     register()
     model = tiny(family)
     layout = layout_of(16, 2, 32, 24 if family.startswith("gemma") else None)
@@ -307,7 +307,7 @@ def test_fused_layer_equals_separate_modules_bit_for_bit(family: str, threads: i
         ("smollm3", "layers without angles"),
     ],
 )
-def test_layer_with_unsupported_operations_is_not_fused(family: str, why: str) -> None:
+def test_decoder_layer_with_unsupported_operations_is_not_fused(family: str, why: str) -> None:
     register()
     model = tiny(family)
     if family == "granite":

@@ -48,7 +48,7 @@ def plan_for(kv_cache_dtype: str, **changes: Any) -> Plan:
     return make_plan("demo", Deployment(kv_cache_dtype=kv_cache_dtype, **settings))
 
 
-def test_every_planner_kv_dtype_is_stored() -> None:
+def test_hf_engine_stores_every_kv_cache_dtype_of_the_planner() -> None:
     assert set(STORED) == set(HF_KV_DTYPE_BYTES) == set(ERROR)
     assert all(STORED[name].itemsize == size for name, size in HF_KV_DTYPE_BYTES.items())
 
@@ -72,7 +72,7 @@ def test_stored_kv_values_survive_read_and_block_copy(name: str) -> None:
     assert torch.equal(pool.read(again, torch.float32), found)
 
 
-def test_values_beyond_fp8_range_are_clamped() -> None:
+def test_kv_values_beyond_the_fp8_range_are_clamped() -> None:
     pool = PagedPool(plan_for("fp8").kv_cache.layout, 2, torch.device("cpu"))
     huge = torch.full((1, pool.layout.kv_heads, pool.layout.head_size), 1e5)
     pool.write(torch.tensor([0]), huge)
@@ -80,7 +80,7 @@ def test_values_beyond_fp8_range_are_clamped() -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "float32", "fp8", "fp8_per_token_head", "int8_per_token_head"])
-def test_pool_holds_planned_bytes_and_model_generates(name: str) -> None:
+def test_pool_of_each_kv_cache_dtype_has_the_planned_bytes_and_the_model_generates(name: str) -> None:
     plan = plan_for(name)
     runner = ModelRunner(plan)
     assert runner.pool.nbytes == plan.rank.kv_pool_bytes

@@ -211,7 +211,7 @@ def opened(plan: Plan, sharing: Sharing | None = None) -> Bench:
     return bench
 
 
-def test_prefix_that_left_the_pool_is_loaded_from_host_memory() -> None:
+def test_prefix_evicted_from_the_pool_is_loaded_from_the_host_memory_tier() -> None:
     bench = opened(plan_for(blocks=12, host=40))
     first, computed = bench.ask(words(1, 100))
     assert computed == 104  # prompt and answer, without the last token
@@ -223,7 +223,7 @@ def test_prefix_that_left_the_pool_is_loaded_from_host_memory() -> None:
     assert bench.stats().host_hit_blocks == 6
 
 
-def test_saved_seconds_follow_from_the_measured_pace_of_prompts() -> None:
+def test_reported_saved_seconds_use_the_measured_prefill_seconds_per_token() -> None:
     bench = opened(plan_for(blocks=12, host=40))
     bench.tier.computed(10 * BLOCK, 5.0, BLOCK)  # half a second for each block
     for seed in (1, 2, 3, 1):
@@ -236,7 +236,9 @@ def test_saved_seconds_follow_from_the_measured_pace_of_prompts() -> None:
     assert 0 < stats.host_load_seconds < stats.spent_seconds < 60  # stores take time, too
 
 
-def test_wait_for_the_folder_counts_as_spent(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_reads_from_the_disk_tier_counts_as_spent_seconds(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_for(blocks=12, host=40, disk=folder)
     bench = opened(plan)
     bench.ask(words(1, 100))
@@ -256,7 +258,7 @@ def test_wait_for_the_folder_counts_as_spent(folder: str, monkeypatch: pytest.Mo
     bench.tier.close()
 
 
-def test_random_sessions_have_equal_tokens_with_and_without_tier(folder: str) -> None:
+def test_random_sessions_generate_equal_tokens_with_and_without_a_kv_tier(folder: str) -> None:
     """Sessions of several turns with two salts, forks and more KV than pool and host memory hold."""
     draw = random.Random(5)
     sessions = [(words(90 + s, draw.randrange(20, 120)), draw.choice(["", "x", "y"])) for s in range(12)]
@@ -285,7 +287,7 @@ def test_random_sessions_have_equal_tokens_with_and_without_tier(folder: str) ->
     assert found[0] == found[1] == found[2]
 
 
-def test_restart_reads_known_prompt_from_disk(folder: str) -> None:
+def test_known_prompt_is_read_from_the_disk_tier_after_a_restart(folder: str) -> None:
     prompt = words(1, 400)
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
@@ -301,7 +303,7 @@ def test_restart_reads_known_prompt_from_disk(folder: str) -> None:
     bench.tier.close()
 
 
-def test_two_requests_share_the_reads_of_one_prompt(folder: str) -> None:
+def test_requests_with_a_common_prompt_read_its_disk_blocks_only_once(folder: str) -> None:
     plan = plan_for(blocks=60, host=40, disk=folder)
     bench = opened(plan)
     bench.ask(words(1, 300))
@@ -316,7 +318,7 @@ def test_two_requests_share_the_reads_of_one_prompt(folder: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
-def test_damaged_block_is_computed_again(folder: str, damage: str) -> None:
+def test_damaged_block_of_the_disk_tier_is_computed_again(folder: str, damage: str) -> None:
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
     first, _ = bench.ask(words(1, 200))
@@ -340,7 +342,7 @@ def test_damaged_block_is_computed_again(folder: str, damage: str) -> None:
     bench.tier.close()
 
 
-def test_two_salts_share_no_block(folder: str) -> None:
+def test_requests_with_different_cache_salts_share_no_block_of_the_kv_tier(folder: str) -> None:
     plan = plan_for(blocks=32, host=60, disk=folder)
     bench = opened(plan)
     bench.ask(words(1, 200), salt="a")
@@ -354,7 +356,7 @@ def test_two_salts_share_no_block(folder: str) -> None:
     bench.tier.close()
 
 
-def test_shared_system_prompt_is_read_for_every_salt(folder: str) -> None:
+def test_shared_system_prompt_is_read_from_disk_for_every_cache_salt(folder: str) -> None:
     plan = plan_for(blocks=32, host=60, disk=folder)
     prefix = words(1, 160)
     sharing = Sharing(prefixes=(tuple(prefix),))
@@ -367,7 +369,7 @@ def test_shared_system_prompt_is_read_for_every_salt(folder: str) -> None:
     bench.tier.close()
 
 
-def test_scored_prompt_is_neither_kept_nor_loaded() -> None:
+def test_prompt_with_prompt_logprobs_is_neither_stored_in_nor_loaded_from_the_kv_tier() -> None:
     bench = opened(plan_for(blocks=32, host=30))
     bench.ask(words(1, 100), prompt_logprobs=0)
     assert bench.stats().host_stored == 0
@@ -376,7 +378,7 @@ def test_scored_prompt_is_neither_kept_nor_loaded() -> None:
     assert bench.stats().host_hit_blocks == 0
 
 
-def test_prompt_longer_than_host_memory_keeps_its_beginning() -> None:
+def test_first_blocks_of_a_prompt_longer_than_the_host_memory_tier_stay_in_it() -> None:
     bench = opened(plan_for(blocks=20, host=8))
     bench.ask(words(1, 250))
     bench.ask(words(2, 40))
@@ -385,7 +387,7 @@ def test_prompt_longer_than_host_memory_keeps_its_beginning() -> None:
     assert bench.ask(words(3, 310))[1] <= 314 - 8 * BLOCK
 
 
-def test_slow_disk_drops_writes_and_delays_no_request(folder: str) -> None:
+def test_slow_disk_tier_drops_writes_and_delays_no_request(folder: str) -> None:
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
     tier = bench.tier
@@ -406,7 +408,7 @@ def test_slow_disk_drops_writes_and_delays_no_request(folder: str) -> None:
     bench.tier.close()
 
 
-def test_disk_that_hangs_delays_a_request_for_a_bounded_time(
+def test_hanging_disk_tier_delays_a_request_only_for_a_limited_time(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(blocks=32, host=60, disk=folder)
@@ -429,7 +431,7 @@ def test_disk_that_hangs_delays_a_request_for_a_bounded_time(
     bench.tier.close()
 
 
-def test_request_cancelled_while_its_blocks_are_read_is_forgotten(folder: str) -> None:
+def test_request_cancelled_during_its_disk_reads_leaves_nothing_behind(folder: str) -> None:
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
     bench.ask(words(1, 300))
@@ -444,7 +446,9 @@ def test_request_cancelled_while_its_blocks_are_read_is_forgotten(folder: str) -
     bench.tier.close()
 
 
-def test_folder_of_another_server_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_tier_folder_in_use_by_another_server_is_rejected(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
@@ -453,7 +457,7 @@ def test_folder_of_another_server_is_refused(folder: str, monkeypatch: pytest.Mo
     bench.tier.close()
 
 
-def test_blocks_of_weights_with_another_modification_time_are_not_read(folder: str, tmp_path: Path) -> None:
+def test_disk_blocks_are_not_read_after_the_weight_files_changed(folder: str, tmp_path: Path) -> None:
     plan = plan_for(blocks=32, host=30, disk=folder)
     bench = opened(plan)
     bench.ask(words(1, 100))
@@ -467,7 +471,7 @@ def test_blocks_of_weights_with_another_modification_time_are_not_read(folder: s
         bench.tier.close()
 
 
-def test_learned_order_of_host_memory_keeps_prompts_that_return() -> None:
+def test_learned_eviction_of_the_host_memory_tier_keeps_returning_prompts() -> None:
     """Prompts return after others that never do and that take the pool and the host memory."""
     found = {}
     for policy in ("lru", "learned"):
@@ -481,7 +485,7 @@ def test_learned_order_of_host_memory_keeps_prompts_that_return() -> None:
     assert found["learned"] > 100  # of 291
 
 
-def test_aborted_and_preempted_requests_leave_no_block_that_stays_for_ever() -> None:
+def test_host_memory_blocks_of_aborted_and_preempted_requests_can_be_evicted() -> None:
     bench = opened(plan_for(blocks=12, host=18))
     for turn in range(60):
         bench.scheduler.add(request(words(turn, 150), f"gone-{turn}", max_tokens=20))
@@ -502,27 +506,27 @@ def test_aborted_and_preempted_requests_leave_no_block_that_stays_for_ever() -> 
         ({"kv_offloading_disk": "1GiB"}, "not a folder and a size"),
     ],
 )
-def test_settings_that_do_not_combine_are_refused(changes: dict[str, Any], words: str) -> None:
+def test_contradicting_kv_tier_settings_are_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(DeploymentError, match=words):
         make_plan("demo", Deployment(**{"dtype": "float32", "kv_offloading_bytes": 1 << 30, **changes}))
 
 
 @pytest.mark.parametrize("backend", ["vllm", "fake"])
-def test_other_backends_refuse_the_tier(backend: str) -> None:
+def test_kv_tier_setting_is_rejected_with_other_backends_than_hf(backend: str) -> None:
     settings = load_settings(model="demo", backend=backend, kv_offloading_bytes="1")
     assert settings.deployment().kv_offloading_bytes == 1 << 30
     with pytest.raises(DeploymentError, match=f"no KV tier with the {backend} backend"):
         make_engine(settings, make_plan("demo", settings.deployment()))
 
 
-def test_windows_are_refused(tmp_path: Path) -> None:
+def test_kv_tier_is_rejected_for_a_model_with_sliding_windows(tmp_path: Path) -> None:
     config = Path(__file__).parents[1] / "data" / "configs" / "google__gemma-2-2b.json"
     (tmp_path / "config.json").write_text(config.read_text())
     with pytest.raises(DeploymentError, match="this model has sliding windows"):
         make_plan(str(tmp_path), Deployment(dtype="float32", kv_offloading_bytes=1 << 30))
 
 
-def test_plan_counts_the_host_tier_in_whole_blocks() -> None:
+def test_plan_includes_the_host_memory_tier_in_whole_blocks() -> None:
     without = make_plan("demo", Deployment(dtype="float32"))
     made = make_plan("demo", Deployment(dtype="float32", kv_offloading_bytes=(1 << 30) - 1))
     assert made.rank.kv_tier_bytes == ((1 << 30) - 1) // PER_BLOCK * PER_BLOCK
@@ -536,7 +540,7 @@ def test_plan_counts_the_host_tier_in_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(("policy", "each"), [("learned", 425), ("lru", 206)])
-def test_plan_counts_the_index_of_the_folder(tmp_path: Path, policy: str, each: int) -> None:
+def test_plan_includes_the_in_memory_index_of_the_disk_tier(tmp_path: Path, policy: str, each: int) -> None:
     host = {"dtype": "float32", "kv_offloading_bytes": 1 << 30, "kv_offloading_policy": policy}
     without = make_plan("demo", Deployment(**host))
     made = make_plan("demo", Deployment(**host, kv_offloading_disk=f"{tmp_path},100GiB"))

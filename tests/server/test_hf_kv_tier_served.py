@@ -75,7 +75,7 @@ def server(*flags: str, killed: bool = False) -> Iterator[Server]:
         yield Server(http)
 
 
-def test_tier_changes_no_token_and_survives_a_killed_server(tmp_path: Path) -> None:
+def test_kv_tier_changes_no_generated_token_and_survives_a_killed_server(tmp_path: Path) -> None:
     with server() as plain:
         expected = {name: plain.ask(name) for name in REQUESTS}
         assert plain.cached["again"] < 1_000  # the other request has taken blocks of the system prompt

@@ -45,7 +45,7 @@ def test_available_memory_equals_psutil() -> None:
     assert available_memory() == pytest.approx(found, rel=0.2)
 
 
-def test_plan_larger_than_available_memory_error_has_both_numbers() -> None:
+def test_error_for_a_plan_above_the_available_memory_states_both_numbers() -> None:
     plan = plan_for()
     needed = plan.rank.used_bytes
     require_available(plan, needed)
@@ -53,7 +53,7 @@ def test_plan_larger_than_available_memory_error_has_both_numbers() -> None:
         require_available(plan, needed - 1)
 
 
-def test_measured_memory_above_device_total_error_names_every_part() -> None:
+def test_error_for_measured_memory_above_the_device_total_names_every_component() -> None:
     plan = plan_for()
     measured = dataclasses.replace(plan.rank, activation_bytes=plan.rank.activation_bytes + (1 << 20))
     exact = dataclasses.replace(measured, total_bytes=measured.used_bytes)
@@ -76,7 +76,7 @@ def peak_of(call: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("tokens", [64, 512])
-def test_planned_bytes_of_int8_equal_the_peak_of_the_largest_layer(tokens: int) -> None:
+def test_planned_int8_activation_bytes_equal_the_peak_of_the_largest_layer(tokens: int) -> None:
     """The layers of the demo model's MLP, whose inputs have no outliers."""
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
@@ -102,7 +102,7 @@ def test_planned_bytes_of_int8_equal_the_peak_of_the_largest_layer(tokens: int) 
     ("dtype", "quantization", "tokens"),
     [("bfloat16", None, 512), ("float32", None, 512), ("bfloat16", "int8", 128)],
 )
-def test_profile_batch_is_full_and_activation_bytes_are_inside_planned_interval(
+def test_activation_bytes_of_a_full_profile_batch_are_inside_the_planned_interval(
     dtype: str, quantization: str | None, tokens: int
 ) -> None:
     plan = plan_for(dtype=dtype, max_num_seqs=64, max_num_batched_tokens=tokens, quantization=quantization)
@@ -119,7 +119,7 @@ def test_profile_batch_is_full_and_activation_bytes_are_inside_planned_interval(
     assert 0 < profile(runner) <= high, (low, high)
 
 
-async def test_plan_revision_1_has_measured_bytes_and_death_while_loading_names_the_plan() -> None:
+async def test_loaded_plan_has_measured_bytes_and_an_engine_death_while_loading_names_the_plan() -> None:
     plan = plan_for()
     first = HFEngine(plan)
     await first.start()

@@ -101,7 +101,7 @@ def test_tiny_bfloat16_models_pass_self_check_with_fused_kernels(family: str, tm
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("gemma2", "gemma3")])
-def test_bytes_per_token_equal_transformers_dynamic_cache(family: str, tmp_path: Path) -> None:
+def test_kv_bytes_per_token_equal_transformers_dynamic_cache(family: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = 20  # below the window, where a sliding layer holds every token too
@@ -170,11 +170,11 @@ def demo_runner(before_demo: list[torch.Tensor]) -> ModelRunner:
 PROMPTS = [[9, 8, 7], list(range(100, 190)), list(range(400, 433)), [77] * 64]
 
 
-def test_demo_model_self_check_error_is_far_below_tolerance(demo_runner: ModelRunner) -> None:
+def test_self_check_error_of_the_demo_model_is_far_below_the_tolerance(demo_runner: ModelRunner) -> None:
     assert self_check(demo_runner) < TOLERANCE[torch.float32] / 20
 
 
-def test_pool_is_the_only_kv_tensor_and_has_planned_size(
+def test_kv_pool_is_the_only_kv_tensor_and_has_the_planned_size(
     demo_runner: ModelRunner, before_demo: list[torch.Tensor]
 ) -> None:
     plan = demo_runner.plan
@@ -189,14 +189,14 @@ def test_pool_is_the_only_kv_tensor_and_has_planned_size(
     assert max(others.values(), default=0) < plan.kv_cache.layout.bytes_per_token
 
 
-def test_nan_in_free_blocks_changes_no_token(demo_runner: ModelRunner) -> None:
+def test_nan_values_in_free_kv_blocks_change_no_generated_token(demo_runner: ModelRunner) -> None:
     demo_runner.pool.tensor.zero_()
     clean = complete(demo_runner, PROMPTS, 12)
     demo_runner.pool.tensor.fill_(float("nan"))
     assert complete(demo_runner, PROMPTS, 12) == clean
 
 
-def test_block_permutation_changes_no_logit(demo_runner: ModelRunner) -> None:
+def test_moving_kv_blocks_within_the_pool_changes_no_logit(demo_runner: ModelRunner) -> None:
     """Repeat a step after moving every block elsewhere in the pool, with its contents and tables."""
     plan = demo_runner.plan
     scheduler = HFScheduler(plan)
@@ -222,7 +222,7 @@ def test_block_permutation_changes_no_logit(demo_runner: ModelRunner) -> None:
         demo_runner.pool.tensor.copy_(after)
 
 
-def test_unsupported_families_are_rejected_by_name() -> None:
+def test_unsupported_model_families_are_rejected_by_name() -> None:
     for name in families().keys() - set(served()):
         with pytest.raises(UnsupportedArchitecture, match=name):
             require_supported(name)
@@ -232,7 +232,7 @@ def test_unsupported_families_are_rejected_by_name() -> None:
         require_supported(name)
 
 
-def test_self_check_rejects_model_that_bypasses_paged_attention(tmp_path: Path) -> None:
+def test_self_check_rejects_a_model_some_of_whose_layers_bypass_paged_attention(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "llama")
     runner = ModelRunner(tiny_plan(folder))
     layers = runner.model.model.layers

@@ -55,7 +55,7 @@ def test_top_k_keeps_all_tokens_that_are_as_likely_as_the_last(width: int, top_k
 
 
 @pytest.mark.parametrize("width", [6, 4 * TOP])
-def test_min_p_precedes_top_p_as_in_vllm(width: int) -> None:
+def test_min_p_is_applied_before_top_p_as_in_vllm(width: int) -> None:
     """top_p is a share of what min_p keeps: of 0.5 and 0.3 it needs the first alone."""
     weights = torch.full((1, width), 1e-9)
     weights[0, :6] = torch.tensor([0.5, 0.3, 0.08, 0.06, 0.04, 0.02])
@@ -90,13 +90,13 @@ def test_sampled_token_is_independent_of_batch() -> None:
     assert together == alone
 
 
-def test_temperature_zero_selects_the_first_maximum() -> None:
+def test_temperature_zero_selects_the_first_of_equally_likely_tokens() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 0.0]])
     params = [SamplingParams(max_tokens=1, temperature=0.0)] * 2
     assert sample(logits, params, [generator(None, 0)] * 2) == [1, 0]
 
 
-def test_tiny_temperature_is_greedy() -> None:
+def test_very_small_temperature_samples_like_greedy() -> None:
     """Dividing logits by 1e-40 gives infinities, and their differences are NaN."""
     logits = torch.tensor([[1.0, 30.0, 29.0], [-5.0, -50.0, -6.0]])
     for temperature in (1e-6, 1e-40):
@@ -116,7 +116,9 @@ def test_random_stream_depends_on_seed_and_sequence_index() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [1, 30, 513, 5000])
-def test_most_likely_equals_argmax_and_flags_non_finite_rows(dtype: torch.dtype, width: int) -> None:
+def test_most_likely_token_equals_argmax_and_non_finite_logits_are_flagged(
+    dtype: torch.dtype, width: int
+) -> None:
     draw = torch.Generator().manual_seed(width)
     rows = torch.randn(40, width, generator=draw).to(dtype)  # in bfloat16 with ties
     rows[10:15] = -rows[10:15].abs()

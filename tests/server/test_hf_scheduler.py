@@ -81,7 +81,7 @@ def requests(count: int) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("mode", [AdmissionMode.GUARANTEED, AdmissionMode.GREEDY, AdmissionMode.PREDICTIVE])
-def test_admission_modes_give_equal_tokens_in_small_pool(mode: AdmissionMode) -> None:
+def test_all_admission_modes_generate_equal_tokens_in_a_small_pool(mode: AdmissionMode) -> None:
     roomy = HFScheduler(plan_for(400))
     wanted = run(roomy, requests(24))
     assert {key[0] for key in wanted} == {str(i) for i in range(24)}
@@ -122,7 +122,7 @@ def test_abort_frees_waiting_running_and_preempted_requests() -> None:
     assert (stats.running, stats.waiting, stats.pool.used, stats.pool.reserved) == (0, 0, 0, 0)
 
 
-def test_requests_queue_when_every_layer_has_sliding_window(tmp_path: Path) -> None:
+def test_requests_wait_for_blocks_when_every_layer_has_a_sliding_window(tmp_path: Path) -> None:
     config = {
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
@@ -158,7 +158,7 @@ def test_auto_mode_stats_include_step_costs() -> None:
     assert (told.share, told.fallbacks) == (None, 0)
 
 
-def test_invariant_violation_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_violated_block_manager_invariant_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = HFScheduler(plan_for(40))
     for request in requests(2):
         scheduler.add(request)
@@ -176,7 +176,7 @@ def test_invariant_violation_is_logged_and_counted(caplog: pytest.LogCaptureFixt
     assert "reference counts" in caplog.text
 
 
-def test_finished_sequence_of_n_frees_its_blocks_immediately() -> None:
+def test_each_finished_output_of_n_frees_its_blocks_immediately() -> None:
     scheduler = HFScheduler(plan_for(40, max_num_batched_tokens=32))
     prompt = tuple(range(100, 120))
     params = SamplingParams(max_tokens=60, temperature=0.0)
@@ -202,7 +202,7 @@ def test_finished_sequence_of_n_frees_its_blocks_immediately() -> None:
     assert (said[0], said[2]) == (alone["x", 0], alone["x", 2])
 
 
-def test_preempted_sequence_of_n_can_be_aborted_alone() -> None:
+def test_single_preempted_output_of_n_can_be_aborted() -> None:
     scheduler = HFScheduler(plan_for(24), policy=Policy(AdmissionMode.GREEDY, watermark=0.0))
     params = SamplingParams(max_tokens=100, temperature=0.0)
     for name in "ab":
@@ -218,7 +218,7 @@ def test_preempted_sequence_of_n_can_be_aborted_alone() -> None:
     assert ended == {(name, index) for name in "ab" for index in range(2)}
 
 
-def test_scored_prompts_take_as_many_steps_as_chunked_prefill() -> None:
+def test_prompts_with_prompt_logprobs_take_as_many_steps_as_other_prompts() -> None:
     """Several prompts request the log probabilities of every token at once."""
     scheduler = HFScheduler(plan_for(100, max_num_seqs=8, max_num_batched_tokens=64))
     params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
@@ -239,7 +239,7 @@ def test_scored_prompts_take_as_many_steps_as_chunked_prefill() -> None:
     assert steps == 4  # 6 prompts of 37 tokens, at most 64 tokens a step
 
 
-def test_failed_request_ends_each_of_its_sequences_once() -> None:
+def test_failed_request_with_n_outputs_ends_each_output_exactly_once() -> None:
     scheduler = HFScheduler(plan_for(40))
     params = SamplingParams(max_tokens=60, temperature=0.0)
     for forked in (False, True):
@@ -270,7 +270,7 @@ def test_grammar_rejecting_a_sampled_token_fails_only_its_own_request() -> None:
     assert sum(len(c.token_ids) for c in chunks if c.request_id == "y") == 5
 
 
-def test_slow_prompts_of_one_key_shorten_the_steps_of_another_keys_stream() -> None:
+def test_steps_are_shortened_when_slow_prompts_of_one_key_delay_another_keys_stream() -> None:
     scheduler = HFScheduler(plan_for(100, max_num_batched_tokens=256), policy=Policy(keys=2))
     stream, long = requests(1)[0], tuple(range(3, 403))
     scheduler.add(replace(stream, tenant="stream"))
@@ -286,7 +286,7 @@ def test_slow_prompts_of_one_key_shorten_the_steps_of_another_keys_stream() -> N
     assert [sequence.chunk for sequence in scheduler.schedule()[1]] == [256]
 
 
-def test_steps_stay_whole_where_one_key_has_all_requests() -> None:
+def test_steps_are_not_shortened_when_one_key_has_all_requests() -> None:
     scheduler = HFScheduler(plan_for(100, max_num_batched_tokens=256), policy=Policy(keys=2))
     stream, long = requests(1)[0], tuple(range(3, 403))
     scheduler.add(stream)

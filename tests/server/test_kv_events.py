@@ -63,7 +63,7 @@ class Router:
                     parent = value
 
 
-def test_subscribed_events_reproduce_the_prefix_index() -> None:
+def test_subscriber_of_kv_events_can_reproduce_the_prefix_cache_index() -> None:
     manager, router, pick = make(blocks=65), Router(), random.Random(1)
     manager.subscribe(router)
     live: list[int] = []
@@ -94,7 +94,7 @@ def test_subscribed_events_reproduce_the_prefix_index() -> None:
     check_invariants(manager)
 
 
-def test_published_events_are_a_trace_for_replay(tmp_path: Path) -> None:
+def test_published_kv_events_can_be_replayed_as_a_trace(tmp_path: Path) -> None:
     """Two prompts have four equal blocks, which the second one hits; only its other blocks are stored."""
     manager = make(blocks=65)
     payloads: list[bytes] = []
@@ -119,7 +119,7 @@ def test_subscribing_without_kv_events_enabled_is_rejected() -> None:
         make(kv_events=False).subscribe(print)
 
 
-def test_reset_of_prefix_cache_in_use_is_rejected() -> None:
+def test_reset_of_the_prefix_cache_is_rejected_while_blocks_are_in_use() -> None:
     manager = make()
     manager.admit(1, [1] * 9, 4)
     before = manager.stats()
@@ -147,7 +147,7 @@ def check_with_vllm(payload: bytes) -> None:
     assert isinstance(cleared, vllm_events.AllBlocksCleared)
 
 
-def test_vllm_event_classes_decode_a_batch() -> None:
+def test_vllms_kv_event_classes_decode_a_published_batch() -> None:
     check_with_vllm(encode(EVENTS, 1.5))
     batch = msgspec.msgpack.decode(encode(EVENTS, 1.5, rank=3), type=vllm_events.KVEventBatch)
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)

@@ -19,7 +19,7 @@ FLAGS = ("demo", "--engine", "vllm", "--engine-version", "0.32.0", "--device-mem
          "--kv-cache-memory-bytes", "512MiB")  # fmt: skip
 
 
-def test_trace_mean_is_weighted_by_steps_and_shares_count_requests(capsys):
+def test_planned_concurrency_of_a_trace_weights_requests_by_their_number_of_steps(capsys):
     lengths = [(request.prompt_tokens, request.output_tokens) for request in read_trace(TRACE).requests]
     limit = sorted(map(sum, lengths))[len(lengths) * 3 // 4]  # as long as one of them
     assert run([*FLAGS, "--max-model-len", str(limit), "--trace", str(TRACE), "--json"]) == 0

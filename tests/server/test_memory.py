@@ -64,7 +64,7 @@ def test_process_memory_is_measured() -> None:
     assert abs(difference - 64 * MIB) < MIB
 
 
-def test_child_processes_are_counted() -> None:
+def test_memory_of_child_processes_is_counted() -> None:
     with Held(NESTED) as pid:
         tree = process_tree(pid)
         held = process_tree_bytes(pid)
@@ -73,14 +73,14 @@ def test_child_processes_are_counted() -> None:
     assert held > 48 * MIB
 
 
-def test_shared_pages_are_counted_once() -> None:
+def test_memory_pages_shared_by_processes_are_counted_once() -> None:
     with Held(SHARERS) as pid:
         assert len(process_tree(pid)) == 2
         held = process_tree_bytes(pid)
     assert 64 * MIB <= held < 100 * MIB
 
 
-def test_exited_process_has_no_memory() -> None:
+def test_exited_process_counts_no_memory() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert process_tree(gone.pid) == []

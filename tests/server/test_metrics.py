@@ -83,7 +83,7 @@ async def test_promtool_accepts_every_family(run_server, small_plan) -> None:
     assert (process.returncode, output.decode()) == (0, "")
 
 
-async def test_every_label_value_starts_at_zero(server) -> None:
+async def test_every_metric_series_exists_with_value_zero_from_the_start(server) -> None:
     _, samples = await scrape(server)
     for outcome, reason in ADMISSIONS:
         assert value(samples, "tonnage_admission_decisions_total", outcome=outcome, reason=reason) == 0
@@ -98,7 +98,7 @@ async def test_every_label_value_starts_at_zero(server) -> None:
     assert set(samples) == series
 
 
-async def test_unmeasured_values_are_absent_not_zero(run_server, small_plan) -> None:
+async def test_metrics_that_are_not_measured_are_absent_instead_of_zero(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan())) as server:
         _, samples = await scrape(server)
         names = {name for name, _ in samples}
@@ -108,7 +108,7 @@ async def test_unmeasured_values_are_absent_not_zero(run_server, small_plan) -> 
         assert set(measured.values()) == {None}
 
 
-async def test_memory_components_sum_to_device_total(run_server, small_plan) -> None:
+async def test_memory_component_metrics_add_up_to_the_device_total(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), memory=MEASURED)) as server:
         plan = server.state.plan
         _, samples = await scrape(server)
@@ -142,7 +142,9 @@ async def test_memory_components_sum_to_device_total(run_server, small_plan) -> 
     [{"enable_lora": True, "max_loras": 4}, {"speculative_model": "demo", "num_speculative_tokens": 3}],
     ids=["LoRA", "draft"],
 )
-async def test_memory_components_with_lora_or_draft_sum_to_device_total(run_server, flags) -> None:
+async def test_memory_component_metrics_with_lora_or_draft_add_up_to_the_device_total(
+    run_server, flags
+) -> None:
     deployment = Deployment(engine="vllm", gpu="t4", max_model_len=1024, max_num_seqs=8, **flags)
     async with run_server(FakeEngine(make_plan("demo", deployment), memory=MEASURED)) as server:
         rank = server.state.plan.rank
@@ -197,7 +199,9 @@ async def test_pool_metrics_of_busy_server_equal_engine_state(run_server, small_
         assert stats.pool.reserved == 18
 
 
-async def test_received_requests_equal_outcomes_plus_in_flight(run_server, small_plan) -> None:
+async def test_metric_of_received_requests_equals_outcomes_plus_requests_in_flight(
+    run_server, small_plan
+) -> None:
     async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=8) as server:
         # What the first has computed the others hit.
         await server.complete(prompt=[3] * 32, max_tokens=10, n=2)
@@ -235,7 +239,7 @@ async def test_received_requests_equal_outcomes_plus_in_flight(run_server, small
         assert value(samples, "tonnage_headroom_requests") == 64 // 2  # the batch is tighter than the pool
 
 
-async def test_evictions_are_counted_by_cause(run_server, small_plan) -> None:
+async def test_metric_of_evictions_is_split_by_cause(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(33, max_model_len=512))) as server:
         _, samples = await scrape(server)
         for cause in EVICTION_CAUSES:
@@ -254,7 +258,7 @@ async def test_evictions_are_counted_by_cause(run_server, small_plan) -> None:
         assert total(samples, "tonnage_evictions_total") == engine.stats().pool.evictions
 
 
-async def test_prefix_hits_are_split_by_block_visibility(server) -> None:
+async def test_prefix_hit_metrics_distinguish_shared_blocks_from_those_of_a_cache_salt(server) -> None:
     for _ in range(2):
         await server.complete(prompt=[5] * 64, max_tokens=2)
         await server.complete(prompt=[5] * 64, max_tokens=2, cache_salt="mine")
@@ -264,14 +268,14 @@ async def test_prefix_hits_are_split_by_block_visibility(server) -> None:
     assert value(samples, "tonnage_prefix_hit_tokens_total", source="salt") == 2 * 48
 
 
-async def test_plan_info_has_revisions_before_and_after_the_load(server) -> None:
+async def test_plan_metric_has_a_revision_before_and_one_after_the_load(server) -> None:
     _, samples = await scrape(server)
     infos = [dict(labels) for name, labels in samples if name == "tonnage_plan_info"]
     assert [info["revision"] for info in infos] == ["0", "1"]
     assert {info["plan_id"] for info in infos} == {server.state.plan.plan_id}
 
 
-def test_tenant_labels_are_bounded(small_plan) -> None:
+def test_number_of_tenant_labels_in_the_metrics_is_bounded(small_plan) -> None:
     accounts = Accounts()
     usage = Usage(accounts, limits_of(small_plan()))
     for number in range(1000):
@@ -281,7 +285,7 @@ def test_tenant_labels_are_bounded(small_plan) -> None:
     assert sum(one.outcomes.total() for one in usage.tenants.values()) == 1000
 
 
-def test_time_to_full_follows_the_growth_of_reservations() -> None:
+def test_metric_of_time_until_the_pool_is_full_follows_the_growth_of_reservations() -> None:
     trend = Trend()
     assert trend.seconds_to(100) == FOREVER_SECONDS
     for second in range(0, 60, 5):
@@ -344,7 +348,9 @@ async def test_vllm_compatible_metrics_are_off_by_default(server) -> None:
     assert "vllm:" not in (await server.http.get("/metrics")).text
 
 
-async def test_missing_blocks_are_counted_by_outcome(run_server, small_plan) -> None:
+async def test_metric_of_missing_kv_blocks_distinguishes_waiting_from_rejected_requests(
+    run_server, small_plan
+) -> None:
     """In a pool of 63 blocks, a request of 50 blocks runs, a second one lacks 37, and one of 126 never fits."""
     engine = FakeEngine(small_plan(64), token_rate=100, policy=Policy(AdmissionMode.NO_EVICT))
     async with run_server(engine) as server:

@@ -52,7 +52,9 @@ def sample(page: str, spec: str) -> tuple[dict[str, str], float]:
 
 
 @pytest.mark.parametrize("compat", ["none", "vllm"])
-async def test_busy_server_exposes_inference_extension_signals(run_server, small_plan, compat: str) -> None:
+async def test_metrics_include_the_signals_of_the_kubernetes_inference_extension(
+    run_server, small_plan, compat: str
+) -> None:
     engine = Held(small_plan(64, max_num_seqs=2), token_rate=50)
     async with run_server(engine, metrics_compat=compat) as server:
         tasks = [asyncio.create_task(server.complete(prompt=[n + 1] * 40, max_tokens=200)) for n in range(5)]
@@ -80,7 +82,9 @@ async def test_busy_server_exposes_inference_extension_signals(run_server, small
         await server.until(lambda: server.state.accounts.in_flight == 0)
 
 
-async def test_draining_server_leaves_the_inference_pool(run_server, small_plan) -> None:
+async def test_draining_server_is_not_ready_and_so_leaves_the_kubernetes_inference_pool(
+    run_server, small_plan
+) -> None:
     """A pool selects its pods by /ready, which becomes false before any request is cut off."""
     async with run_server(FakeEngine(small_plan(), token_rate=100)) as server:
         assert (await server.http.get("/ready")).status_code == 200

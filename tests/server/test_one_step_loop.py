@@ -223,7 +223,7 @@ def assert_same(log: list[Decisions], other: list[Decisions]) -> None:
 
 
 @pytest.mark.parametrize("mode", list(POLICIES))
-def test_replay_fake_and_hf_engine_make_equal_decisions_in_every_step(
+def test_replay_fake_engine_and_hf_engine_make_equal_scheduling_decisions_in_every_step(
     folder: Path, loop: EngineLoop, mode: AdmissionMode
 ) -> None:
     plan, policy = plan_of(folder, caching=False), POLICIES[mode]
@@ -238,7 +238,9 @@ def test_replay_fake_and_hf_engine_make_equal_decisions_in_every_step(
     assert_same(log, served(loop, plan, given, policy))
 
 
-def test_replay_fake_and_hf_engine_agree_with_shared_prefixes(folder: Path, loop: EngineLoop) -> None:
+def test_replay_fake_engine_and_hf_engine_decide_alike_with_shared_prefixes(
+    folder: Path, loop: EngineLoop
+) -> None:
     plan, policy = plan_of(folder, caching=True), Policy(AdmissionMode.GREEDY)
     log, given = replayed(plan, mooncake(), policy, scale=0.005)
     assert any(step.preempted for step in log)
@@ -246,7 +248,9 @@ def test_replay_fake_and_hf_engine_agree_with_shared_prefixes(folder: Path, loop
     assert_same(log, served(loop, plan, given, policy))
 
 
-def test_differing_admission_rule_is_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_of_engines_detects_a_differing_admission_rule(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan, policy = plan_of(folder, caching=False), POLICIES[AdmissionMode.PREDICTIVE]
     log, given = replayed(plan, azure(), policy, scale=4.0)
     with pytest.raises(AssertionError):

@@ -30,7 +30,7 @@ async def text(server: Any, *messages: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
-async def test_message_without_content_is_rejected(server, role: str, stream: bool) -> None:
+async def test_chat_message_without_content_is_rejected(server, role: str, stream: bool) -> None:
     for message in ({"role": role}, {"role": role, "content": None}):
         body = {"model": "demo", "messages": [USER, message], "max_tokens": 2, "stream": stream}
         response = await server.http.post(CHAT, json=body)
@@ -80,7 +80,7 @@ WRONG: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
-async def test_ignored_fields_are_type_checked(run_server, small_plan, lenient: bool) -> None:
+async def test_values_of_ignored_request_fields_are_type_checked(run_server, small_plan, lenient: bool) -> None:
     async with run_server(FakeEngine(small_plan()), lenient=lenient) as server:
         for path, name, value in WRONG:
             given = (
@@ -98,7 +98,7 @@ async def test_ignored_fields_are_type_checked(run_server, small_plan, lenient: 
                 assert response.headers.get("x-ignored-fields") == (None if good is None else name)
 
 
-def test_sampled_token_is_included_in_top_logprobs(tokenizer: Tokenizer) -> None:
+def test_top_logprobs_include_the_sampled_token(tokenizer: Tokenizer) -> None:
     """OpenAI's reference of ``logprobs`` permits up to logprobs + 1 elements."""
     best = ((300, -0.1), (301, -2.5), (302, -3.0))
     for token, logprob, size in ((400, -7.0, 3), (301, -2.5, 2)):

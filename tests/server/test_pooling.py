@@ -49,7 +49,9 @@ class Pooler(FakeEngine):
         yield Chunk(request.request_id, 0, (), "stop", pooled=self.pool(request.prompt_token_ids))
 
 
-async def test_classify_names_the_largest_label(run_server, small_plan, tokenizer) -> None:
+async def test_classify_endpoint_returns_the_label_with_the_largest_value(
+    run_server, small_plan, tokenizer
+) -> None:
     expected = [values(tuple(tokenizer.encode(text))) for text in TEXTS]
     engine = Pooler(small_plan(), "classify")
     async with run_server(engine) as server:
@@ -70,7 +72,7 @@ async def test_classify_names_the_largest_label(run_server, small_plan, tokenize
 
 
 @pytest.mark.parametrize("task", ["embed", "classify", "token_classify"])
-async def test_pooling_returns_what_the_model_makes(
+async def test_pooling_endpoint_returns_the_models_values_in_every_format(
     run_server, small_plan, tokenizer, task: PoolingTask
 ) -> None:
     def rows(ids: tuple[int, ...]) -> Pooled:
@@ -104,7 +106,9 @@ async def test_pooling_returns_what_the_model_makes(
         ("token_classify", {"pooling"}),
     ],
 )
-async def test_endpoints_reject_models_that_cannot_do_it(run_server, small_plan, task, served) -> None:
+async def test_endpoints_reject_models_that_do_not_support_their_task(
+    run_server, small_plan, task, served
+) -> None:
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
         "completions": ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
         "embeddings": ("/v1/embeddings", {"input": "a"}),
@@ -126,7 +130,7 @@ async def test_endpoints_reject_models_that_cannot_do_it(run_server, small_plan,
                 assert (error["param"], "'demo'" in error["message"]) == ("model", True)
 
 
-async def test_cross_encoder_scores_pairs_as_one_prompt(run_server, small_plan, tokenizer) -> None:
+async def test_cross_encoder_scores_a_pair_of_texts_as_one_prompt(run_server, small_plan, tokenizer) -> None:
     def value(ids: tuple[int, ...]) -> Pooled:
         return ((sum(ids) % 89) / 89,)
 
@@ -155,7 +159,9 @@ async def test_cross_encoder_scores_pairs_as_one_prompt(run_server, small_plan, 
         assert (error["code"], "2 labels" in error["message"]) == ("unsupported_endpoint", True)
 
 
-async def test_chat_template_of_the_operator_formats_pairs(run_server, small_plan, tokenizer, tmp_path) -> None:
+async def test_chat_template_given_at_start_formats_the_pairs_of_a_cross_encoder(
+    run_server, small_plan, tokenizer, tmp_path
+) -> None:
     file = tmp_path / "pairs.jinja"
     file.write_text("{{ instruction }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     engine = Pooler(small_plan(), "classify", lambda ids: (0.5,))
@@ -182,7 +188,9 @@ async def test_chat_template_of_the_operator_formats_pairs(run_server, small_pla
         ({"num_labels": 1, "type_vocab_size": 1}, ClassifierConfig({0: "LABEL_0"})),
     ],
 )
-def test_classifier_config(tmp_path: Path, config: dict[str, Any], expected: ClassifierConfig) -> None:
+def test_classifier_labels_and_pair_format_are_read_from_config_json(
+    tmp_path: Path, config: dict[str, Any], expected: ClassifierConfig
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_classifier(tmp_path) == expected
 
@@ -190,14 +198,16 @@ def test_classifier_config(tmp_path: Path, config: dict[str, Any], expected: Cla
 @pytest.mark.parametrize(
     ("config", "field"), [({"id2label": ["a"]}, "id2label"), ({"num_labels": "two"}, "num_labels")]
 )
-def test_invalid_labels_name_their_field(tmp_path: Path, config: dict[str, Any], field: str) -> None:
+def test_error_for_invalid_classifier_labels_names_the_config_field(
+    tmp_path: Path, config: dict[str, Any], field: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as caught:
         read_classifier(tmp_path)
     assert caught.value.field == field
 
 
-async def test_values_of_all_tokens_count_with_answers_that_wait(
+async def test_results_with_a_vector_per_token_count_towards_the_limit_of_buffered_answers(
     run_server, small_plan, checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The results of an input of 8,192 tokens have a vector for each, and a request may have hundreds."""
@@ -212,7 +222,7 @@ async def test_values_of_all_tokens_count_with_answers_that_wait(
         assert (server.state.outboxes.held, server.state.outboxes.behind) == (0, 0)
 
 
-async def test_query_beyond_the_context_is_not_joined_with_every_document(
+async def test_query_longer_than_the_context_is_rejected_before_it_is_joined_with_documents(
     run_server, small_plan, checked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A query of 130 KB with 256 documents made prompts of 34 million tokens before it was refused."""

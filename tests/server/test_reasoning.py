@@ -90,7 +90,7 @@ def thought_of(chunks: list[ChatCompletionChunk]) -> str:
         ("deepseek_r1", R1, f"{THOUGHT}</think>{SAID}"),
     ],
 )
-async def test_chat_completion_has_its_reasoning_apart(
+async def test_chat_completion_returns_reasoning_separately_from_the_content(
     saying, model, parser: str, template: str, text: str
 ) -> None:
     count = len(Tokenizer.from_folder(model).encode(text.partition(SAID)[0], add_special_tokens=False))
@@ -130,7 +130,7 @@ async def test_chat_completion_has_its_reasoning_apart(
         ("olmo3", "<think>", "</think>"),
     ],
 )
-async def test_reasoning_between_words_is_counted(
+async def test_reasoning_tokens_are_counted_for_parsers_that_find_reasoning_by_its_text(
     saying, model, parser: str, before: str, between: str
 ) -> None:
     """These parsers compare the text, and do not know which tokens are content."""
@@ -150,7 +150,7 @@ async def test_reasoning_between_words_is_counted(
 
 
 @needs_vllm
-async def test_answer_without_reasoning_is_all_content(saying) -> None:
+async def test_answer_without_reasoning_is_returned_as_content_only(saying) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200, "reasoning_effort": "none"}
     for parser in ("qwen3", "deepseek_r1"):
         async with saying(SAID, reasoning_parser=parser) as server:
@@ -163,7 +163,7 @@ async def test_answer_without_reasoning_is_all_content(saying) -> None:
 
 
 @needs_vllm
-async def test_tool_calls_follow_the_reasoning(saying) -> None:
+async def test_tool_calls_after_reasoning_are_parsed(saying) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200, "tools": [WEATHER]}
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     async with saying(f"<think>{THOUGHT}</think>\n{CALL}", **flags) as server:
@@ -178,7 +178,7 @@ async def test_tool_calls_follow_the_reasoning(saying) -> None:
 
 @needs_vllm
 @pytest.mark.parametrize("thought", [f"Here is my thought process:{THOUGHT}Here is my response:", ""])
-async def test_tool_calls_are_found_where_the_end_of_reasoning_is_text(saying, thought: str) -> None:
+async def test_tool_calls_are_parsed_when_plain_text_marks_the_end_of_reasoning(saying, thought: str) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200, "tools": [WEATHER]}
     flags = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "reasoning_parser": "granite"}
     async with saying(f"{thought}{CALL}", **flags) as server:
@@ -190,7 +190,7 @@ async def test_tool_calls_are_found_where_the_end_of_reasoning_is_text(saying, t
 
 
 @needs_vllm
-async def test_responses_have_a_reasoning_item(saying) -> None:
+async def test_responses_endpoint_returns_a_reasoning_item(saying) -> None:
     body: dict[str, Any] = {
         "model": "demo",
         "input": ASK,
@@ -221,7 +221,7 @@ async def test_responses_have_a_reasoning_item(saying) -> None:
 
 
 @needs_vllm
-async def test_anthropic_message_has_a_thinking_block(saying) -> None:
+async def test_anthropic_message_returns_reasoning_as_a_thinking_block(saying) -> None:
     body: dict[str, Any] = {"model": "demo", "messages": ASK, "max_tokens": 200}
     async with saying(f"<think>{THOUGHT}</think>{SAID}") as server:
         client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
@@ -237,7 +237,7 @@ async def test_anthropic_message_has_a_thinking_block(saying) -> None:
 
 
 @needs_vllm
-async def test_reasoning_is_left_out_on_request(saying) -> None:
+async def test_include_reasoning_false_leaves_the_reasoning_out(saying) -> None:
     chat: dict[str, Any] = {"model": "demo", "messages": ASK, "include_reasoning": False}
     response: dict[str, Any] = {"model": "demo", "input": ASK, "include_reasoning": False}
     async with saying(f"<think>{THOUGHT}</think>{SAID}") as server:
@@ -262,7 +262,9 @@ async def test_unknown_reasoning_parser_is_rejected_by_name(saying, run_server, 
         assert "deepseek_r1 does not work with this model" in str(server.state.startup_error)
 
 
-async def test_effort_reaches_the_template_and_is_checked(run_server, small_plan, tmp_path: Path) -> None:
+async def test_reasoning_effort_is_validated_and_passed_to_the_chat_template(
+    run_server, small_plan, tmp_path: Path
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[-1].content }} {{ reasoning_effort }} {{ enable_thinking }}")
     async with run_server(FakeEngine(small_plan()), chat_template=template) as server:
@@ -292,7 +294,7 @@ async def test_effort_reaches_the_template_and_is_checked(run_server, small_plan
             assert "banana" in refused.json()["error"]["message"]
 
 
-async def test_tool_message_needs_the_id_of_its_call(server) -> None:
+async def test_chat_message_with_a_tool_result_requires_the_id_of_the_call(server) -> None:
     body = {"model": "demo", "messages": [*ASK, {"role": "tool", "content": "sunny"}]}
     refused = await server.http.post("/v1/chat/completions", json=body)
     assert refused.json()["error"]["code"] == "missing_required_parameter"

@@ -48,7 +48,7 @@ def test_replay_prints_table_json_and_html(
     assert (record["finished"], record["preemptions"], record["policy"]) == (40, 0, "predictive")
 
 
-def test_auto_mode_replay_runs_rehearsals_synchronously(
+def test_replay_of_auto_mode_runs_its_simulations_in_the_main_thread(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replay's clock is simulated, so a rehearsal in a thread would end late and at a random step."""
@@ -68,7 +68,7 @@ def test_auto_mode_replay_runs_rehearsals_synchronously(
 
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "zai-org__GLM-5.1"])
-def test_step_time_counts_kv_bytes_per_token_once(name: str, tmp_path: Path) -> None:
+def test_simulated_step_time_counts_the_kv_bytes_of_all_ranks_once(name: str, tmp_path: Path) -> None:
     """Eight ranks read the K/V of all of them in an eighth of the time.
 
     The models include GLM, whose blocks hold pages of two sizes: latents and the keys of its indexer.
@@ -85,7 +85,7 @@ def test_step_time_counts_kv_bytes_per_token_once(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("where", [(), ("--gpu", "h100-80g"), ("--gpu-memory-utilization", "0.5")])
-def test_replay_and_plan_use_equal_memory_utilization(
+def test_replay_and_plan_use_the_same_default_gpu_memory_utilization(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU, both use vLLM's default; on this CPU, the default of the hf engine."""
@@ -123,7 +123,7 @@ def test_replay_of_hybrid_model_reports_state_caching(
     assert "recurrent states" not in capsys.readouterr().out
 
 
-def test_gpu_search_returns_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_search_gpus_returns_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192", "--limit", "60"]
     assert main(["replay", *flags, "--search-gpus", "--wait-target", "1s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 1

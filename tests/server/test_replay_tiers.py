@@ -30,7 +30,7 @@ def flags(tmp_path: Path) -> list[str]:
             "--kv-cache-memory-bytes", "2GiB"]  # fmt: skip
 
 
-def test_tiers_print_hits_bytes_seconds_and_a_verdict(flags, capsys) -> None:
+def test_replay_with_tiers_prints_hits_bytes_seconds_and_a_verdict(flags, capsys) -> None:
     assert main(["replay", *flags, "--tiers", "host=8GiB,disk=1TiB", "--disk-bandwidth", "5"]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["verdict"].strip().startswith("Pays: mean time to first token -")
@@ -46,7 +46,7 @@ def test_tiers_print_hits_bytes_seconds_and_a_verdict(flags, capsys) -> None:
     assert curve["highest"] == pytest.approx(0.5)
 
 
-def test_tier_smaller_than_the_working_set_does_not_pay(flags, capsys) -> None:
+def test_replay_verdict_says_that_a_tier_smaller_than_the_working_set_does_not_pay(flags, capsys) -> None:
     assert main(["replay", *flags, "--tiers", "host=1GiB", "--tier-policy", "lru"]) == 0
     assert "Does not pay: " in (out := capsys.readouterr().out)
     assert "The size limits it: 0.00 %" in out
@@ -64,7 +64,9 @@ def test_tier_smaller_than_the_working_set_does_not_pay(flags, capsys) -> None:
         ("deepseek-ai__DeepSeek-V3", "h200-141g", []),
     ],
 )
-def test_tier_of_eight_ranks_holds_the_tokens_of_the_plan(config, gpu, more, flags, tmp_path, capsys) -> None:
+def test_replayed_kv_tier_of_eight_ranks_holds_as_many_tokens_as_planned(
+    config, gpu, more, flags, tmp_path, capsys
+) -> None:
     """Ranks divide or repeat KV heads, and hold equal MLA latents, which a tier keeps once."""
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{config}.json").read_text())
     device = ["--gpu", gpu, "-tp", "8", "--max-model-len", "8192", *more]
@@ -77,7 +79,7 @@ def test_tier_of_eight_ranks_holds_the_tokens_of_the_plan(config, gpu, more, fla
     assert setup["host_bandwidth"] == 63e9 * links
 
 
-def test_learned_policy_prints_its_hits_beside_the_optimum(flags, capsys) -> None:
+def test_replay_of_the_learned_tier_policy_prints_its_hits_beside_the_optimum(flags, capsys) -> None:
     assert main(["replay", *flags, "--tiers", "host=8GiB", "--tier-policy", "learned", "--json"]) == 0
     tiers = json.loads(capsys.readouterr().out)["tiers"]
     assert (tiers["policy"], tiers["hit_rate_optimum"]) == ("learned", 0.5)
@@ -90,7 +92,7 @@ def test_learned_policy_prints_its_hits_beside_the_optimum(flags, capsys) -> Non
     assert not rows["tier policy"].endswith(" 0.00 %")
 
 
-def test_page_names_the_knee_of_the_curve(flags, capsys, tmp_path: Path) -> None:
+def test_replay_page_names_the_knee_of_the_hit_rate_curve(flags, capsys, tmp_path: Path) -> None:
     page = tmp_path / "replay.html"
     assert main(["replay", *flags, "--tier-curve", "--html", str(page)]) == 0
     text = page.read_text()
@@ -117,14 +119,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("more", "said"), REFUSED)
-def test_tier_flag_that_is_not_understood_is_refused(flags, more, said, capsys) -> None:
+def test_invalid_tier_flag_of_replay_is_rejected(flags, more, said, capsys) -> None:
     assert main(["replay", *flags, *more]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_trace_without_hashes_is_refused(flags, capsys) -> None:
+def test_replay_with_tiers_rejects_a_trace_without_hash_ids(flags, capsys) -> None:
     assert main(["replay", AZURE, *flags[1:], "--tiers", "host=1GiB"]) == 2
     assert "has no hash_ids" in capsys.readouterr().err
 
@@ -140,7 +142,7 @@ HYBRIDS = [
 
 @pytest.mark.parametrize(("config", "kind"), HYBRIDS)
 @pytest.mark.parametrize("wanted", [["--tier-curve"], ["--tiers", "host=8GiB"]])
-def test_model_whose_layers_drop_tokens_is_refused_by_name(
+def test_replay_with_tiers_rejects_a_model_whose_layers_do_not_keep_every_token(
     config, kind, wanted, flags, tmp_path, capsys
 ) -> None:
     (tmp_path / "config.json").write_text((DATA / "configs" / f"{config}.json").read_text())

@@ -18,7 +18,7 @@ def ask(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_higher_request_rate_needs_more_replicas_of_equal_plan() -> None:
+def test_higher_request_rate_needs_more_replicas_of_the_same_plan() -> None:
     answers = []
     for rate in ("0.2", "4"):
         done = ask(

@@ -192,7 +192,7 @@ NO_STREAM = (*POOLING_PATHS, "/v1/messages/count_tokens")
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_every_field_of_the_clients_is_classified(path: str) -> None:
+def test_every_request_field_of_the_client_packages_is_honoured_ignored_or_rejected(path: str) -> None:
     names = set(getattr(CLIENTS[path], "__annotations__", ())) | (
         {"stream"} if path not in NO_STREAM else set()
     )
@@ -200,7 +200,7 @@ def test_every_field_of_the_clients_is_classified(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", TABLES)
-def test_honoured_fields_equal_request_model_fields(path: str) -> None:
+def test_honoured_fields_equal_the_fields_of_the_request_models(path: str) -> None:
     """Every honoured field is in the request model, and the model has no other field."""
     fields: Fields = FIELDS[path]
     honoured = {
@@ -211,7 +211,7 @@ def test_honoured_fields_equal_request_model_fields(path: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (extra vllm)")
-def test_every_vllm_field_is_classified() -> None:
+def test_every_request_field_of_vllm_is_honoured_ignored_or_rejected() -> None:
     from vllm.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest

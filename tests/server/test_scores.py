@@ -42,7 +42,9 @@ def cosine(tokenizer: Any, one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("path", SCORE)
-async def test_score_is_the_cosine_of_each_pair(run_server, small_plan, tokenizer, path: str) -> None:
+async def test_score_of_an_embedding_model_is_the_cosine_of_each_pair(
+    run_server, small_plan, tokenizer, path: str
+) -> None:
     expected = [cosine(tokenizer, QUERY, document) for document in DOCUMENTS]
     tokens = sum(len(tokenizer.encode(text)) for text in (QUERY, *DOCUMENTS))
     async with run_server(Embedding(small_plan())) as server:
@@ -77,7 +79,7 @@ async def test_rerank_sorts_documents_by_relevance(run_server, small_plan, token
                 assert result["relevance_score"] == pytest.approx(scores[result["index"]], abs=1e-5)
 
 
-async def test_invalid_scores_name_their_field(run_server, small_plan) -> None:
+async def test_error_for_an_invalid_score_request_names_the_field(run_server, small_plan) -> None:
     ask = {"queries": QUERY, "documents": DOCUMENTS}
     async with run_server(Embedding(small_plan())) as server:
         for change, code, param in (
@@ -98,7 +100,7 @@ async def test_invalid_scores_name_their_field(run_server, small_plan) -> None:
 
 
 @pytest.mark.parametrize("path", [*SCORE, *RERANK])
-async def test_model_that_generates_text_gives_no_scores(server, path: str) -> None:
+async def test_score_request_to_a_model_that_generates_text_is_rejected(server, path: str) -> None:
     sides = {"queries" if path in SCORE else "query": QUERY, "documents": DOCUMENTS}
     response = await server.http.post(path, json={"model": "demo"} | sides)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_endpoint")

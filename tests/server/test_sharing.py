@@ -82,7 +82,7 @@ def test_short_or_missing_system_prompt_file_is_rejected(tmp_path: Path) -> None
         shared_prefix(tmp_path / "short", folder, 256)
 
 
-def test_engine_publishes_kv_events_at_configured_endpoint(tmp_path: Path) -> None:
+def test_engine_publishes_kv_events_at_the_configured_endpoint(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     value = json.dumps({"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv"})
     settings = load_settings(model="demo", kv_events_config=value)
@@ -135,14 +135,16 @@ def test_invalid_kv_events_config_is_rejected(value: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["kv_events_config", "shared_system_prompt"])
-def test_backend_without_kv_events_or_shared_prompts_rejects_them(field: str) -> None:
+def test_fake_backend_rejects_kv_events_and_shared_system_prompts(field: str) -> None:
     value = {"kv_events_config": '{"enable_kv_cache_events": true}', "shared_system_prompt": "a.txt"}[field]
     settings = load_settings(model="demo", backend="fake", **{field: value})
     with pytest.raises(DeploymentError, match=field):
         make_engine(settings, demo_plan())
 
 
-def test_retry_after_is_reserved_tokens_divided_by_release_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_is_the_reserved_tokens_divided_by_the_rate_of_freed_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [100.0]
     monkeypatch.setattr(accounts_module.time, "monotonic", lambda: now[0])
     accounts = Accounts()

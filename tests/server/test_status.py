@@ -359,7 +359,7 @@ def test_status_command_prints_text_and_json(report: str, capsys: pytest.Capture
     assert re.search(r"^all processes +[\d,]+ \([\d.]+ [MG]iB\) +[\d,]+ ", text, re.M)
 
 
-def test_status_interval_repeats_the_report(report: str) -> None:
+def test_status_with_an_interval_repeats_the_report(report: str) -> None:
     with pages(memory=report) as server:
         command = [
             sys.executable,
@@ -401,7 +401,9 @@ def test_status_reads_api_key_from_environment(report: str, monkeypatch: pytest.
         assert server.asked[-1][1]["Authorization"] == f"Bearer {KEY}"
 
 
-def test_unreadable_server_is_a_one_line_error(capsys: pytest.CaptureFixture[str], report: str) -> None:
+def test_status_of_a_server_that_cannot_be_read_is_a_one_line_error(
+    capsys: pytest.CaptureFixture[str], report: str
+) -> None:
     """The error is one line with what to do."""
     older = json.loads(report)
     del older["requests"]
@@ -419,7 +421,7 @@ def test_unreadable_server_is_a_one_line_error(capsys: pytest.CaptureFixture[str
             assert said in told.err
 
 
-async def test_missing_key_error_names_the_key_options(
+async def test_status_error_for_a_missing_api_key_names_the_key_options(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     async with run_server(FakeEngine(small_plan()), api_key=(KEY,)) as server:
@@ -499,14 +501,14 @@ def test_dumb_terminal_gets_plain_status_output(
     assert looks == 2
 
 
-def test_headroom_before_first_request_uses_longest_request(report: str) -> None:
+def test_status_before_the_first_request_counts_headroom_in_longest_requests(report: str) -> None:
     fresh = json.loads(report)
     assert "1 more of the longest requests" in dict(status_of(fresh).facts)["headroom"]
     fresh["requests"]["received"] = 1
     assert "1 more requests of the average size so far" in dict(status_of(fresh).facts)["headroom"]
 
 
-def test_pool_bar_has_constant_width() -> None:
+def test_status_bar_of_the_kv_pool_has_a_constant_width() -> None:
     for counts in ((1, 1, 1, 252), (84, 86, 85, 0), (0, 0, 0, 255)):
         status = Status("demo", "ready", "", "", (), dict(zip(POOL_STATES, counts, strict=True)), ())
         assert len(re.sub(r"\[[^]]*\]", "", pool_bar(status, bars.ASCII))) == 48
@@ -519,7 +521,7 @@ def test_pool_bar_has_constant_width() -> None:
         (7441, "2 h 4 min"), (180_000, "2 d 2 h"),
     ],
 )  # fmt: skip
-def test_durations_are_formatted(seconds: float, text: str) -> None:
+def test_seconds_are_formatted_as_a_readable_duration(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 
@@ -539,7 +541,7 @@ def test_malformed_status_response_prints_no_control_characters(
     assert "\x1b" not in shown
 
 
-def test_each_component_has_a_verdict_in_the_words_of_demo():
+def test_status_gives_each_memory_component_the_same_verdict_as_demo():
     mib = 1 << 20
     planned = {"weights": 10 * mib, "activations": 30 * mib, "framework": 600 * mib, "free": 5}
     measured = {"weights": 10 * mib, "activations": 44 * mib, "framework": 100 * mib, "free": 7}

@@ -25,7 +25,7 @@ from tonnage.server.engines.request import GenerationRequest, SamplingParams
 from tonnage.server.engines.supervisor import SupervisedEngine
 
 
-async def test_restarted_engine_keeps_counters_increasing(run_server, small_plan) -> None:
+async def test_counters_keep_increasing_after_an_engine_restart(run_server, small_plan) -> None:
     class Engine(Loading):
         """An engine without capacity before it has loaded, as the hf and vLLM engines."""
 
@@ -185,7 +185,7 @@ async def test_hf_engine_killed_during_20_streams_is_restarted(streams_until_kil
 
 
 @pytest.mark.parametrize("grace", ["240", "0"], ids=["drained", "cut off"])
-async def test_sigterm_drains_running_requests(grace: str) -> None:
+async def test_sigterm_lets_running_requests_finish(grace: str) -> None:
     flags = ("--backend", "fake", "--drain-seconds", grace)
     with serving(*flags) as (url, process):
         async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE, base_url=url) as http:

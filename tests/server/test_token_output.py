@@ -53,7 +53,9 @@ def tokens_of(events: list[dict[str, Any]], index: int) -> list[int]:
     return found
 
 
-async def test_completion_returns_ids_of_each_prompt_and_choice(run_server, small_plan, tokenizer) -> None:
+async def test_completion_returns_token_ids_of_each_prompt_and_choice(
+    run_server, small_plan, tokenizer
+) -> None:
     ids = tokenizer.encode("one two three four")
     engine = FakeEngine(small_plan(), reply=lambda request, index: itertools.islice(itertools.cycle(ids), 9))
     body = {"model": "demo", "prompt": [[5, 6, 7], [8, 9]], "n": 2, "max_tokens": 5, "return_token_ids": True}
@@ -75,7 +77,9 @@ async def test_completion_returns_ids_of_each_prompt_and_choice(run_server, smal
     assert "token_ids" not in plain.text
 
 
-async def test_chat_returns_ids_of_prompt_and_choices(run_server, small_plan, tokenizer) -> None:
+async def test_chat_completion_returns_token_ids_of_prompt_and_choices(
+    run_server, small_plan, tokenizer
+) -> None:
     ids = tokenizer.encode("naïve 👩‍👩‍👧 日本語 ok")  # characters of several tokens: chunks without text
     engine = FakeEngine(small_plan(), reply=lambda request, index: iter(ids))
     body = {"model": "demo", "messages": MESSAGES, "n": 2, "max_tokens": 100, "return_token_ids": True}
@@ -93,7 +97,7 @@ async def test_chat_returns_ids_of_prompt_and_choices(run_server, small_plan, to
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_prompt_logprobs_have_vllms_form(run_server, small_plan, path: str) -> None:
+async def test_prompt_logprobs_have_vllms_format(run_server, small_plan, path: str) -> None:
     body = {"model": "demo", "max_tokens": 1, "n": 2, "prompt_logprobs": 2, "return_token_ids": True}
     body |= {"prompt": [[5, 6, 7], [7, 7]]} if path == COMPLETIONS else {"messages": MESSAGES}
     async with run_server(Scoring(small_plan())) as server:
@@ -133,7 +137,7 @@ async def test_prompt_logprobs_need_an_engine_that_scores_prompts(server) -> Non
 
 
 @pytest.mark.parametrize("field", ["return_token_ids", "prompt_logprobs"])
-async def test_bytes_of_token_output_are_bounded(
+async def test_returned_token_ids_and_prompt_logprobs_count_towards_the_buffer_limit(
     run_server, small_plan, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": "demo", "prompt": [5] * 100, "n": 4, "max_tokens": 1}

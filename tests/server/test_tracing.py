@@ -52,7 +52,7 @@ def plain(pairs: Any) -> dict[str, Any]:
     return {pair.key: value(pair.value) for pair in pairs}
 
 
-async def test_request_spans_are_exported(run_server, small_plan, collector) -> None:
+async def test_one_opentelemetry_span_per_request_is_exported(run_server, small_plan, collector) -> None:
     endpoint, spans = collector
     async with run_server(FakeEngine(small_plan()), otlp_traces_endpoint=endpoint) as server:
         await server.http.post(
@@ -83,7 +83,7 @@ async def test_request_spans_are_exported(run_server, small_plan, collector) -> 
     assert plain(streamed.attributes)["gen_ai.usage.output_tokens"] == 4
 
 
-async def test_unreachable_collector_delays_no_request(run_server, small_plan, monkeypatch) -> None:
+async def test_unreachable_trace_collector_delays_no_request(run_server, small_plan, monkeypatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1")
     engine = FakeEngine(small_plan())
     async with run_server(engine, otlp_traces_endpoint="http://127.0.0.1:9/v1/traces") as server:

@@ -25,7 +25,7 @@ from tonnage.server.watch.watcher import Watcher
 # -- counters, restarts, and servers that come and go
 
 
-def test_decreased_counter_is_a_server_restart() -> None:
+def test_watch_takes_a_decreased_counter_for_a_server_restart() -> None:
     with vllm("after") as server:
         watcher = Watcher(Client(server.url), {}, None)
         watcher.observe()
@@ -79,7 +79,7 @@ def test_unsupported_model_is_watched_without_a_plan(tmp_path: Path) -> None:
     assert found.reading.blocks("used") == 21
 
 
-def test_missing_counters_are_excluded_from_changes() -> None:
+def test_counters_missing_in_one_reading_have_no_reported_increase() -> None:
     assert Counters(1, None, 3).since(Counters(1, 2, None)) == Counters(0)
     assert Counters(1).since(Counters(2)) is None
 
@@ -104,7 +104,7 @@ def test_unknown_server_type_is_reported() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_missing_key_error_names_the_key_options(status: int) -> None:
+def test_watch_error_for_a_missing_api_key_names_the_key_options(status: int) -> None:
     with pages(metrics=Stored("{}", status)) as server:
         with pytest.raises(WatchError, match="--api-key KEY, or TONNAGE_API_KEY"):
             look(server)
@@ -114,7 +114,7 @@ def test_missing_key_error_names_the_key_options(status: int) -> None:
         assert "Authorization" not in server.asked[0][1]
 
 
-def test_loading_server_is_reported_as_not_ready() -> None:
+def test_watch_reports_a_loading_server_as_not_ready() -> None:
     body = '{"error":{"message":"Loading model","code":503}}'
     with (
         pages(metrics=Stored(body, 503)) as server,
@@ -182,7 +182,7 @@ def dripping(first: bytes, drop: bytes) -> Iterator[str]:
     [(b"HTTP/1.1 200 OK\r\n\r\n", b"vllm:x 1\n"), (b"HTTP/1.1 200 OK\r\n", b"X-More: 1\r\n"), (b"", b"")],
     ids=["body", "headers", "nothing"],
 )
-def test_slowly_dripping_response_times_out(first: bytes, drop: bytes) -> None:
+def test_response_that_arrives_byte_by_byte_times_out(first: bytes, drop: bytes) -> None:
     with dripping(first, drop) as url, pytest.raises(WatchError, match=r"no complete response within 0\.5 s"):
         Client(url, timeout=0.5).get("/metrics")
 
@@ -205,7 +205,7 @@ def test_invalid_url_is_rejected(url: str) -> None:
         Client(url)
 
 
-def test_common_url_forms_are_normalized() -> None:
+def test_common_forms_of_a_server_url_are_normalized() -> None:
     for text in (
         "localhost:8000",
         "http://localhost:8000/",
@@ -216,7 +216,7 @@ def test_common_url_forms_are_normalized() -> None:
     assert Client("https://host/prefix/v1").url == "https://host/prefix"
 
 
-def test_nan_negative_and_infinite_samples_are_ignored() -> None:
+def test_nan_negative_and_infinite_metric_samples_are_ignored() -> None:
     samples = Samples(
         "vllm:num_requests_running NaN\nvllm:num_requests_waiting -1\nvllm:kv_cache_usage_perc +Inf\n"
         'vllm:num_preemptions_total{engine="0"} 3\nvllm:num_preemptions_total{engine="1"} 4\nother 1\n'

@@ -40,7 +40,7 @@ def qwen(tmp_path: Path) -> str:
 # -- vLLM
 
 
-def test_vllm_full_pool_is_read_from_its_metrics() -> None:
+def test_full_kv_pool_of_vllm_is_read_from_its_metrics() -> None:
     """The pool of 64 MiB has 22 blocks of 128 tokens, one of them the null block."""
     with vllm() as server:
         found = look(server)
@@ -58,7 +58,7 @@ def test_vllm_full_pool_is_read_from_its_metrics() -> None:
     assert (found.headroom.blocks, found.headroom.requests, found.headroom.prompt_tokens) == (0, 0, 0)
 
 
-def test_vllm_headroom_uses_average_finished_request() -> None:
+def test_headroom_of_vllm_is_counted_in_average_finished_requests() -> None:
     """30 requests of 12 + 400 tokens hold 4 blocks of 128 tokens each."""
     with vllm("after") as server:
         found = look(server)
@@ -69,7 +69,7 @@ def test_vllm_headroom_uses_average_finished_request() -> None:
     assert found.headroom.prompt_tokens == 2047  # max_model_len less one to generate
 
 
-def test_vllm_headroom_before_first_request_uses_longest_request() -> None:
+def test_headroom_of_vllm_before_the_first_request_is_counted_in_longest_requests() -> None:
     with vllm("idle") as server:
         found = look(server)
     assert found.headroom is not None
@@ -77,7 +77,7 @@ def test_vllm_headroom_before_first_request_uses_longest_request() -> None:
     assert found.change is None
 
 
-def test_unknown_device_limits_plan_to_weights_and_pool() -> None:
+def test_plan_for_a_server_on_an_unknown_device_has_only_weights_and_kv_pool() -> None:
     with vllm() as server:
         bare = look(server)
         named = look(server, gpu="h100-80g")
@@ -108,7 +108,7 @@ def test_vllm_server_info_completes_the_plan() -> None:
             look(server, gpu="h100-80g")
 
 
-def test_vllm_replicas_are_summed() -> None:
+def test_values_of_vllm_replicas_are_added_up() -> None:
     page = recorded(VLLM, "metrics_after.txt")
     with vllm() as server:
         server.paths["/metrics"] = Stored(page + page.replace('engine="0"', 'engine="1"'))
@@ -257,7 +257,7 @@ sglang:load_back_duration_seconds_sum{tp_rank="0"} 1.5
 """
 
 
-def test_sglang_hicache_is_read_once_over_its_ranks(qwen: str) -> None:
+def test_sglang_hicache_metrics_are_read_once_although_every_rank_repeats_them(qwen: str) -> None:
     """Names and types are those of SGLang's metrics_collector.py."""
     with sglang() as server:
         assert look(server, qwen).reading.tier is None
@@ -291,7 +291,7 @@ def test_disabled_sglang_metrics_are_reported(qwen: str) -> None:
 # -- KV tiers
 
 
-def test_saved_seconds_never_fall_when_prompts_become_faster() -> None:
+def test_saved_seconds_of_a_kv_tier_never_decrease_when_prefill_becomes_faster() -> None:
     """Each increase of the hits is valued at the pace of its time."""
     first = TierReading(hit_tokens=100, token_seconds=0.5).after(None)
     second = TierReading(hit_tokens=110, token_seconds=0.1).after(first)
@@ -302,7 +302,7 @@ def test_saved_seconds_never_fall_when_prompts_become_faster() -> None:
     assert reported.after(second) is reported
 
 
-def test_tiers_of_vllm_are_read_from_its_page() -> None:
+def test_kv_tiers_of_vllm_are_read_from_its_metrics() -> None:
     """18 prompts of six sessions: 3,848 tokens computed in 18.9 s of prefill, 5,568 loaded in 1.3 s."""
     with vllm("full") as server:
         assert look(server).reading.tier is None
@@ -325,7 +325,7 @@ lmcache:time_to_retrieve_count{model_name="m",worker_id="%d",role="worker",serve
 """
 
 
-def test_lmcache_inside_vllm_is_read_over_its_ranks() -> None:
+def test_lmcache_metrics_inside_vllm_are_combined_over_its_ranks() -> None:
     """Add the bytes of two ranks, and take the longer of their times, since both load at the same time.
 
     Names, types and labels are those of LMCache's lmcache/observability.py (0353be82 of LMCache/LMCache).
@@ -342,7 +342,7 @@ def test_lmcache_inside_vllm_is_read_over_its_ranks() -> None:
     )
 
 
-def test_tier_size_of_vllm_is_that_of_its_flag() -> None:
+def test_watched_kv_tier_size_of_vllm_is_the_value_of_its_flag() -> None:
     page = 'vllm:kv_offload_load_time_total 0\nvllm:cache_config_info{kv_offloading_size="%s",engine="%d"} 1\n'
     for text, size in (("64.0", 64 << 30), ("0.5", 1 << 29), ("None", None), ("x", None), ("1e400", None)):
         tier = vllm_tier(Samples(page % (text, 0)))
@@ -353,7 +353,7 @@ def test_tier_size_of_vllm_is_that_of_its_flag() -> None:
     assert two.host_size == 16 << 30  # each data-parallel engine has its own
 
 
-def test_tier_of_a_tonnage_server_is_read_and_exported() -> None:
+def test_kv_tier_of_a_tonnage_server_is_read_and_exported() -> None:
     """The page is written by the server's own function, and the exported one names the same values."""
     disk = DiskCounts(**{part.name: 0 for part in fields(DiskCounts)} | {"size": 1 << 40, "used": 1 << 30})
     stats = TierStats(64 << 30, 16 << 30, 10, 12, 2, 1, 3, 0.5, 9.0, 1.25, disk)
@@ -403,7 +403,7 @@ async def test_tonnage_server_plan_is_read_unchanged(
     assert (found.reading.sum_of("running"), found.reading.sum_of("waiting")) == (0, 0)
 
 
-async def test_tonnage_server_needs_only_the_api_key_flag(
+async def test_watching_a_tonnage_server_needs_no_flag_but_the_api_key(
     run_server: Callable[..., Any], small_plan: Callable[..., Plan]
 ) -> None:
     async with run_server(FakeEngine(small_plan()), api_key="watch-secret", key="watch-secret") as running:
