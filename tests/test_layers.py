@@ -40,7 +40,7 @@ def modules(package: str) -> list[str]:
     return names
 
 
-def test_import_contracts_hold(tmp_path: Path) -> None:
+def test_imports_between_packages_keep_the_layer_contracts(tmp_path: Path) -> None:
     """Over the packages side by side: import-linter takes a package below another only in a namespace."""
     (tmp_path / "tonnage").mkdir()
     for package in PACKAGES:
@@ -75,7 +75,7 @@ def test_import_contracts_hold(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_import_contracts_detect_violations(tmp_path: Path, module: str, above: str, told: str) -> None:
+def test_layer_contracts_detect_a_forbidden_import(tmp_path: Path, module: str, above: str, told: str) -> None:
     """The same contracts over a copy in which ``module`` looks up, or back."""
     for package in PACKAGES:
         shutil.copytree(
@@ -161,7 +161,7 @@ def late_imports(node: ast.AST, inside: bool = False) -> Iterator[int]:
             yield from late_imports(child, inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def test_import_inside_a_function_has_a_comment() -> None:
+def test_every_import_inside_a_function_has_a_comment_with_its_reason() -> None:
     """By a comment on the line or above it, for each group of lines."""
     silent = []
     for path in sorted((ROOT / "server").rglob("*.py")):

@@ -193,7 +193,9 @@ def test_version_is_found_in_an_editable_install(source: Path, tmp_path: Path) -
         ("demo", "demo"),
     ],
 )
-def test_missing_extra_is_named_first(installed: Path, tmp_path: Path, arguments: str, extra: str) -> None:
+def test_command_without_its_extra_names_the_extra_before_doing_anything(
+    installed: Path, tmp_path: Path, arguments: str, extra: str
+) -> None:
     done = run(installed / "tonnage", *arguments.split(), cwd=tmp_path, TONNAGE_CACHE=str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tonnage: ")
@@ -202,7 +204,7 @@ def test_missing_extra_is_named_first(installed: Path, tmp_path: Path, arguments
     assert list(tmp_path.iterdir()) == []
 
 
-def test_planner_commands_need_no_extra(installed: Path, tmp_path: Path) -> None:
+def test_planner_commands_run_without_any_extra(installed: Path, tmp_path: Path) -> None:
     """And the module is the command."""
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,100,10\n")
     log = ROOT / "tests" / "data" / "startup_logs" / "meta-llama-llama-3-1-8b---h100-80gb--tp1pp4dp1--8192.log"
@@ -219,6 +221,6 @@ def test_planner_commands_need_no_extra(installed: Path, tmp_path: Path) -> None
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_package_list_is_current() -> None:
+def test_list_of_packages_equals_the_generated_one() -> None:
     done = run(sys.executable, ROOT / ".ci" / "packages.py", "--check", cwd=ROOT)
     assert done.returncode == 0, done.stderr

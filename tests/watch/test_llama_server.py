@@ -125,7 +125,7 @@ def test_watch_counts_server_restarts(model: Path, tmp_path: Path) -> None:
     assert found.reading.counters.generation_tokens == 0
 
 
-def test_watch_names_the_missing_metrics_option(model: Path, tmp_path: Path) -> None:
+def test_watch_names_the_option_that_turns_on_llama_servers_metrics(model: Path, tmp_path: Path) -> None:
     with (
         llama_server(model, tmp_path / "log", "-np", "1") as url,
         pytest.raises(WatchError, match=r"llama\.cpp, but its metrics are off \(start it with --metrics\)"),

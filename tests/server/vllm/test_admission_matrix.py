@@ -34,7 +34,7 @@ def cell(mode: str, **ratios: float) -> dict[str, Any]:
     }
 
 
-def test_matrix_cell_has_every_figure_and_counts_recomputed_tokens(matrix: Any, aims: Any) -> None:
+def test_cell_of_the_admission_benchmark_has_all_figures_and_recomputed_tokens(matrix: Any, aims: Any) -> None:
     cost = matrix.named()["cpu"]
     ground = matrix.Ground(
         "cpu", cost, "exponential", 200, ("closed-64", "open-0.95"), ("cold",), ("guaranteed",), 1, 90
@@ -61,7 +61,7 @@ def test_matrix_cell_has_every_figure_and_counts_recomputed_tokens(matrix: Any, 
     assert peer["recomputed"] == peer["computed"] - once > 0
 
 
-def test_first_load_of_a_warm_scheduler_is_not_timed(matrix: Any) -> None:
+def test_admission_benchmark_does_not_time_the_first_load_of_a_warm_scheduler(matrix: Any) -> None:
     server = matrix.Server("predictive", 200, matrix.named()["gpu"])
     server.serve(matrix.load("equal-below-max", 20, 1), "closed-8", 0.0, "warm")
     before = server.now
@@ -71,7 +71,7 @@ def test_first_load_of_a_warm_scheduler_is_not_timed(matrix: Any) -> None:
     assert server.scheduler.clock() == server.now
 
 
-def test_equal_seeds_draw_equal_loads_and_bursts_arrive_together(matrix: Any) -> None:
+def test_admission_benchmark_draws_equal_loads_from_equal_seeds_and_bursts_at_once(matrix: Any) -> None:
     for kind in matrix.KINDS:
         drawn = matrix.load(kind, 64, 3)
         matrix.load.cache_clear()
@@ -93,7 +93,7 @@ def test_equal_seeds_draw_equal_loads_and_bursts_arrive_together(matrix: Any) ->
         ("guaranteed", {"tokens_per_second": 0.8}, "median tokens_per_second >= 0.9"),
     ],
 )
-def test_matrix_check_names_a_missed_aim_and_exits_with_1(
+def test_check_of_the_admission_benchmark_names_a_missed_aim_and_exits_with_1(
     aims: Any, capsys: pytest.CaptureFixture[str], mode: str, ratios: dict[str, float], aim: str
 ) -> None:
     result = aims.summarized([cell(mode, **ratios)], [mode])
@@ -102,20 +102,22 @@ def test_matrix_check_names_a_missed_aim_and_exits_with_1(
     assert aim in capsys.readouterr().err
 
 
-def test_matrix_check_exits_with_0_when_every_aim_is_met(aims: Any) -> None:
+def test_check_of_the_admission_benchmark_exits_with_0_when_every_aim_is_met(aims: Any) -> None:
     for mode in ("auto", "guaranteed"):
         result = aims.summarized([cell(mode, between_tokens_p99_s=1.0000005)], [mode])
         assert result["missed"] == {mode: {}}
         assert aims.check(result) == 0
 
 
-def test_guaranteed_mode_misses_its_aim_with_one_preemption(aims: Any) -> None:
+def test_admission_benchmark_fails_guaranteed_mode_after_one_preemption(aims: Any) -> None:
     made = cell("guaranteed")
     made["figures"]["guaranteed"]["preemptions"] = 1
     assert "preemptions = 0" in aims.summarized([made], ["guaranteed"])["missed"]["guaranteed"]
 
 
-def test_fitted_cost_is_within_ten_percent_of_published_70b_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fitted_step_costs_are_within_ten_percent_of_published_70b_measurements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     costs = import_module("step_costs")
     fit = costs.named()["h100-70b-tp4"]
@@ -126,7 +128,9 @@ def test_fitted_cost_is_within_ten_percent_of_published_70b_rows(monkeypatch: py
         assert ms == pytest.approx(row["tpot_ms"], rel=0.1)
 
 
-def test_cost_option_needs_a_name_and_three_or_four_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_option_of_the_benchmark_needs_a_name_and_three_or_four_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     costs = import_module("step_costs")
     assert costs.parsed("mine=20,0.1,0.2,0.3") == ("mine", costs.StepCost(20, 0.1, 0.2, 0.3))

@@ -52,7 +52,7 @@ def made(plan: Plan, policy: Policy, *, grammars: bool = False, **flags: Any) ->
     ("policy", "grammars", "asynchronous"),
     [*((policy, False, True) for policy in POLICIES), (Policy(), True, True), (Policy(), True, False)],
 )
-def test_every_mode_runs_and_reports_itself(
+def test_every_admission_mode_runs_in_vllm_and_reports_its_name(
     plan: Plan, policy: Policy, grammars: bool, asynchronous: bool
 ) -> None:
     ours = made(plan, policy, grammars=grammars, asynchronous=asynchronous)
@@ -80,7 +80,7 @@ def test_scheduler_reports_statistics_without_the_stat_logger_plugin(
 
 
 @pytest.mark.parametrize(("grammars", "asynchronous"), [(False, True), (True, False)])
-def test_unknown_vllm_version_uses_its_own_scheduler(
+def test_unknown_vllm_version_keeps_vllms_own_scheduler(
     plan: Plan, grammars: bool, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr("vllm.__version__", "0.99.1")
@@ -97,7 +97,7 @@ def test_unknown_vllm_version_uses_its_own_scheduler(
     assert take_stats(own.make_stats().waiting_lora_adapters) is None
 
 
-def test_encoder_keeps_vllms_scheduler(plan: Plan) -> None:
+def test_encoder_model_keeps_vllms_own_scheduler(plan: Plan) -> None:
     layout = replace(plan.kv_cache.layout, groups=())
     encoder = replace(plan, kv_cache=replace(plan.kv_cache, layout=layout))
     assert scheduling_arguments(encoder, Policy(), Sharing(), grammars=False) == {}

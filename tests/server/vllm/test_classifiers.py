@@ -57,7 +57,7 @@ def rejected(http: httpx.Client, path: str, **body: Any) -> str:
 
 
 @needs_vllm
-def test_cross_encoder_scores_equal_transformers(tmp_path: Path) -> None:
+def test_cross_encoder_scores_of_vllm_equal_transformers(tmp_path: Path) -> None:
     """A BERT with one label: pairs have token types, and the score is the sigmoid of the logit."""
     from vllm.entrypoints.pooling.classify.protocol import ClassificationResponse
     from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
@@ -101,7 +101,7 @@ def test_cross_encoder_scores_equal_transformers(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_decoder_classifier_equals_transformers(tmp_path: Path) -> None:
+def test_decoder_classifier_values_of_vllm_equal_transformers(tmp_path: Path) -> None:
     """A Llama with three labels: softmax of the last token's logits; no score, because no label is one."""
     model = save_demo_classifier(tmp_path, ["bad", "fine", "good"])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -127,7 +127,7 @@ def test_decoder_classifier_equals_transformers(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_token_classifier_pools_every_token(tmp_path: Path) -> None:
+def test_token_classifier_returns_values_for_every_token(tmp_path: Path) -> None:
     model = save_minilm_classifier(tmp_path, ["O", "NAME"], tokens=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with served(tmp_path) as http:
@@ -139,7 +139,7 @@ def test_token_classifier_pools_every_token(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_classifier_is_served_by_vllm_only(tmp_path: Path) -> None:
+def test_classifier_is_rejected_by_backends_other_than_vllm(tmp_path: Path) -> None:
     save_minilm_classifier(tmp_path, ["relevant"])
     plan = make_plan(str(tmp_path), Deployment(engine="vllm"))
     with pytest.raises(DeploymentError, match="classifier: it generates no text"):

@@ -42,7 +42,7 @@ TOLD = AdmissionStats(
 )  # fmt: skip
 
 
-def test_nothing_is_reserved_before_the_first_step() -> None:
+def test_no_blocks_are_reported_as_reserved_before_the_first_step_of_vllm() -> None:
     for made in (EngineCores(BLOCKS, "no_evict", caching=True), cores(mode="no_evict")):
         stats = now(made)
         assert stats.admission_mode == "no_evict"
@@ -50,7 +50,7 @@ def test_nothing_is_reserved_before_the_first_step() -> None:
         assert stats.invariant_violations == 0
 
 
-def test_statistics_have_the_values_of_our_scheduler() -> None:
+def test_engine_statistics_have_the_values_of_tonnages_scheduler() -> None:
     made = cores()
     made.record(0, step(TOLD, num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.4), None)
     stats = now(made)
@@ -65,7 +65,7 @@ def test_statistics_have_the_values_of_our_scheduler() -> None:
     assert now(made).pool.reserved == 60
 
 
-def test_idle_engine_holds_no_blocks() -> None:
+def test_idle_vllm_engine_reports_no_used_or_reserved_blocks() -> None:
     made = cores()
     made.record(0, step(TOLD, num_running_reqs=3, num_waiting_reqs=2, kv_cache_usage=0.4), None)
     stats = now(made, idle=True)
@@ -74,7 +74,7 @@ def test_idle_engine_holds_no_blocks() -> None:
     assert stats.pool.evictions == 6
 
 
-def test_auto_stats_of_engine_cores_are_merged() -> None:
+def test_auto_mode_statistics_of_several_engine_cores_are_merged() -> None:
     made = cores(2, mode="auto")
     assert now(made).auto is None  # nothing is told before the first step
     for index, share in ((0, 0.9), (1, 0.6)):
@@ -83,7 +83,7 @@ def test_auto_stats_of_engine_cores_are_merged() -> None:
     assert now(made).auto == AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), 0.6, gain=1.1, fallbacks=1)
 
 
-def test_vllms_own_scheduler_reserves_nothing() -> None:
+def test_statistics_of_vllms_own_scheduler_report_used_blocks_as_the_reserved_ones() -> None:
     made = cores()
     made.record(0, step(num_running_reqs=3, kv_cache_usage=0.4), None)
     stats = now(made)
@@ -92,7 +92,7 @@ def test_vllms_own_scheduler_reserves_nothing() -> None:
     assert stats.invariant_violations is None
 
 
-def test_stats_of_engine_cores_are_summed() -> None:
+def test_statistics_of_several_engine_cores_are_added_up() -> None:
     made = cores(2)
     for index, usage in ((0, 0.4), (1, 0.1)):
         preempted = IterationStats()
@@ -107,7 +107,7 @@ def test_stats_of_engine_cores_are_summed() -> None:
     assert now(made).admission_mode == "predictive"
 
 
-def test_queue_times_are_kept_for_registered_requests() -> None:
+def test_queue_times_are_recorded_only_for_registered_requests() -> None:
     made, iteration = cores(), IterationStats()
     made.queued["mine"] = None
     iteration.finished_requests = [

@@ -18,7 +18,7 @@ from tonnage.cache.disk import DiskError
 from tonnage.planner.errors import DeploymentError
 
 
-def test_chunks_return_from_disk_after_the_host_tier_and_the_server_have_lost_them(tmp_path: Path) -> None:
+def test_chunks_are_read_from_disk_after_a_restart_that_emptied_the_host_tier(tmp_path: Path) -> None:
     with manager(tmp_path) as made:
         for number in range(40):
             offload(made, [number])
@@ -40,7 +40,7 @@ def test_chunks_return_from_disk_after_the_host_tier_and_the_server_have_lost_th
         assert made.get_stats().data["data"].get("tonnage_tier_loaded_total") is None
 
 
-def test_damaged_chunk_is_a_miss_for_vllm_and_is_computed_again(tmp_path: Path) -> None:
+def test_damaged_disk_chunk_is_a_cache_miss_for_vllm(tmp_path: Path) -> None:
     with manager(tmp_path) as made:
         offload(made, [1, 2])
     (damaged,) = tmp_path.rglob(f"{key(1).hex()}.kv")
@@ -59,7 +59,7 @@ def test_damaged_chunk_is_a_miss_for_vllm_and_is_computed_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("other", [{"dtype": "float16"}, {"model": "a/c"}, {"revision": "2"}])
-def test_chunks_of_another_model_dtype_or_revision_are_never_read(
+def test_disk_chunks_of_another_model_dtype_or_revision_are_never_read(
     tmp_path: Path, other: dict[str, str]
 ) -> None:
     with manager(tmp_path) as made:
@@ -70,7 +70,7 @@ def test_chunks_of_another_model_dtype_or_revision_are_never_read(
         assert fetch(made, 1) is not None
 
 
-def test_changed_weights_of_a_local_model_are_another_namespace(tmp_path: Path) -> None:
+def test_disk_chunks_are_not_read_after_the_weights_of_a_local_model_changed(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"x" * 100)
@@ -82,7 +82,7 @@ def test_changed_weights_of_a_local_model_are_another_namespace(tmp_path: Path) 
         assert fetch(made, 1) is None
 
 
-def test_slow_disk_drops_writes_and_holds_few_chunks_of_the_host_tier(
+def test_slow_disk_drops_writes_and_blocks_only_few_chunks_of_the_host_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with manager(tmp_path, chunks=64, waiting=str(4 * CHUNK)) as made:
@@ -109,7 +109,7 @@ def test_slow_disk_drops_writes_and_holds_few_chunks_of_the_host_tier(
         assert counts.stored + counts.dropped == 40
 
 
-def test_chunks_that_requests_find_in_the_host_tier_stay_on_disk(tmp_path: Path) -> None:
+def test_chunks_hit_in_the_host_tier_are_not_evicted_from_disk(tmp_path: Path) -> None:
     with manager(tmp_path, chunks=4, size="2MiB") as made:
         offload(made, [0])
         for number in range(1, 60):
@@ -142,7 +142,7 @@ def declined(made: TieringOffloadingManager) -> int:
 
 
 @pytest.mark.parametrize(("bytes_a_second", "compute"), [(10e6, 0.0), (1e12, 0.4)], ids=["slow", "fast"])
-def test_chunks_are_read_only_where_that_is_faster_than_computing(
+def test_disk_chunks_are_read_only_where_that_is_faster_than_computing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_second: float, compute: float
 ) -> None:
     """A chunk of 64 KiB takes 6.5 ms from a disk of 10 MB/s; four chunks are computed at once, or in 0.4 s."""
@@ -166,7 +166,7 @@ def test_chunks_are_read_only_where_that_is_faster_than_computing(
         assert store.contains(key(1))  # a slow disk costs the hit, not the block
 
 
-def test_given_prefill_speed_decides_at_once(tmp_path: Path) -> None:
+def test_configured_prefill_speed_decides_about_disk_reads_from_the_first_request(tmp_path: Path) -> None:
     """A chunk has 16 tokens: 1.6e-8 s at 1e9 tokens a second, less than any read takes."""
     with manager(tmp_path, prefill=1e9) as made:
         offload(made, [0, 1, 2, 3])
@@ -176,7 +176,9 @@ def test_given_prefill_speed_decides_at_once(tmp_path: Path) -> None:
         assert declined(made) == 1
 
 
-def test_scheduler_thread_reads_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_thread_of_vllm_never_reads_or_writes_disk_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every call of vLLM takes microseconds, so it can have touched no file."""
     with manager(tmp_path, chunks=64) as made:
         offload(made, list(range(40)))
@@ -199,7 +201,7 @@ def test_scheduler_thread_reads_and_writes_nothing(tmp_path: Path, monkeypatch: 
         assert opened == []
 
 
-def test_second_server_and_bad_options_are_refused_by_name(
+def test_disk_folder_in_use_and_invalid_disk_tier_options_are_rejected_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)

@@ -58,7 +58,9 @@ def slower(made: Any, asker: str, chance: random.Random) -> tuple[int, int]:
     return count, hits
 
 
-def test_prompt_of_another_tenant_is_no_hit_and_takes_the_same_time(tmp_path: Path) -> None:
+def test_disk_lookup_of_another_tenants_prompt_misses_in_the_same_time_as_an_unknown_one(
+    tmp_path: Path,
+) -> None:
     with manager(tmp_path, chunks=16) as made:
         count, hits = slower(made, "second", random.Random(0))
         assert hits == 0

@@ -51,7 +51,7 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 @needs_vllm
-def test_encoder_embeddings_equal_transformers_means() -> None:
+def test_encoder_embeddings_equal_the_mean_of_transformers_hidden_states() -> None:
     """all-MiniLM-L6-v2: the embedding is the normalized mean over the tokens, as its own files say.
 
     Its tokenizer.json truncates at 128 tokens and pads to 128. The model takes 256, and padding must not enter
@@ -86,7 +86,7 @@ def test_encoder_embeddings_equal_transformers_means() -> None:
 
 
 @needs_vllm
-def test_embeddings_equal_transformers(client: openai.OpenAI) -> None:
+def test_decoder_embeddings_of_vllm_equal_transformers(client: openai.OpenAI) -> None:
     """The embedding is the last token's normalized hidden state, vLLM's default without a pooling config."""
     folder = ensure_demo()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).float()
@@ -147,7 +147,7 @@ def test_embedding_responses_follow_the_schema_and_free_all_memory(client: opena
 
 
 @needs_vllm
-def test_scores_are_cosines_of_embeddings(client: openai.OpenAI) -> None:
+def test_score_endpoint_returns_cosines_of_the_models_embeddings(client: openai.OpenAI) -> None:
     url, http = str(client.base_url).removesuffix("/v1/"), client._client
     answer = client.embeddings.create(model="demo", input=TEXTS, encoding_format="float")
     vectors = torch.tensor([item.embedding for item in answer.data])
@@ -166,7 +166,7 @@ def test_scores_are_cosines_of_embeddings(client: openai.OpenAI) -> None:
         )
 
 
-def test_only_the_vllm_backend_embeds(tmp_path: Path) -> None:
+def test_embedding_models_are_rejected_by_backends_other_than_vllm(tmp_path: Path) -> None:
     plan = make_plan("demo", Deployment(kv_cache_memory_bytes=2**28))
     for backend in ("hf", "fake"):
         with pytest.raises(DeploymentError, match="--backend vllm"):
@@ -174,7 +174,7 @@ def test_only_the_vllm_backend_embeds(tmp_path: Path) -> None:
 
 
 @needs_vllm
-def test_encoder_generates_no_text() -> None:
+def test_generation_request_to_an_encoder_model_is_rejected() -> None:
     folder = str(minilm_folder())
     plan = make_plan(folder, Deployment(engine="vllm"))
     with pytest.raises(DeploymentError, match="generates no text"):

@@ -201,7 +201,7 @@ def world_of(groups: str, seed: int, blocks: int = 60) -> World:
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("seed", range(4))
-def test_pool_invariants_hold_in_random_worlds(groups: str, seed: int) -> None:
+def test_block_pool_invariants_hold_in_random_runs_with_learned_eviction(groups: str, seed: int) -> None:
     world = world_of(groups, seed)
     world.check()
     for _ in range(500):
@@ -216,7 +216,7 @@ def test_pool_invariants_hold_in_random_worlds(groups: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["pop", "release", "take", "start", "end", "reset", "forget", "blocks"])
-def test_exception_falls_back_to_lru(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_learned_eviction_falls_back_to_lru(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whichever call it comes, no block is lost, requests continue, and one log line reports it."""
     said: list[str] = []
     monkeypatch.setattr(eviction.logger, "exception", said.append)
@@ -256,7 +256,7 @@ def test_blocks_without_content_are_evicted_first() -> None:
         queue.popleft()
 
 
-def test_connectors_can_iterate_the_free_queue() -> None:
+def test_kv_connectors_can_iterate_the_free_block_queue() -> None:
     world = world_of("full", 1)
     for _ in range(100):
         world.act()
@@ -267,7 +267,7 @@ def test_connectors_can_iterate_the_free_queue() -> None:
     assert list(world.queue.iter_blocks_after(blocks[3])) == blocks[4:]
 
 
-def test_failed_allocation_does_not_start_a_request() -> None:
+def test_request_whose_block_allocation_failed_is_not_counted_as_running() -> None:
     manager = manager_of([full()], 4)
     queue = install(manager)
     assert queue is not None
@@ -289,7 +289,9 @@ class _OtherQueue(FreeKVCacheBlockQueue):
         """Stand in for a method that only a future vLLM would have."""
 
 
-def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_with_an_unknown_block_pool_interface_keeps_its_own_eviction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(eviction.logger, "warning", lambda message, *values: said.append(message % values))
     in_use = manager_of([full()], 8)
@@ -309,7 +311,7 @@ def test_unknown_interface_keeps_vllms_eviction(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_scheduler_installs_learned_eviction(asynchronous: bool) -> None:
+def test_tonnages_scheduler_installs_learned_eviction_in_vllm(asynchronous: bool) -> None:
     """Conversations run through vLLM's scheduler with our admission in a pool that cannot hold all of them."""
     ended = {}
     for kind in ("lru", "learned"):
@@ -333,7 +335,7 @@ def test_scheduler_installs_learned_eviction(asynchronous: bool) -> None:
     assert ended["lru"] == ended["learned"]
 
 
-def test_scheduler_reports_an_eviction_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_reports_an_exception_in_learned_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Steps(scheduler(TonnageScheduler, config(80, mode="predictive", eviction="learned")))
     w.add(steps_request("first", 40, 60), 50)
     w.step()
@@ -345,7 +347,7 @@ def test_scheduler_reports_an_eviction_failure(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("kind", "blocks", "running"), [("zipf", 2000, 1), ("shift", 2000, 3)])
-def test_learned_queue_evicts_as_our_own_pool(
+def test_learned_eviction_in_vllm_equals_that_of_tonnages_own_block_pool(
     kind: str, blocks: int, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every request finds as many blocks in vLLM's manager as in ours, and equally many are evicted.

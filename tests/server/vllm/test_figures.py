@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     log.setLevel(level)
 
 
-def test_memory_figures_of_a_gpu_worker_are_received(folder: Path) -> None:
+def test_memory_sizes_that_a_gpu_worker_logs_are_received(folder: Path) -> None:
     assert read() == WorkerMemory()
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)
@@ -67,7 +67,7 @@ def test_memory_figures_of_a_gpu_worker_are_received(folder: Path) -> None:
     }  # fmt: skip
 
 
-def test_cuda_graph_estimate_counts_once(folder: Path) -> None:
+def test_logged_estimate_of_cuda_graph_memory_is_counted_once(folder: Path) -> None:
     """Since vLLM 0.27 the printed peak includes the estimate of CUDA graphs, a component of its own."""
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)
@@ -78,13 +78,13 @@ def test_cuda_graph_estimate_counts_once(folder: Path) -> None:
     )
 
 
-def test_largest_figure_of_several_workers_is_kept(folder: Path) -> None:
+def test_largest_logged_memory_size_of_several_workers_is_kept(folder: Path) -> None:
     logging.getLogger("vllm").info(WEIGHTS, "2.00", 1.0)
     (folder / "another.json").write_text('{"weights_bytes": 7e9}')
     assert read().weights == 7_000_000_000
 
 
-def test_first_process_owns_the_folder(folder: Path) -> None:
+def test_first_vllm_process_creates_the_private_folder_for_memory_sizes(folder: Path) -> None:
     watch()  # again, as vLLM does
     assert Path(os.environ[figures.FOLDER]) == folder
     assert folder.stat().st_mode & 0o077 == 0
@@ -92,7 +92,7 @@ def test_first_process_owns_the_folder(folder: Path) -> None:
     assert len(listeners) == 1
 
 
-def test_deleted_folder_does_not_break_logging(folder: Path, capfd: Any) -> None:
+def test_deleted_folder_for_memory_sizes_does_not_break_logging(folder: Path, capfd: Any) -> None:
     folder.rmdir()
     logging.getLogger("vllm").info(WEIGHTS, "2.00", 1.0)
     assert read() == WorkerMemory()

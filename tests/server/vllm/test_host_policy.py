@@ -52,11 +52,11 @@ def hits_of_sessions(policy: str) -> int:
     return hits
 
 
-def test_learned_policy_keeps_what_returns() -> None:
+def test_learned_host_tier_policy_hits_20_percent_more_than_lru() -> None:
     assert hits_of_sessions("LearnedCachePolicy") >= 1.2 * hits_of_sessions("lru")
 
 
-def test_an_exception_of_ours_falls_back_to_the_least_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_the_learned_host_tier_policy_falls_back_to_lru(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = new_manager()
     for number in range(10):
         ask(manager, f"before-{number}", [number * 4 + at for at in range(4)])
@@ -73,7 +73,7 @@ def test_an_exception_of_ours_falls_back_to_the_least_recently_used(monkeypatch:
     assert len(manager._policy._chunks) <= CHUNKS
 
 
-def test_chunks_whose_store_failed_are_gone_and_reset_clears_all() -> None:
+def test_chunks_whose_store_failed_are_removed_and_a_reset_removes_all_chunks() -> None:
     manager, context = new_manager(), ReqContext("failed")
     manager.on_new_request(context)
     prepared = manager.prepare_store([key(1), key(2)], context)

@@ -39,7 +39,9 @@ def running(found: World) -> Counter[str]:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_short_request_of_another_key_starts_at_once_behind_a_full_queue(mode: str, asynchronous: bool) -> None:
+def test_short_request_in_vllm_starts_at_once_although_another_key_has_filled_the_queue(
+    mode: str, asynchronous: bool
+) -> None:
     found = world(mode, asynchronous=asynchronous)
     for at in range(200):
         found.add(request(f"many-{at}", 4, 100, arrival=at, key="many"), 100)
@@ -55,7 +57,7 @@ def test_short_request_of_another_key_starts_at_once_behind_a_full_queue(mode: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_short_prompt_of_another_key_waits_one_step_for_a_long_prompt(mode: str) -> None:
+def test_short_prompt_waits_only_one_step_for_another_keys_long_prompt_in_vllm(mode: str) -> None:
     found = world(mode)
     for at in range(3):
         found.add(request(f"long-{at}", 2000, 10, arrival=at, key="long"), 10)
@@ -73,7 +75,7 @@ def test_short_prompt_of_another_key_waits_one_step_for_a_long_prompt(mode: str)
     ("keys", "token_seconds", "longest"), [(2, 1e-3, 260), (2, 1e-5, 2048), (1, 1e-3, 2048)]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_are_short_while_slow_prompts_would_delay_the_stream_of_another_key(
+def test_vllm_steps_are_shortened_while_slow_prompts_delay_another_keys_stream(
     mode: str, keys: int, token_seconds: float, longest: int, asynchronous: bool
 ) -> None:
     found = world(mode, keys=keys, blocks=2_000, batched=2048, asynchronous=asynchronous)
@@ -99,7 +101,7 @@ def test_steps_are_short_while_slow_prompts_would_delay_the_stream_of_another_ke
 
 
 @pytest.mark.parametrize("mode", ["guaranteed", "auto"])
-def test_every_request_of_three_keys_ends(mode: str) -> None:
+def test_every_request_of_three_api_keys_finishes_in_vllm(mode: str) -> None:
     found = world(mode, keys=3, blocks=200)
     for at in range(90):
         output = 1 + 13 * at % 90
@@ -116,7 +118,7 @@ def test_every_request_of_three_keys_ends(mode: str) -> None:
         assert found.preemptions == 0
 
 
-def test_requests_without_a_key_are_one_key_with_the_weight_1() -> None:
+def test_requests_without_an_api_key_count_as_one_key_of_weight_1() -> None:
     assert (wish_of(request("a", 4, 4)).tenant, wish_of(request("a", 4, 4)).weight) == ("", 1.0)
     named = wish_of(request("b", 4, 4, key="team", weight=2.5))
     assert (named.tenant, named.weight) == ("team", 2.5)
@@ -127,7 +129,7 @@ def test_requests_without_a_key_are_one_key_with_the_weight_1() -> None:
     assert wish_of(SimpleNamespace(sampling_params=None)).tenant == ""  # a request for an embedding
 
 
-def test_prompts_of_one_key_do_not_wait_for_each_other() -> None:
+def test_prompts_of_the_same_key_are_not_delayed_by_fair_shares() -> None:
     one, two = request("one", 900, 4, key="a"), request("two", 9, 4, key="a")
     three = request("three", 9, 4, key="b")
     assert shortest_first([two], [one]) == ([two], [])
@@ -135,14 +137,14 @@ def test_prompts_of_one_key_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("keys", [0, 1.5, "two"])
-def test_wrong_number_of_keys_is_refused(keys: object) -> None:
+def test_invalid_number_of_api_keys_is_rejected(keys: object) -> None:
     with pytest.raises(BadOption, match="keys"):
         read_policy({"tonnage": {"keys": keys}}, {})
     assert read_policy({"tonnage": {"keys": 3}}, {}).keys == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_single_active_key_takes_few_additional_steps(mode: str) -> None:
+def test_fair_shares_add_few_steps_if_only_one_key_is_active(mode: str) -> None:
     """Blocks are short, so that admission decides on one request after each departure."""
     steps = {}
     for keys in (1, 2):

@@ -98,7 +98,7 @@ def run_world(mode: str, seed: int) -> World:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", range(0, WORLDS, CHUNK))
-def test_each_request_of_a_random_world_ends_once(mode: str, first: int) -> None:
+def test_each_request_of_a_random_run_of_vllms_scheduler_ends_exactly_once(mode: str, first: int) -> None:
     for seed in range(first, min(first + CHUNK, WORLDS)):
         world = run_world(mode, seed)
         if mode in ("guaranteed", "no_evict"):

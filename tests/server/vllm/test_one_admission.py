@@ -71,7 +71,7 @@ def vllm_step(world: World) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict", "auto"])
 @pytest.mark.parametrize("seed", range(4))
-def test_vllm_and_hf_admission_decide_the_same_in_every_step(
+def test_admission_in_vllm_and_in_the_hf_engine_decides_alike_in_every_step(
     mode: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare the requests that start and compute, until a step in which a scheduler has to preempt."""

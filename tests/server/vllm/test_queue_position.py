@@ -67,7 +67,7 @@ class Served:
         return self.running
 
 
-def test_equal_priorities_run_in_arrival_order() -> None:
+def test_requests_of_equal_priority_run_in_arrival_order() -> None:
     served = Served()
     served.enter("a", 64, 32)  # 6 blocks
     assert served.steps() == {"a"}
@@ -80,7 +80,7 @@ def test_equal_priorities_run_in_arrival_order() -> None:
     assert served.world.produced["big"] == 64
 
 
-def test_aborted_waiting_request_lets_the_next_start() -> None:
+def test_abort_of_a_waiting_request_lets_the_next_one_start() -> None:
     served = Served()
     served.enter("a", 64, 64)
     served.steps()
@@ -93,7 +93,7 @@ def test_aborted_waiting_request_lets_the_next_start() -> None:
     assert set(served.world.ended) == {"a", "small"}
 
 
-def test_number_of_sequences_is_limited() -> None:
+def test_number_of_running_sequences_is_limited_by_max_num_seqs() -> None:
     served = Served(blocks=100, sequences=2)
     for name in "abc":
         served.enter(name, 8, 40)
@@ -102,7 +102,7 @@ def test_number_of_sequences_is_limited() -> None:
     assert served.steps() == {"b", "c"}
 
 
-def test_higher_priority_runs_first() -> None:
+def test_request_of_higher_priority_runs_first() -> None:
     served = Served()
     served.enter("runs", 64, 64)
     served.steps()
@@ -114,7 +114,7 @@ def test_higher_priority_runs_first() -> None:
     assert order == ["urgent", "usual", "late"]
 
 
-def test_waiting_behind_higher_priorities_is_bounded() -> None:
+def test_time_that_a_request_waits_behind_higher_priorities_is_bounded() -> None:
     """A request of priority 0 waits behind arrivals of priority -10, one per second, each run to its end."""
     served = Served()
     served.enter("0", 64, 64, -10)  # 8 of 10 blocks: one runs at a time
@@ -133,7 +133,7 @@ def test_waiting_behind_higher_priorities_is_bounded() -> None:
     assert ends in range(98, 104)
 
 
-def test_rejection_has_exact_numbers() -> None:
+def test_rejection_of_a_request_that_never_fits_states_exact_numbers() -> None:
     positions = QueuePositions(LIMITS)
     with pytest.raises(NeverFits, match=r"needs 16 KV blocks, the pool has 10; .* 64 tokens fits"):
         positions.check(asked(100, 16, 2), pools=False)  # 2 x 8 blocks
@@ -148,7 +148,7 @@ def test_rejection_has_exact_numbers() -> None:
         positions.check(asked(1, 1, 9), pools=False)
 
 
-def test_forks_share_no_blocks() -> None:
+def test_n_outputs_in_vllm_are_counted_without_shared_blocks() -> None:
     positions = QueuePositions(LIMITS)
     assert positions.rejection(AdmissionRequest(64, 16, n=2)) is None
     never = positions.rejection(AdmissionRequest(64, 16, n=3))
@@ -156,7 +156,7 @@ def test_forks_share_no_blocks() -> None:
     assert never.needed_blocks == 3 * 5
 
 
-def test_embedding_needs_blocks_for_its_prompt_only() -> None:
+def test_embedding_request_reserves_blocks_for_its_prompt_only() -> None:
     positions = QueuePositions(LIMITS)
     positions.check(asked(160, 100), pools=True)
     with pytest.raises(NeverFits):
@@ -165,7 +165,7 @@ def test_embedding_needs_blocks_for_its_prompt_only() -> None:
         positions.check(asked(160, 100), pools=False)
 
 
-def test_scheduler_rejection_message_becomes_never_fits() -> None:
+def test_rejection_message_of_the_vllm_scheduler_becomes_the_never_fits_error() -> None:
     """The message of a rejection by the scheduler is recognised as NeverFits."""
     served = Served()
     served.enter("large", 16 * 11, 10)

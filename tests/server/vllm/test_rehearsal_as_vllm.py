@@ -34,7 +34,7 @@ def served(prompts: list[int], outputs: list[int], clients: int) -> tuple[int, i
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rehearsal_of_vllms_rule_equals_vllms_scheduler(seed: int) -> None:
+def test_simulation_of_vllms_admission_rule_equals_vllms_real_scheduler(seed: int) -> None:
     draw = random.Random(seed)
     prompts = [draw.randrange(10, 150) for _ in range(150)]
     outputs = [1 + min(MOST - 1, int(draw.expovariate(1 / 80))) for _ in prompts]

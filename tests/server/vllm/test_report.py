@@ -69,7 +69,7 @@ def counts_what_is_cached(made: Any, told: AdmissionStats) -> None:
         ("greedy", "learned"),
     ],
 )
-def test_report_is_consistent_in_every_step_of_a_busy_pool(
+def test_schedulers_report_is_consistent_in_every_step_of_a_busy_pool(
     mode: str, eviction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
@@ -120,7 +120,9 @@ def test_report_is_consistent_in_every_step_of_a_busy_pool(
 
 
 @pytest.mark.parametrize("mode", ["guaranteed", "predictive", "no_evict"])
-def test_request_within_uncommitted_blocks_starts_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_fits_the_reported_uncommitted_blocks_starts_at_once(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     draw = random.Random(5)
     tried = world(mode, sequences=32)
@@ -140,7 +142,7 @@ def test_request_within_uncommitted_blocks_starts_at_once(mode: str, monkeypatch
     assert asked > 3
 
 
-def test_waits_and_rejections_are_counted() -> None:
+def test_waiting_and_rejected_admission_decisions_are_counted() -> None:
     tried = world("guaranteed", sequences=2)
     for number in range(4):
         tried.add(request(f"r{number}", 16, 30), 20 + number)
@@ -153,7 +155,7 @@ def test_waits_and_rejections_are_counted() -> None:
     assert (told.received, told.unfinished) == (5, 0)
 
 
-def test_waits_for_a_sequence_below_the_runners_rows_are_counted() -> None:
+def test_waits_for_max_num_active_seqs_are_counted_as_waits_for_a_sequence() -> None:
     """vLLM runs with ``--max-num-active-seqs`` below ``--max-num-seqs``."""
     tried = world("guaranteed", sequences=8)
     setattr(tried.scheduler, tried.scheduler._names.seats, 2)
@@ -165,7 +167,7 @@ def test_waits_for_a_sequence_below_the_runners_rows_are_counted() -> None:
     assert ("wait", "blocks") not in decisions
 
 
-def test_violated_invariants_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violated_scheduler_invariants_are_counted_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.0)
     tried = world("guaranteed")
     tried.add(request("r0", 50, 30), 25)
@@ -176,7 +178,7 @@ def test_violated_invariants_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     assert told_by(tried.scheduler).broken == 4
 
 
-def test_aborted_requests_leave_the_counts() -> None:
+def test_aborted_requests_are_no_longer_counted_as_unfinished() -> None:
     tried = world("predictive")
     for number in range(3):
         tried.add(request(f"r{number}", 50, 30), 25)
@@ -186,7 +188,7 @@ def test_aborted_requests_leave_the_counts() -> None:
     assert (told.received, told.unfinished) == (3, 1)
 
 
-def test_auto_reports_costs_and_rule() -> None:
+def test_report_of_auto_mode_has_step_costs_and_admission_rule() -> None:
     """The load is 200 requests in a pool that preempts, with 17 ms a step and 1 ms a prefilled token."""
     draw = random.Random(3)
     tried = world("auto", sequences=32)
@@ -219,12 +221,12 @@ def test_auto_reports_costs_and_rule() -> None:
     assert told.auto.gain == (None if known.gain is None else pytest.approx(known.gain, abs=0.0005))
 
 
-def test_other_modes_report_no_auto_stats() -> None:
+def test_report_of_other_modes_than_auto_has_no_auto_statistics() -> None:
     for mode in ("guaranteed", "greedy"):
         assert told_by(world(mode).scheduler).auto is None
 
 
-def test_report_is_sent_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedulers_report_is_sent_inside_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     made = world("guaranteed").scheduler
     stats = made.make_stats()
     assert take_stats(stats.waiting_lora_adapters) == told_by(made)
@@ -234,7 +236,7 @@ def test_report_is_sent_in_vllms_statistics(monkeypatch: pytest.MonkeyPatch) -> 
     assert not [name for name in quiet.waiting_lora_adapters if name.startswith(PREFIX)]
 
 
-def test_failed_report_does_not_stop_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_while_making_the_report_does_not_stop_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = world("guaranteed")
     monkeypatch.setattr(tried.scheduler._report, "stats", None)
     tried.add(request("r0", 16, 30), 20)
@@ -243,7 +245,7 @@ def test_failed_report_does_not_stop_requests(monkeypatch: pytest.MonkeyPatch) -
     assert tried.scheduler.make_stats().waiting_lora_adapters == {}
 
 
-def test_report_counts_a_scheduler_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_counts_an_exception_in_tonnages_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = world("predictive")
     tried.add(request("r0", 16, 30), 20)
     tried.step()

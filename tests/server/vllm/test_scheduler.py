@@ -87,7 +87,9 @@ def conversations(draw: random.Random, number: int, most: int) -> list[tuple[lis
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("specs", [None, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("seed", range(2))
-def test_invariants_hold_in_random_worlds(mode: str, asynchronous: bool, specs: Any, seed: int) -> None:
+def test_block_invariants_of_the_vllm_scheduler_hold_in_random_runs(
+    mode: str, asynchronous: bool, specs: Any, seed: int
+) -> None:
     """Arrivals, aborts, shared prefixes and priorities lose no request and shorten no output."""
     draw = random.Random(f"{mode} {asynchronous} {seed}")
     most = 150
@@ -124,7 +126,9 @@ def test_invariants_hold_in_random_worlds(mode: str, asynchronous: bool, specs: 
 @pytest.mark.parametrize("mode", ["guaranteed", "no_evict"])
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_drafts_of_varying_length_cause_no_preemption(mode: str, asynchronous: bool, seed: int) -> None:
+def test_speculative_drafts_of_varying_length_cause_no_preemption(
+    mode: str, asynchronous: bool, seed: int
+) -> None:
     """A request keeps the blocks of a rejected draft; the next draft may be shorter or longer."""
     draw = random.Random(f"drafts {mode} {asynchronous} {seed}")
     most, drafts = 120, draw.choice([1, 3, 7, 20])
@@ -146,7 +150,7 @@ def test_drafts_of_varying_length_cause_no_preemption(mode: str, asynchronous: b
 
 
 @pytest.mark.parametrize("seed", [4, 33])
-def test_block_taken_again_for_the_same_tokens_has_one_owner(seed: int) -> None:
+def test_shared_block_freed_and_computed_again_counts_one_owner(seed: int) -> None:
     """A block that two requests shared, freed, evicted and computed again is not shared any more."""
     draw = random.Random(seed)
     w = world("guaranteed", 14, batched=32, sequences=8, asynchronous=False)
@@ -158,7 +162,7 @@ def test_block_taken_again_for_the_same_tokens_has_one_owner(seed: int) -> None:
     assert w.preemptions == w.scheduler.fallbacks == 0
 
 
-def test_blocks_freed_without_a_departure_let_the_next_request_start() -> None:
+def test_blocks_freed_later_by_a_kv_connector_let_the_next_request_start() -> None:
     """A connector frees blocks this way after it has sent the blocks of an ended request."""
     w = world("guaranteed", 20, asynchronous=False)
     w.law = None  # its account knows no blocks of a connector
@@ -181,7 +185,7 @@ def crowd(w: World, number: int = 40, prompt: int = 40, most: int = 120, output:
     return {f"r{at}": output for at in range(number)}
 
 
-def test_guaranteed_mode_prevents_vllms_preemptions() -> None:
+def test_guaranteed_mode_has_no_preemption_under_a_load_that_preempts_in_vllm() -> None:
     draw = random.Random(0)
     lengths = [1 + min(119, int(draw.expovariate(1 / 30))) for _ in range(150)]
     preemptions = {}
@@ -198,7 +202,7 @@ def test_guaranteed_mode_prevents_vllms_preemptions() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_greedy_mode_takes_vllms_own_steps(asynchronous: bool) -> None:
+def test_greedy_mode_makes_exactly_the_steps_of_vllms_own_scheduler(asynchronous: bool) -> None:
     taken = []
     for cls in (TonnageScheduler, AsyncScheduler if asynchronous else Scheduler):
         w = World(scheduler(cls, config(61, mode="greedy", asynchronous=asynchronous)))
@@ -213,7 +217,7 @@ def test_greedy_mode_takes_vllms_own_steps(asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
 @pytest.mark.parametrize("counts", [True, False], ids=["by counts", "by truth"])
-def test_throttled_prefills_take_vllms_own_steps(
+def test_deferred_prefills_make_the_same_steps_as_vllms_own_scheduler(
     mode: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With enough blocks, held requests count as waiting when vLLM decides whether to defer prefills."""
@@ -233,7 +237,7 @@ def test_throttled_prefills_take_vllms_own_steps(
 
 
 @pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
-def test_held_requests_end_the_throttling_of_prefills(mode: str) -> None:
+def test_requests_held_by_admission_end_vllms_deferral_of_prefills(mode: str) -> None:
     """vLLM itself defers no prefill while requests wait for blocks."""
     taken = []
     for interval in (1, 8):
@@ -245,12 +249,12 @@ def test_held_requests_end_the_throttling_of_prefills(mode: str) -> None:
     assert taken[0] == taken[1]
 
 
-def test_scheduler_class_follows_the_async_flag() -> None:
+def test_scheduler_is_a_subclass_of_vllms_async_scheduler_only_with_the_async_flag() -> None:
     assert isinstance(scheduler(TonnageScheduler, config(50)), AsyncScheduler)
     assert not isinstance(scheduler(TonnageScheduler, config(50, asynchronous=False)), AsyncScheduler)
 
 
-def test_requests_with_one_prompt_share_its_blocks() -> None:
+def test_requests_with_the_same_prompt_share_its_blocks() -> None:
     """For n = 8 vLLM makes eight requests, which together need 8 blocks of prompt and not 64."""
     w = world("guaranteed", 30)
     prompt = list(range(128))
@@ -267,7 +271,7 @@ def test_requests_with_one_prompt_share_its_blocks() -> None:
     assert set(w.produced.values()) == {30}
 
 
-def test_equal_priorities_start_in_arrival_order() -> None:
+def test_requests_of_equal_priority_start_in_arrival_order() -> None:
     w = world("predictive", 60, sequences=8)
     crowd(w)
     started: list[str] = []
@@ -276,7 +280,7 @@ def test_equal_priorities_start_in_arrival_order() -> None:
     assert started == [f"r{at}" for at in range(40)]
 
 
-def test_higher_priority_starts_first() -> None:
+def test_request_of_higher_priority_starts_first() -> None:
     w = world("predictive", 60, policy="priority", sequences=4)
     for at in range(12):
         w.add(request(f"r{at}", 40, 60, priority=-at, arrival=at), 30)
@@ -347,7 +351,7 @@ def test_request_that_never_fits_is_ended_and_blocks_no_other(mode: str) -> None
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_only_guaranteed_mode_rejects_max_tokens_beyond_the_pool(asynchronous: bool) -> None:
+def test_only_guaranteed_mode_rejects_a_request_whose_max_tokens_exceed_the_pool(asynchronous: bool) -> None:
     """Guaranteed mode rejects the request at once. The other modes run it until its output fills the pool."""
     longest = 20 * BLOCK - 40 + 1
     for mode, produced in (("guaranteed", 0), ("predictive", longest), ("greedy", longest)):
@@ -381,7 +385,7 @@ def test_rejected_request_can_be_aborted_before_its_output() -> None:
         *("_account.sync", "_account.leave", "_account.pool", "_candidates", "_sort_out", "_take", "_put_back"),
     ],
 )
-def test_exception_in_our_code_fails_no_request(
+def test_exception_in_tonnages_scheduler_fails_no_request(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     w = world("predictive", 60)
@@ -405,7 +409,9 @@ def test_exception_in_our_code_fails_no_request(
     assert (told.mode, told.failures) == ("greedy", 1)
 
 
-def test_requests_that_never_fit_are_refused_after_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_never_fit_are_rejected_even_after_the_fallback_to_vllms_admission(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     w = world("guaranteed", 20)
     w.law = blocks_conserve
     monkeypatch.setattr(w.scheduler._account, "sync", None)
@@ -422,7 +428,9 @@ def test_requests_that_never_fit_are_refused_after_a_fallback(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("failing", ["EngineCoreOutput", "finish_requests", "take_events"])
-def test_exception_while_refusing_loses_no_output(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_while_rejecting_a_request_loses_no_output(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = world("predictive", 20)
     made = {f"never{at}": request(f"never{at}", 21 * BLOCK, 50) for at in range(3)}
     for each in made.values():
@@ -447,7 +455,7 @@ def test_exception_while_refusing_loses_no_output(failing: str, monkeypatch: pyt
     assert w.scheduler.fallbacks == 1
 
 
-def test_exception_while_counting_evictions_reaches_no_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_exception_while_counting_evictions_affects_no_request(caplog: pytest.LogCaptureFixture) -> None:
     w = world("predictive", 60)
     expected = crowd(w)
     w.step()
@@ -459,7 +467,9 @@ def test_exception_while_counting_evictions_reaches_no_request(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("where", ["added", "stepped", "left"])
-def test_exception_in_statistics_does_not_stop_requests(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_scheduler_statistics_does_not_stop_requests(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = world("predictive", 60)
     expected = crowd(w)
     w.step()
@@ -470,7 +480,7 @@ def test_exception_in_statistics_does_not_stop_requests(where: str, monkeypatch:
     assert w.scheduler.admission is not None
 
 
-def test_exception_of_vllm_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_raised_by_vllms_scheduler_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     w = world("predictive", 60)
     expected = crowd(w)
     w.step()
@@ -485,7 +495,7 @@ def test_exception_of_vllm_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> 
     assert w.scheduler.fallbacks == 0
 
 
-def test_requests_that_vllm_preempted_are_admitted_again() -> None:
+def test_requests_that_vllm_itself_preempts_are_admitted_again() -> None:
     """After a weight update vLLM preempts all running requests, and they are admitted again."""
     w = world("guaranteed", 60, asynchronous=False)
     expected = crowd(w)
@@ -498,7 +508,7 @@ def test_requests_that_vllm_preempted_are_admitted_again() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_unknown_vllm_version_uses_its_own_scheduler(
+def test_vllm_of_an_unknown_version_runs_its_own_scheduler(
     asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """This holds even for a version that lacks names which our scheduler imports."""
@@ -535,12 +545,12 @@ def test_unknown_vllm_version_uses_its_own_scheduler(
         ({"eviction": "fifo"}, "'fifo' is none of lru, learned"),
     ],
 )
-def test_invalid_option_is_refused_at_start(given: dict[str, Any], named: str) -> None:
+def test_invalid_scheduler_option_is_rejected_at_start(given: dict[str, Any], named: str) -> None:
     with pytest.raises(BadOption, match=named):
         scheduler(TonnageScheduler, config(50, **given))
 
 
-def test_options_are_read_from_the_environment() -> None:
+def test_scheduler_options_are_read_from_the_environment() -> None:
     environment = {"TONNAGE_ADMISSION_MODE": "guaranteed", "TONNAGE_WATERMARK": "0.1"}
     policy = read_policy({}, environment)
     assert (policy.mode, policy.reserve) == (AdmissionMode.GUARANTEED, 0.1)

@@ -106,7 +106,7 @@ def finished(reason: FinishReason, prompt: int, output: int, most: int | None = 
     )  # fmt: skip
 
 
-def test_metrics_equal_the_statistics_of_a_step(made: Any) -> None:
+def test_metrics_of_the_stat_logger_equal_the_statistics_of_a_step(made: Any) -> None:
     logger = TonnageStatLogger(made, [0])
     logger.log_engine_initialized()
     stats = iteration(finished(FinishReason.LENGTH, 100, 7), finished(FinishReason.REPETITION, 50, 3))
@@ -146,7 +146,7 @@ def test_metrics_equal_the_statistics_of_a_step(made: Any) -> None:
     assert value(seen, "tonnage_plugin_errors_total") == 0
 
 
-def test_plan_info_and_difference_to_vllms_pool(made: Any) -> None:
+def test_stat_logger_exports_the_plan_and_a_pool_difference_of_zero(made: Any) -> None:
     TonnageStatLogger(made, [0])
     seen = page()
     assert value(seen, "tonnage_config_num_blocks") == BLOCKS
@@ -156,7 +156,7 @@ def test_plan_info_and_difference_to_vllms_pool(made: Any) -> None:
     assert sum(planned.values()) == value(seen, "tonnage_config_device_memory_bytes")
 
 
-def test_pool_of_another_size_is_reported(made: Any) -> None:
+def test_stat_logger_exports_the_difference_between_vllms_pool_and_the_plan(made: Any) -> None:
     made.cache_config.num_gpu_blocks = BLOCKS - 3
     try:
         TonnageStatLogger(made, [0])
@@ -168,7 +168,7 @@ def test_pool_of_another_size_is_reported(made: Any) -> None:
     assert value(seen, "tonnage_pool_usable_blocks") == BLOCKS - 4
 
 
-def test_two_engines_have_a_label_each(made: Any) -> None:
+def test_metrics_of_two_engines_are_distinguished_by_an_engine_label(made: Any) -> None:
     logger = TonnageStatLogger(made, [0, 1])
     logger.record(SchedulerStats(num_running_reqs=1), None, engine_idx=0)
     logger.record(SchedulerStats(num_running_reqs=2), None, engine_idx=1)
@@ -179,7 +179,7 @@ def test_two_engines_have_a_label_each(made: Any) -> None:
     assert value(seen, "tonnage_pool_usable_blocks", engine_index="1") == BLOCKS / 2 - 1
 
 
-def test_unknown_values_are_absent(made: Any) -> None:
+def test_metrics_that_plain_vllm_does_not_report_are_absent(made: Any) -> None:
     TonnageStatLogger(made, [0])
     names = {name for name, _ in page()}
     assert not names & {
@@ -205,7 +205,7 @@ def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
     return got
 
 
-def test_schedulers_values_pass_through_vllms_messages(made: Any) -> None:
+def test_values_of_tonnages_scheduler_reach_the_logger_in_vllms_messages(made: Any) -> None:
     stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=9 / 21)
     write_stats(TOLD, stats.waiting_lora_adapters)
     stats.waiting_lora_adapters["an adapter"] = 1
@@ -242,7 +242,7 @@ def test_schedulers_values_pass_through_vllms_messages(made: Any) -> None:
     assert value(seen, "tonnage_admission_decisions_total", outcome="wait", reason="max_num_queued_reqs") == 1
 
 
-def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
+def test_auto_mode_statistics_reach_the_logger_as_integers_in_vllms_messages(made: Any) -> None:
     """A plain ``vllm serve`` has the metrics of mode auto, and watch reads the same values."""
     auto = busy()
     auto.rule(64)
@@ -267,7 +267,7 @@ def test_auto_passes_through_vllms_messages_as_integers(made: Any) -> None:
     assert (found.share, found.fallbacks) == (known.share, 0)
 
 
-def test_auto_without_fit_has_no_costs(made: Any) -> None:
+def test_auto_mode_without_fitted_costs_exports_no_step_costs(made: Any) -> None:
     stats = SchedulerStats()
     write_stats(AdmissionStats("auto", **auto_numbers(AutoStats())), stats.waiting_lora_adapters)
     TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
@@ -276,7 +276,7 @@ def test_auto_without_fit_has_no_costs(made: Any) -> None:
     assert not {name for name, _ in seen} & AUTO_LEARNED_FAMILIES.keys()
 
 
-def test_request_ended_at_a_stop_string_is_not_aborted(made: Any) -> None:
+def test_request_ended_by_a_stop_string_is_not_counted_as_aborted(made: Any) -> None:
     """vLLM's front end, which sees the text, ends the request a step before its scheduler does."""
     logger = TonnageStatLogger(made, [0])
 
@@ -304,7 +304,7 @@ def test_request_ended_at_a_stop_string_is_not_aborted(made: Any) -> None:
     assert step(3, 1) == (3, 1, 1)
 
 
-def test_scheduler_failure_is_counted(made: Any) -> None:
+def test_failure_of_tonnages_scheduler_is_counted_in_the_metrics(made: Any) -> None:
     logger = TonnageStatLogger(made, [0])
     stats = SchedulerStats()
     write_stats(AdmissionStats("greedy", failures=1), stats.waiting_lora_adapters)
@@ -312,7 +312,9 @@ def test_scheduler_failure_is_counted(made: Any) -> None:
     assert value(page(), "tonnage_plugin_errors_total") == 1
 
 
-def test_model_without_a_plan_has_metrics(made: Any, monkeypatch: Any, said: list[str]) -> None:
+def test_model_that_the_planner_rejects_still_has_the_other_metrics(
+    made: Any, monkeypatch: Any, said: list[str]
+) -> None:
     def refuse(*_: Any) -> None:
         raise DeploymentError("is not understood", field="quantization")
 
@@ -341,7 +343,7 @@ def test_exception_in_our_stat_logger_does_not_reach_vllm(made: Any, monkeypatch
     assert value(page(), "tonnage_plugin_errors_total") >= 3
 
 
-def test_planner_exception_leaves_other_metrics(made: Any, monkeypatch: Any) -> None:
+def test_exception_in_the_planner_leaves_the_other_metrics(made: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "make_plan", None)
     TonnageStatLogger(made, [0])
     seen = page()
@@ -349,14 +351,14 @@ def test_planner_exception_leaves_other_metrics(made: Any, monkeypatch: Any) -> 
     assert value(seen, "tonnage_pool_usable_blocks") == BLOCKS - 1
 
 
-def test_recreated_logger_is_registered_once(made: Any) -> None:
+def test_stat_logger_created_again_is_registered_only_once(made: Any) -> None:
     TonnageStatLogger(made, [0])
     second = TonnageStatLogger(made, [0])
     second.record(SchedulerStats(num_running_reqs=5), None)
     assert value(page(), "tonnage_engine_requests", state="running") == 5
 
 
-def test_logger_is_off_behind_our_own_server(made: Any) -> None:
+def test_stat_logger_exports_nothing_behind_tonnages_own_server(made: Any) -> None:
     before = made.parallel_config.worker_extension_cls
     made.parallel_config.worker_extension_cls = "tonnage.server.engines.vllm.worker.WorkerExtension"
     try:
@@ -366,7 +368,9 @@ def test_logger_is_off_behind_our_own_server(made: Any) -> None:
     assert page() == {}
 
 
-def test_several_api_servers_are_logged(made: Any, monkeypatch: Any, said: list[str]) -> None:
+def test_stat_logger_warns_and_exports_nothing_with_several_api_servers(
+    made: Any, monkeypatch: Any, said: list[str]
+) -> None:
     monkeypatch.setattr(made.parallel_config, "_api_process_count", 2)
     TonnageStatLogger(made, [0]).record(SchedulerStats(), IterationStats())
     assert page() == {}

@@ -31,7 +31,9 @@ def turns() -> Trace:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("capacity", [16, 40, 90])
-def test_hits_stores_and_evictions_equal_vllm(policy: str, capacity: int) -> None:
+def test_replayed_tier_hits_stores_and_evictions_equal_vllms_offloading_manager(
+    policy: str, capacity: int
+) -> None:
     both = tier_replay.Both(capacity, policy)
     tiers = Tiers(TierSetup(capacity * 64, 1, policy=policy), 64, host=both)
     assert tier_replay.run(turns(), tiers, running=6, step=128) > 0
@@ -39,7 +41,7 @@ def test_hits_stores_and_evictions_equal_vllm(policy: str, capacity: int) -> Non
     assert both.evicted > 0
 
 
-def test_mooncake_conversation_equals_vllm() -> None:
+def test_replay_of_the_mooncake_conversation_through_tiers_equals_vllm() -> None:
     trace = read_trace(ROOT / "tests" / "data" / "traces" / "mooncake_conversation_120.jsonl")
     rows = tier_replay.against_vllm(trace, 3000, running=32, step=8192)
     assert [row["difference"] for row in rows] == [""] * 6

@@ -23,7 +23,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 @needs_vllm
-def test_each_model_name_uses_its_adapter(client: openai.OpenAI, bare: Bare) -> None:
+def test_each_lora_adapter_name_generates_with_its_own_adapter(client: openai.OpenAI, bare: Bare) -> None:
     names = ["demo", *bare.adapted]
     models = {model.id: model for model in client.models.list().data}
     assert list(models) == names
@@ -60,14 +60,14 @@ def test_memory_reports_planned_and_measured_lora_slots(client: openai.OpenAI, b
 
 
 @needs_vllm
-def test_plan_counts_lora_slots(bare: Bare) -> None:
+def test_plan_includes_the_bytes_of_lora_slots(bare: Bare) -> None:
     deployment = Deployment(
         engine="vllm", kv_cache_memory_bytes=POOL, enable_lora=True, max_loras=SLOTS, max_lora_rank=RANK
     )
     assert make_plan("demo", deployment).rank.lora_bytes == bare.slots
 
 
-def test_invalid_adapters_are_refused_before_the_start(tmp_path: Path) -> None:
+def test_invalid_lora_adapters_are_rejected_before_the_start(tmp_path: Path) -> None:
     good = make_adapter(tmp_path / "good", 0)
     for given, message in (
         (["good"], "name=path"),

@@ -48,7 +48,7 @@ def test_completion_that_never_fits_gets_400(http: httpx.Client) -> None:
     assert "(3000 prompt tokens, max_tokens 16)" in answer.json()["error"]["message"]
 
 
-def test_chat_that_never_fits_gets_400_and_default_length_fits(http: httpx.Client) -> None:
+def test_chat_that_never_fits_gets_400_and_one_with_the_default_max_tokens_succeeds(http: httpx.Client) -> None:
     """vLLM sets the default max_tokens to all of 4,096 tokens, which need 32 blocks."""
     said = [{"role": "user", "content": "hello"}]
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": said})

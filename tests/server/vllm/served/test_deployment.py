@@ -54,7 +54,8 @@ FLAGS: dict[str, tuple[dict[str, Any], Any]] = {
 # Set by other things than a flag of vLLM's, or not by vLLM here (states: float32 on a CPU with AVX512-BF16).
 OTHERS = {
     "calibration", "mamba_ssm_cache_dtype", "mamba_cache_mode", "num_gpus", "device_memory_used",
-    # of a model that reads pictures, which the demo model does not (test_image_limits_reach_the_deployment)
+    # of a model that reads pictures, which the demo model does not; see
+    # test_vllms_image_limits_are_read_into_the_plan_settings
     "language_model_only", "skip_mm_profiling",
     "limit_mm_per_prompt", "mm_processor_kwargs", "disable_chunked_mm_input", "mm_encoder_tp_mode",
     "engine", "engine_version", "device", "gpu", "device_memory", "mem_fraction_static",
@@ -85,11 +86,11 @@ def plain() -> Any:
     return config_of()
 
 
-def test_every_deployment_field_has_a_tested_flag() -> None:
+def test_every_field_of_the_plan_settings_has_a_tested_vllm_flag() -> None:
     assert set(FLAGS) | OTHERS == set(Deployment.__match_args__)
 
 
-def test_default_config_becomes_the_default_deployment(plain: Any) -> None:
+def test_default_vllm_config_is_read_as_the_default_plan_settings(plain: Any) -> None:
     asked = read_config(plain)
     assert asked.model == str(ensure_demo())
     flags = asked.deployment
@@ -101,7 +102,7 @@ def test_default_config_becomes_the_default_deployment(plain: Any) -> None:
 
 
 @pytest.mark.parametrize("field", FLAGS)
-def test_each_flag_reaches_its_deployment_field(field: str, plain: Any) -> None:
+def test_each_vllm_flag_is_read_into_its_plan_setting(field: str, plain: Any) -> None:
     flags, value = FLAGS[field]
     if value == "draft":
         value = str(ensure_demo())
@@ -114,7 +115,7 @@ def test_each_flag_reaches_its_deployment_field(field: str, plain: Any) -> None:
     assert changed <= {field, "num_speculative_tokens"} | follows
 
 
-def test_image_limits_reach_the_deployment() -> None:
+def test_vllms_image_limits_are_read_into_the_plan_settings() -> None:
     config = config_of()
     config.model_config.multimodal_config = MultiModalConfig(skip_mm_profiling=True)
     flags = read_config(config).deployment
@@ -123,7 +124,7 @@ def test_image_limits_reach_the_deployment() -> None:
     assert read_config(config).deployment.limit_mm_per_prompt == '{"image": 0}'
 
 
-def test_parallel_and_gpu_flags_reach_the_deployment() -> None:
+def test_vllms_parallel_and_gpu_flags_are_read_into_the_plan_settings() -> None:
     config = config_of()
     config.parallel_config.enable_expert_parallel = True
     config.parallel_config.decode_context_parallel_size = 2
@@ -141,12 +142,14 @@ def test_parallel_and_gpu_flags_reach_the_deployment() -> None:
         ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
     ],
 )
-def test_unsupported_settings_are_refused_by_name(flags: dict[str, Any], named: str) -> None:
+def test_vllm_settings_that_the_planner_does_not_support_are_rejected_by_name(
+    flags: dict[str, Any], named: str
+) -> None:
     with pytest.raises(DeploymentError, match=named):
         read_config(config_of(**flags))
 
 
-def test_served_name_is_the_first_of_several() -> None:
+def test_first_of_several_served_model_names_of_vllm_is_used() -> None:
     assert read_config(config_of(served_model_name=["first", "second"])).name == "first"
     assert read_config(config_of()).name == str(ensure_demo())
 
@@ -158,7 +161,7 @@ DEPLOY = Path(__file__).resolve().parents[4] / "deploy"
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_compose_file_flags_exist_in_vllm(planned: bool) -> None:
+def test_vllm_flags_in_the_compose_file_exist_in_vllm(planned: bool) -> None:
     """Settings that a plan writes for compose reach vLLM, and all others keep vLLM's defaults."""
     plan = make_plan(
         "demo", Deployment(engine="vllm", kv_cache_memory_bytes=POOL, max_model_len=2048, max_num_seqs=17)
@@ -179,7 +182,7 @@ def test_compose_file_flags_exist_in_vllm(planned: bool) -> None:
     assert said.gpu_memory_utilization == (1.0 if planned else default.gpu_memory_utilization)
 
 
-def test_helm_chart_flags_exist_in_vllm() -> None:
+def test_vllm_flags_in_the_helm_chart_exist_in_vllm() -> None:
     text = (DEPLOY / "helm" / "tonnage" / "templates" / "_shared.tpl").read_text()
     (names,) = re.findall(r"\$same := list ((?:\"\w+\" ?)+)", text)
     same = set(re.findall(r"\w+", names))

@@ -58,7 +58,7 @@ def metric(url: str, name: str) -> float:
     return 0.0
 
 
-def test_known_prompt_is_answered_from_disk_after_a_restart(tmp_path: Path) -> None:
+def test_vllm_loads_a_known_prompt_from_the_disk_tier_after_a_restart(tmp_path: Path) -> None:
     kept = tmp_path / "kv"
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

@@ -47,7 +47,7 @@ def small_plan(**flags: Any) -> Plan:
     )
 
 
-def test_plan_becomes_vllm_arguments() -> None:
+def test_planned_pool_and_block_size_are_passed_to_vllm() -> None:
     plan = small_plan()
     arguments = engine_arguments(plan, enforce_eager=True)
     assert arguments["kv_cache_memory_bytes"] == plan.rank.kv_pool_bytes
@@ -62,7 +62,9 @@ def test_plan_becomes_vllm_arguments() -> None:
     assert engine_arguments(fp8, enforce_eager=True)["kv_cache_dtype"] == "fp8"
 
 
-async def test_environment_that_overrides_the_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_variable_that_overrides_the_planned_kv_pool_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     engine = VLLMEngine(small_plan())
     with pytest.raises(DeploymentError, match=r"VLLM_CPU_KVCACHE_SPACE.*unset it"):
@@ -84,7 +86,7 @@ def until(condition: Any, server: str) -> None:
 
 
 @needs_vllm
-def test_block_count_equals_the_plan(server: str, bare: Bare) -> None:
+def test_number_of_kv_blocks_in_vllm_equals_the_plan(server: str, bare: Bare) -> None:
     report = memory(server)
     assert report["pool"]["blocks"]["num"] == report["plan"]["kv_cache"]["num_blocks"] == bare.blocks
     assert report["plan"]["kv_cache"]["num_blocks"] == small_plan().kv_cache.num_blocks
@@ -94,7 +96,7 @@ def test_block_count_equals_the_plan(server: str, bare: Bare) -> None:
 
 
 @needs_vllm
-def test_watch_uses_the_servers_own_plan(server: str, bare: Bare) -> None:
+def test_watch_shows_the_plan_that_the_vllm_backed_server_reports(server: str, bare: Bare) -> None:
     found = Watcher(Client(server), {}, None).observe()
     assert found.facts.title == "Tonnage"
     assert found.reading.blocks("num_blocks") == bare.blocks
@@ -103,7 +105,7 @@ def test_watch_uses_the_servers_own_plan(server: str, bare: Bare) -> None:
 
 
 @needs_vllm
-def test_all_processes_hold_the_planned_bytes(server: str) -> None:
+def test_memory_of_all_vllm_processes_equals_the_planned_bytes(server: str) -> None:
     report = memory(server)
     rank = report["plan"]["ranks"][0]
     planned = sum(size for name, size in rank.items() if name not in ("free_bytes", "total_bytes"))
@@ -118,7 +120,7 @@ def test_greedy_output_equals_plain_vllm(client: openai.OpenAI, bare: Bare) -> N
 
 
 @needs_vllm
-def test_stream_with_usage_has_the_same_text(client: openai.OpenAI, bare: Bare) -> None:
+def test_stream_with_usage_has_the_same_text_as_the_whole_completion(client: openai.OpenAI, bare: Bare) -> None:
     chunks = list(
         client.completions.create(
             model="demo",
@@ -137,7 +139,7 @@ def test_stream_with_usage_has_the_same_text(client: openai.OpenAI, bare: Bare) 
 
 
 @needs_vllm
-def test_n_seed_and_stop_are_honoured(client: openai.OpenAI) -> None:
+def test_vllm_backend_honours_n_seed_and_stop(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": "demo", "prompt": "My favourite animal is", "max_tokens": 12, "seed": 7}
     first, second = (client.completions.create(**same, n=3, temperature=1.0) for _ in range(2))
     texts = [choice.text for choice in sorted(first.choices, key=lambda choice: choice.index)]
@@ -209,7 +211,7 @@ def is_full_or_over(server: str, streams: list[Future[None]]) -> bool:
 
 
 @needs_vllm
-def test_disconnected_clients_free_their_blocks(server: str, client: openai.OpenAI) -> None:
+def test_kv_blocks_of_disconnected_clients_are_freed(server: str, client: openai.OpenAI) -> None:
     """Twice, eleven or more streams of up to 2,000 tokens fill the pool, others wait, and all disconnect."""
     for _ in range(2):
         leave = threading.Event()
@@ -232,7 +234,7 @@ def test_disconnected_clients_free_their_blocks(server: str, client: openai.Open
 
 
 @needs_vllm
-def test_supported_parameters_reach_vllm(client: openai.OpenAI) -> None:
+def test_supported_sampling_parameters_are_passed_to_vllm(client: openai.OpenAI) -> None:
     """Log probabilities, prompt scoring, biases, penalties, grammars and n work behind vLLM."""
     prompt = "The capital of France is"
     same: dict[str, Any] = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 3}
@@ -285,7 +287,9 @@ def test_supported_parameters_reach_vllm(client: openai.OpenAI) -> None:
 
 
 @needs_vllm
-async def test_requests_are_conserved_without_preemption(server: str, overload: Any) -> None:
+async def test_every_request_under_overload_has_one_outcome_and_none_is_preempted(
+    server: str, overload: Any
+) -> None:
     outcomes = await overload(server)
     assert outcomes["rejected"] > 0
     async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as http:
@@ -304,7 +308,7 @@ async def test_requests_are_conserved_without_preemption(server: str, overload: 
         ("VLLM::Worker", signal.SIGKILL, "vLLM's engine ended"),
     ],
 )
-async def test_stopped_or_killed_vllm_restarts_among_20_streams(
+async def test_vllm_is_restarted_after_being_stopped_or_killed_during_20_streams(
     server: str, streams_until_killed: Any, name: str, how: signal.Signals, told: str
 ) -> None:
     family = [process for process in psutil.process_iter() if is_child_of(process, server)]
@@ -323,7 +327,9 @@ async def test_stopped_or_killed_vllm_restarts_among_20_streams(
 
 @needs_vllm
 @pytest.mark.parametrize("by_vllm", [False, True])
-async def test_failed_shutdown_leaves_no_open_files(by_vllm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_shutdown_of_vllm_leaves_no_open_files(
+    by_vllm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM asks each process that it kills for its name, and raises if the process has just ended.
 
     ``by_vllm``: the error occurs in vLLM's own thread, which sees the end of its core first.

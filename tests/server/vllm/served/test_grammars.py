@@ -21,7 +21,7 @@ def complete(server: str, **said: Any) -> httpx.Response:
     return httpx.post(f"{server}/v1/completions", json=body, trust_env=False, timeout=PATIENCE)
 
 
-def test_hostile_grammars_do_not_stop_the_engine(server: str) -> None:
+def test_grammars_that_exhaust_time_or_memory_do_not_stop_vllm(server: str) -> None:
     """Each grammar is served within the step's budget or gets a client error; other requests are served."""
     for name, grammar in HOSTILE.items():
         kind = "json" if grammar.kind == "json_schema" else grammar.kind
@@ -38,7 +38,7 @@ def test_hostile_grammars_do_not_stop_the_engine(server: str) -> None:
     assert digits["text"].isdigit()
 
 
-def test_grammar_over_budget_during_generation_is_a_client_error(server: str) -> None:
+def test_grammar_that_exceeds_its_budget_during_generation_is_a_client_error(server: str) -> None:
     """The grammar passes its trial, and the budget is exceeded after the first tokens were sent."""
     said = complete(
         server, structured_outputs={"regex": "(((a{1,50}){1,50}){1,50}){1,50}"}, max_tokens=200, stream=True
@@ -57,7 +57,7 @@ def test_output_without_stop_token_ends_when_the_grammar_is_complete(server: str
     assert choice["text"].isdigit()
 
 
-def test_every_kind_of_grammar_constrains_the_output(client: openai.OpenAI) -> None:
+def test_every_kind_of_structured_output_constraint_takes_effect(client: openai.OpenAI) -> None:
     same: dict[str, Any] = {"model": "demo", "prompt": "The answer is", "temperature": 1, "max_tokens": 60}
     wishes: dict[str, tuple[Any, Any]] = {
         "choice": (["Berlin", "Oslo"], lambda text: text in ("Berlin", "Oslo")),

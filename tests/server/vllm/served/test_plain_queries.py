@@ -42,18 +42,18 @@ def prometheus(busy: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield client
 
 
-def test_no_dashboard_panel_is_empty(prometheus: Prometheus) -> None:
+def test_no_dashboard_panel_is_empty_for_a_plain_vllm(prometheus: Prometheus) -> None:
     every_panel_answers(prometheus, dashboards(), without=TIER)
 
 
-def test_every_alert_rule_is_evaluated(prometheus: Prometheus) -> None:
+def test_every_alert_rule_is_evaluated_for_a_plain_vllm(prometheus: Prometheus) -> None:
     known = rules()
     assert len(known) > 15
     every_rule_is_evaluated(prometheus, known)
     every_rule_sees_its_series(prometheus, known, without=TIER)
 
 
-def test_plain_vllm_page_has_consistent_tonnage_metrics(
+def test_metrics_page_of_plain_vllm_has_consistent_tonnage_metrics(
     busy: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     text = httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text
@@ -77,7 +77,7 @@ def test_plain_vllm_page_has_consistent_tonnage_metrics(
     assert log.read_text().count("Tonnage: plan ") == 1
 
 
-def test_workers_report_their_memory(busy: str) -> None:
+def test_workers_of_plain_vllm_report_their_memory(busy: str) -> None:
     """On a CPU the workers log only the pool's size, which takes the same path as a GPU's figures."""
     (api,) = [child for child in psutil.Process().children(recursive=True) if listens(child, busy)]
     family = api.children(recursive=True)  # another vLLM may be running
@@ -92,7 +92,7 @@ def test_workers_report_their_memory(busy: str) -> None:
     assert told["tokens"] == blocks * float(tokens)  # vLLM counts its null block
 
 
-def test_counters_equal_the_clients_counts(busy: str) -> None:
+def test_counters_of_plain_vllm_equal_what_the_clients_counted(busy: str) -> None:
     """Our counters equal vLLM's own, except on a page that is written while a request ends."""
     deadline = time.monotonic() + PATIENCE
     while wrong := counted_otherwise(httpx.get(f"{busy}/metrics", trust_env=False, timeout=PATIENCE).text):

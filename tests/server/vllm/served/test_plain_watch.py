@@ -43,7 +43,7 @@ def wait_for_load(url: str, watcher: Watcher, idle: Headroom) -> None:
         thread.join(PATIENCE)
 
 
-def test_watch_uses_the_plan_of_the_plug_in(plain: str) -> None:
+def test_watch_shows_the_plan_that_the_vllm_plug_in_reports(plain: str) -> None:
     watcher = Watcher(Client(plain), {}, None)
     idle = watcher.observe()
     assert idle.headroom is not None
@@ -59,7 +59,7 @@ def test_watch_uses_the_plan_of_the_plug_in(plain: str) -> None:
     assert watcher.observe().restarts == 0
 
 
-def test_watch_reads_plain_vllm_metrics(plain: str) -> None:
+def test_watch_reads_the_metrics_of_a_plain_vllm(plain: str) -> None:
     """Without our metrics on the page, watch makes the plan itself and has the same figures."""
 
     def fetched(path: str) -> str:

