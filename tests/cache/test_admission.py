@@ -199,7 +199,7 @@ def test_request_with_zero_prompt_tokens_max_tokens_or_n_is_rejected(field: str)
         ({"layout": layout_of(KVGroup("cross", (0,)))}, "layout"),
     ],
 )
-def test_invalid_limits_are_rejected_by_name(change: dict[str, object], field: str) -> None:
+def test_invalid_admission_limits_are_rejected_naming_the_field(change: dict[str, object], field: str) -> None:
     with pytest.raises(CacheConfigError) as caught:
         replace(LIMITS, **change)  # type: ignore[arg-type]
     assert caught.value.field == field

@@ -171,7 +171,7 @@ def test_tenant_at_its_quota_waits_without_blocking_other_tenants(mode: Admissio
     check_invariants(manager)
 
 
-def test_cancelled_queue_head_lets_the_next_request_start() -> None:
+def test_cancelling_the_first_waiting_request_lets_the_next_one_start() -> None:
     queue, manager = queue_and_manager(Policy())
     for id, prompt in enumerate((800, 1400, 320)):
         queue.push(Waiting(id, AdmissionRequest(prompt, 100), float(id)))

@@ -182,7 +182,7 @@ def test_foreign_files_in_the_disk_folder_count_towards_its_size_and_are_kept(tm
     assert (tmp_path / "mine").stat().st_size == 2 << 20
 
 
-def test_block_larger_than_the_folder_is_dropped_and_evicts_nothing(tmp_path: Path) -> None:
+def test_disk_block_larger_than_the_folder_limit_is_dropped_and_evicts_nothing(tmp_path: Path) -> None:
     with opened(tmp_path, 1 << 20) as store:
         assert store.store(key(1), block(1, 1000))
         assert not store.store(key(2), block(2, 2 << 20))
@@ -495,7 +495,7 @@ def test_exception_in_the_learned_eviction_order_does_not_stop_the_disk_store(
         assert not store.contains(key(1))
 
 
-def test_block_whose_file_cannot_be_deleted_does_not_stop_eviction(tmp_path: Path) -> None:
+def test_disk_block_whose_file_cannot_be_deleted_does_not_stop_eviction(tmp_path: Path) -> None:
     for learned in (None, SIZE):
         with opened(tmp_path / str(learned), 3 << 20, learned=learned) as store:
             ask(store, [0])

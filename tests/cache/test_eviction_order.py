@@ -55,7 +55,7 @@ def test_last_block_of_a_request_is_evicted_before_its_earlier_blocks(order: Evi
         order.pop(3)
 
 
-def test_shared_prefix_outlives_the_requests_that_extend_it(order: EvictionOrder) -> None:
+def test_blocks_of_a_shared_prefix_are_evicted_after_the_blocks_that_extend_it(order: EvictionOrder) -> None:
     live(order, "abc", [1, 2, 3])()
     live(order, "abcde", [1, 2, 3, 4, 5], hit=3)()
     live(order, "abcxy", [1, 2, 3, 6, 7], hit=3)()

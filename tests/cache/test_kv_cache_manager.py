@@ -54,7 +54,7 @@ def test_request_id_used_again_resolves_to_its_current_row() -> None:
     check_invariants(manager)
 
 
-def test_prefix_hit_shares_blocks_of_running_and_finished_sequences() -> None:
+def test_prefix_hit_shares_blocks_with_running_and_finished_sequences() -> None:
     manager = make()
     assert start(manager, 1, list(range(18))) == 0
     assert start(manager, 2, [*range(13), 99, 99, 99]) == 12
@@ -105,7 +105,7 @@ def test_without_prefix_caching_no_block_is_cached() -> None:
         assert manager.stats().cached == 0
 
 
-def test_fork_copies_shared_partial_block_at_first_write() -> None:
+def test_forked_sequence_copies_a_shared_partial_block_at_its_first_write() -> None:
     manager = make()
     start(manager, 1, list(range(10)), n=3)
     manager.fork(1, 2)
@@ -123,7 +123,7 @@ def test_fork_copies_shared_partial_block_at_first_write() -> None:
     assert manager.extend([1, 2, 3], [12, 12, 12]) == ()
 
 
-def test_fork_on_block_boundary_copies_nothing() -> None:
+def test_fork_at_a_block_boundary_copies_no_block() -> None:
     manager = make()
     start(manager, 1, list(range(8)), n=2)
     manager.fork(1, 2)
@@ -171,7 +171,7 @@ def test_fork_before_any_computed_token_shares_no_recurrent_state(extended: bool
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_fork_copies_recurrent_state_at_next_write(ahead: int) -> None:
+def test_forked_sequence_copies_the_recurrent_state_at_its_next_write(ahead: int) -> None:
     manager = make(FULL, KVGroup("state", (1,)), caching=False)
     start(manager, 1, list(range(8)), n=2)
     state = int(manager.states[0][manager.row(1)])
@@ -194,7 +194,7 @@ def test_extending_to_fewer_tokens_never_removes_slots() -> None:
     check_invariants(manager)
 
 
-def test_batched_extend_equals_single_extends() -> None:
+def test_extending_sequences_in_a_batch_equals_extending_them_one_by_one() -> None:
     one, many = make(FULL, SLIDING), make(FULL, SLIDING)
     lengths = [5, 8, 11, 4]
     for manager in (one, many):
@@ -216,7 +216,7 @@ def test_batched_extend_equals_single_extends() -> None:
     assert one.stats() == many.stats()
 
 
-def test_batched_append_of_many_tokens_equals_single_appends() -> None:
+def test_appending_many_tokens_in_a_batch_equals_appending_them_one_by_one() -> None:
     one, many = make(FULL, SLIDING), make(FULL, SLIDING)
     more = np.arange(10, dtype=np.int32).reshape(2, 5)
     for manager in (one, many):
@@ -491,12 +491,12 @@ def test_slots_of_positions_are_right_for_a_block_size_that_is_no_power_of_two()
         (KVGroup("full", (0,), block_size=8), "blocks of 8 tokens in a pool of blocks of 4"),
     ],
 )
-def test_layout_whose_groups_do_not_fit_the_pool_is_rejected(group: KVGroup, words: str) -> None:
+def test_kv_layout_whose_groups_do_not_fit_the_pool_is_rejected(group: KVGroup, words: str) -> None:
     with pytest.raises(CacheConfigError, match=words):
         make(group)
 
 
-def test_batched_free_equals_single_frees() -> None:
+def test_freeing_sequences_in_a_batch_equals_freeing_them_one_by_one() -> None:
     found = []
     for calls in ([[1, 2, 3, 4]], [[1], [2], [3], [4]], [[1, 4], [2, 3]]):
         manager = make(FULL, SLIDING)

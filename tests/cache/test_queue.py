@@ -40,7 +40,7 @@ def test_waiting_requests_gain_priority_with_time_so_that_none_starves() -> None
     assert order_of(queue).index(0) == 9
 
 
-def test_failed_queue_call_leaves_the_queue_unchanged() -> None:
+def test_invalid_push_or_remove_leaves_the_waiting_queue_unchanged() -> None:
     queue = WaitingQueue()
     queue.push(entry(1, 0.0))
     with pytest.raises(InvalidRequest):

@@ -36,7 +36,7 @@ MOONCAKE = (
 )
 
 
-def test_azure_trace_is_read() -> None:
+def test_azure_trace_is_read_with_arrivals_and_lengths() -> None:
     trace = read_trace(AZURE)
     assert (trace.format, len(trace.requests), trace.skipped) == ("azure", 300, 0)
     first, second = trace.requests[:2]
@@ -73,7 +73,9 @@ def test_mooncake_trace_and_its_copy_in_request_log_format_give_equal_requests(t
         ('{"timestamp": true, "input_length": 5, "output_length": 1, "hash_ids": [1]}', "timestamp is True"),
     ],
 )
-def test_bad_trace_line_is_rejected_by_number_or_counted(tmp_path: Path, line: str, says: str) -> None:
+def test_invalid_trace_line_is_rejected_with_its_number_or_skipped_and_counted(
+    tmp_path: Path, line: str, says: str
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(MOONCAKE + line + "\n" + MOONCAKE)
     with pytest.raises(TraceError, match="line 3") as caught:
@@ -84,7 +86,7 @@ def test_bad_trace_line_is_rejected_by_number_or_counted(tmp_path: Path, line: s
     assert (len(trace.requests), trace.skipped) == (4, 1)
 
 
-def test_non_trace_files_are_rejected(tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "none.csv")
     for text in ("", "hello\n", '{"a": 1}\n', "[" * 100_000):
@@ -146,7 +148,7 @@ def test_replay_hits_shared_prefixes(tmp_path: Path) -> None:
     assert off.hit_tokens == 0
 
 
-def test_replay_draws_no_random_hash_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_uses_a_fixed_hash_key_so_that_its_results_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned eviction samples blocks by their hashes, so two replays with random keys would differ."""
     keys = iter(range(100))
     monkeypatch.setattr("secrets.randbits", lambda bits: next(keys))
@@ -168,7 +170,7 @@ def test_replay_search_finds_the_smallest_pool_without_preemptions() -> None:
     assert none.engines is None
 
 
-def test_replay_report_is_self_contained() -> None:
+def test_html_report_of_a_replay_loads_no_other_file() -> None:
     result = Simulator(read_trace(AZURE, limit=30), SETUP).run()
     text = page(result, "<trace> & model", [("a", "1 < 2")])
     assert "&lt;trace&gt; &amp; model" in text
@@ -178,7 +180,7 @@ def test_replay_report_is_self_contained() -> None:
     json.dumps(result.to_dict())
 
 
-def test_roofline_step_time_is_the_slower_of_traffic_and_arithmetic() -> None:
+def test_simulated_step_time_is_the_larger_of_memory_traffic_and_arithmetic_time() -> None:
     h100 = find_gpu("h100")
     step = StepTime(16 * 10**9, 8 * 10**9, 131_072, h100.bandwidth, h100.flops, overhead=0.0)
     assert step.seconds(1, 0) == pytest.approx(16e9 / 3350e9)
@@ -187,7 +189,7 @@ def test_roofline_step_time_is_the_slower_of_traffic_and_arithmetic() -> None:
     assert replace(step, devices=4).seconds(1, 0) == pytest.approx(16e9 / 3350e9 / 4)
 
 
-def test_trace_is_ordered_by_arrival(tmp_path: Path) -> None:
+def test_requests_of_a_trace_are_ordered_by_arrival(tmp_path: Path) -> None:
     later, earlier = TraceRequest(5.0, 10, 1), TraceRequest(2.0, 20, 1)
     (tmp_path / "log.jsonl").write_text(log_line(later) + "\n" + log_line(earlier))
     trace: Trace = read_trace(tmp_path / "log.jsonl")
@@ -219,7 +221,7 @@ HYBRID = replace(SETUP.layout, groups=(KVGroup("full", (0,)), KVGroup("state", (
         (AdmissionMode.PREDICTIVE, 170, 100.0),
     ],
 )
-def test_hybrid_model_hits_prefixes_with_their_states(
+def test_replayed_hybrid_model_hits_prefixes_whose_recurrent_states_are_cached(
     tmp_path: Path, mode: AdmissionMode, blocks: int, scale: float
 ) -> None:
     """Replay with ``check``; in the small pool all requests arrive at once, so that states are evicted."""

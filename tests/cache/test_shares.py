@@ -205,7 +205,7 @@ def test_one_share_of_the_batch_stays_free_for_a_key_without_requests() -> None:
     assert shares.within({"b": KeyUse(32, 640)}, AdmissionRequest(9, 9, 9, "a"), 99)  # runs nothing yet
 
 
-def test_keys_of_equal_priority_are_ordered_by_use_per_weight() -> None:
+def test_api_keys_of_equal_priority_are_served_in_order_of_use_divided_by_weight() -> None:
     shares = Shares(4, LIMITS)
     uses = {"a": KeyUse(2, 10), "b": KeyUse(4, 10, weight=4.0), "c": KeyUse(1, 80), "d": KeyUse(31, 0)}
     order = sorted("dcab", key=lambda key: shares.rank(uses, AdmissionRequest(1, 1, tenant=key), 1))

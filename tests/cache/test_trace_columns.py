@@ -103,7 +103,9 @@ def test_invalid_trace_column_mappings_are_rejected(columns: str, says: str) -> 
         ('{"t": 0, "in": 1}\n', NAMED, "out is missing"),
     ],
 )
-def test_missing_trace_column_is_named(text: str, columns: str | None, says: str, tmp_path: Path) -> None:
+def test_error_for_a_missing_trace_column_names_it(
+    text: str, columns: str | None, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(TraceError) as caught:
         read(tmp_path / "t", text, columns)
     assert says in str(caught.value)

@@ -71,12 +71,14 @@ CASES = [(suite, case) for suite, cases in SUITES.items() for case in cases]
 
 
 @pytest.mark.parametrize(("suite", "case"), CASES)
-def test_llm_comply_case_passes(results: dict[str, dict[str, Any]], suite: str, case: str) -> None:
+def test_each_case_of_the_llm_comply_suites_has_its_expected_result(
+    results: dict[str, dict[str, Any]], suite: str, case: str
+) -> None:
     result = results[suite][case]
     first, *_ = [*result.get("errors", ()), ""]
     assert (result["status"], first, len(result.get("warnings", ()))) == SUITES[suite][case], result
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_every_llm_comply_case_is_run(results: dict[str, dict[str, Any]], suite: str) -> None:
+def test_every_case_of_the_llm_comply_suites_is_run(results: dict[str, dict[str, Any]], suite: str) -> None:
     assert results[suite].keys() == SUITES[suite].keys()

@@ -59,7 +59,7 @@ def test_every_grafana_panel_describes_its_metrics(
                 assert named or metric == "up", f"{title}, {panel['title']}: {metric} is not in its description"
 
 
-def test_queries_use_dashboard_variables_and_rate_interval(
+def test_grafana_queries_use_dashboard_variables_and_the_rate_interval(
     dashboards: Dashboards, selectors_of: Callable[[str], list[Any]]
 ) -> None:
     for built in dashboards.values():
@@ -211,7 +211,9 @@ def _points_at_a_service(compose: dict[str, Any], target: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["tonnage_no_such_metric", 'tonnage_pool_blocks{nolabel="x"}'])
-def test_promql_parser_finds_names_and_labels(broken: str, selectors_of: Callable[[str], list[Any]]) -> None:
+def test_promql_parser_of_the_tests_finds_metric_names_and_labels(
+    broken: str, selectors_of: Callable[[str], list[Any]]
+) -> None:
     """The parser finds a wrong name or label, on which test_queries_live.py depends."""
     (selector,) = selectors_of(f"sum(rate({broken}[5m]))" if "{" not in broken else broken)
     names = {matcher.name for matcher in selector.matchers.matchers}

@@ -56,7 +56,7 @@ def check_names(where: str, expression: str, series: Series, selectors: list[Any
             assert name.strip() in known | TARGET_LABELS, f"{where}: grouped by unknown {name}"
 
 
-def test_panel_queries_use_existing_metrics_and_labels(
+def test_grafana_panel_queries_use_existing_metrics_and_labels(
     dashboards: dict[str, dict[str, Any]],
     rules: list[dict[str, Any]],
     series: Series,
@@ -81,7 +81,7 @@ def test_panel_queries_use_existing_metrics_and_labels(
                 assert label in set().union(*series[metric]) | TARGET_LABELS
 
 
-def test_rules_use_existing_metrics_and_labels(
+def test_prometheus_rules_use_existing_metrics_and_labels(
     rules: list[dict[str, Any]], series: Series, selectors_of: Callable[[str], list[Any]]
 ) -> None:
     # The next rule can read the series of a recording rule, which has the labels of its inputs.
@@ -107,7 +107,9 @@ def test_every_prometheus_rule_finds_its_series_on_a_running_server(
     every_rule_sees_its_series(prometheus, rules)
 
 
-def test_prometheus_evaluates_the_rules(rules: list[dict[str, Any]], prometheus: Any) -> None:
+def test_prometheus_evaluates_all_shipped_rules_without_an_error(
+    rules: list[dict[str, Any]], prometheus: Any
+) -> None:
     every_rule_is_evaluated(prometheus, rules)
     assert all(prometheus.instant(name) for name in recorded(rules))
     firing = {alert["labels"]["alertname"] for alert in prometheus.get("alerts")["alerts"]}

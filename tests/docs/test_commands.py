@@ -83,7 +83,7 @@ def test_every_documented_command_is_valid(page: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_only_in_checked_code_fences(page: Path) -> None:
+def test_documented_commands_occur_only_in_checked_code_fences(page: Path) -> None:
     assert stray(page) == [], "commands stand in fences of console or sh"
 
 
@@ -105,7 +105,7 @@ def test_every_command_excluded_from_checks_occurs_in_the_documentation() -> Non
         "printf '%s' TONNAGE_MODEL=demo TONNAGE_MAX_MODEL_LENGTH=2048 > /etc/tonnage/tonnage.env",
     ],
 )  # fmt: skip
-def test_invalid_command_is_detected(wrong: str, folder: Path) -> None:
+def test_invalid_command_in_the_documentation_is_detected(wrong: str, folder: Path) -> None:
     with pytest.raises((AssertionError, OSError, SystemExit, TonnageError)):
         _check(Shown("here", 1, wrong, "sh"))
 

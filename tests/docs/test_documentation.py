@@ -27,7 +27,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", documented.pages(), ids=lambda page: page.name)
-def test_documented_command_output_is_current(page: Path) -> None:
+def test_documented_command_output_equals_the_real_output(page: Path) -> None:
     text = page.read_text()
     with documented.models():
         made = documented.again(text)
@@ -35,7 +35,7 @@ def test_documented_command_output_is_current(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_and_anchors_exist(page: Path) -> None:
+def test_relative_links_and_anchors_in_the_documentation_exist(page: Path) -> None:
     for target, anchor in LINK.findall(page.read_text()):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
@@ -45,14 +45,14 @@ def test_relative_links_and_anchors_exist(page: Path) -> None:
             assert anchor[1:] in anchors(found.read_text()), target + anchor
 
 
-def test_python_examples_print_the_documented_output() -> None:
+def test_documented_python_examples_print_the_documented_output() -> None:
     with documented.models():
         found = doctest.testfile(str(documented.ROOT / "docs/python.md"), module_relative=False)
     assert found.attempted >= 4
     assert found.failed == 0
 
 
-def test_python_page_lists_every_public_name() -> None:
+def test_documentation_of_the_python_api_lists_every_public_name() -> None:
     listed = re.findall(
         r"^::: tonnage\.planner\.(\w+)$", (documented.ROOT / "docs/python.md").read_text(), re.MULTILINE
     )

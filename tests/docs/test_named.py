@@ -62,7 +62,7 @@ def ours() -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["planner", "cache", "server"])
-def test_package_readme_names_every_module(package: str) -> None:
+def test_readme_of_a_package_names_every_module(package: str) -> None:
     text = (ROOT / package / "README.md").read_text()
     modules = [path for path in (ROOT / package).iterdir() if path.name[0].isalpha()]
     assert [

@@ -26,7 +26,7 @@ def made(asking: Servers) -> dict[Path, str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_documented_server_output_is_current(page: Path, made: dict[Path, str]) -> None:
+def test_documented_server_output_equals_the_real_output(page: Path, made: dict[Path, str]) -> None:
     assert made[page] == page.read_text(), "python tests/helpers/documented.py writes what they say now"
 
 

@@ -53,7 +53,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return parent / "model"
 
 
-def test_gptq_engine_generates_transformers_tokens_within_planned_bytes(folder: Path) -> None:
+def test_hf_engine_with_a_gptq_model_equals_transformers_within_the_planned_bytes(folder: Path) -> None:
     plan = make_plan(
         str(folder),
         Deployment(

@@ -575,10 +575,12 @@ def checked(rows: list[tuple[str, str]]) -> type:
         def test_invalid_grammar_is_a_client_error(self, http: httpx.Client, fault: str) -> None:
             refused(http, fault)
 
-        def test_demo_model_makes_forced_tool_calls(self, client: openai.OpenAI) -> None:
+        def test_demo_model_calls_a_tool_with_tool_choice_required_or_named(
+            self, client: openai.OpenAI
+        ) -> None:
             forced_calls(client)
 
-        def test_demo_model_tool_calls_are_automatic(self, client: openai.OpenAI) -> None:
+        def test_demo_model_calls_a_tool_with_tool_choice_auto(self, client: openai.OpenAI) -> None:
             free_calls(client)
 
     return Tests

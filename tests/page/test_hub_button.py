@@ -256,7 +256,9 @@ def test_errors_of_the_hub_button_on_the_page_equal_the_commands_errors(
         assert f"model={name.split('@')[0].replace('/', '%2F')}" in hub_page.page.url
 
 
-def test_hub_button_falls_back_to_index_without_range_requests(hub_page: Sight, hub: Hub) -> None:
+def test_hub_button_on_the_page_uses_the_index_if_the_hub_rejects_range_requests(
+    hub_page: Sight, hub: Hub
+) -> None:
     """The page reads the index instead, and says so."""
     hub_page.open()
     try:
@@ -274,7 +276,9 @@ def test_hub_button_falls_back_to_index_without_range_requests(hub_page: Sight, 
         hub.ranges = hub.readable = True
 
 
-def test_hub_button_reads_listed_model_from_hub(hub_page: Sight, hub: Hub, run_command: Any) -> None:
+def test_hub_button_on_the_page_reads_a_listed_model_from_the_hub(
+    hub_page: Sight, hub: Hub, run_command: Any
+) -> None:
     hub.files["Qwen/Qwen3-8B", "main"] = MODELS["in/shards"]
     hub_page.open().settle()
     assert hub_page.plan()["model"]["via"] == "adapter"

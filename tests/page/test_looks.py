@@ -100,7 +100,7 @@ def test_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
     assert page.evaluate(focused) == "answer"  # the pressed element was removed; the focus stays near it
 
 
-def test_page_prints_on_one_sheet(browser: Any, site: str) -> None:
+def test_planner_page_prints_on_one_sheet_of_paper(browser: Any, site: str) -> None:
     page = browser.new_page()
     sight = Sight(page, site).open("?model=Qwen/Qwen3-32B&gpu=l40s-48g&engine=vllm&engine-version=0.33.0")
     for gpu in ("h100-80g", "a100-80g", "h200-141g"):  # the maximum number of kept plans
@@ -189,7 +189,9 @@ def test_html_report_is_accessible_and_printable(browser: Any, axe: str, models:
     page.close()
 
 
-def test_html_sweep_sorts_and_filters_thousands_of_rows(browser: Any, axe: str, models: Path) -> None:
+def test_html_report_of_a_sweep_sorts_and_filters_thousands_of_rows(
+    browser: Any, axe: str, models: Path
+) -> None:
     """The page shows 100 rows, but sorts and searches all rows.
 
     All rows are shown on request, or without scripts.

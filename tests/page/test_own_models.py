@@ -39,7 +39,7 @@ def opened(sight: Sight) -> Sight:
     return sight
 
 
-def test_pasted_config_is_planned_and_shareable_by_link(sight: Sight, browser: Any, models: Path) -> None:
+def test_pasted_config_is_planned_and_can_be_shared_by_link(sight: Sight, browser: Any, models: Path) -> None:
     opened(sight)
     paste(sight, CONFIG.decode())
     own = sight.planned("own/qwen3-")
@@ -71,7 +71,7 @@ def test_pasted_config_is_planned_and_shareable_by_link(sight: Sight, browser: A
     sight.picture("refused")
 
 
-def test_dropped_index_is_planned_with_own_or_shown_config(sight: Sight) -> None:
+def test_dropped_checkpoint_index_is_planned_with_its_own_or_the_shown_config(sight: Sight) -> None:
     opened(sight)
     sight.page.set_input_files(
         "#file", [file("config.json", CONFIG), file("tokenizer_config.json", b"{}"), index()]

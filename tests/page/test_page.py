@@ -34,7 +34,7 @@ def deployments() -> list[list[str]]:
     return found
 
 
-def test_page_output_equals_command_output(sight: Sight, models: Path) -> None:
+def test_plan_on_the_page_equals_the_commands_output(sight: Sight, models: Path) -> None:
     sight.open()
     assert len(NAMES) >= 30
     fits = 0
@@ -65,7 +65,7 @@ def test_link_with_parameters_reproduces_the_plan_on_the_page(sight: Sight, mode
     assert "max-model-len=16384" in sight.page.url
 
 
-def test_every_page_control_sets_plan_flag(sight: Sight) -> None:
+def test_every_control_of_the_page_sets_its_plan_flag(sight: Sight) -> None:
     sight.open()
     for flag, value in (
         ("engine-version", "0.19.0"),
@@ -167,7 +167,7 @@ def test_training_tab_shows_formulas_compares_kept_plans_and_lists_gpus(sight: S
     assert sight.page.locator("#beside table").count() == 0  # kept training plans are no serving plans
 
 
-def test_page_requests_no_other_host_and_plans_offline(browser: Any, site: str) -> None:
+def test_planner_page_contacts_no_other_host_and_plans_offline(browser: Any, site: str) -> None:
     """The page loads from its host alone, and plans without any host after that."""
     context = browser.new_context()
     page = context.new_page()
@@ -183,7 +183,7 @@ def test_page_requests_no_other_host_and_plans_offline(browser: Any, site: str) 
     context.close()
 
 
-def test_built_page_opens_offline_after_first_load(browser: Any, tmp_path: Path) -> None:
+def test_built_planner_page_opens_offline_after_its_first_load(browser: Any, tmp_path: Path) -> None:
     build(tmp_path / "page", os.environ.get("TONNAGE_PYODIDE"), kept=True)
     context = browser.new_context()
     with server(tmp_path / "page", "127.0.0.1", 0) as serving:

@@ -46,7 +46,7 @@ def test_browser_back_undoes_a_choice_but_not_single_slider_steps(sight: Sight) 
     sight.wait("() => window.tonnage.settled() && document.querySelector('#beside table') !== null")
 
 
-def test_error_stays_visible_while_slider_moves(sight: Sight) -> None:
+def test_error_on_the_page_stays_visible_while_a_slider_moves(sight: Sight) -> None:
     sight.open().settle()
     sight.page.set_input_files("#file", {"name": "notes.txt", "mimeType": "", "buffer": b"hello"})
     sight.refused("None of these")
@@ -96,7 +96,7 @@ def test_pasted_config_with_infinity_is_accepted(sight: Sight, tmp_path: Path) -
         ("?model=Qwen/Qwen3-8B&gpu=h100-80g&csv=true" + VLLM, ""),
     ],
 )
-def test_link_with_invalid_flags_shows_error(sight: Sight, query: str, words: str) -> None:
+def test_page_link_with_invalid_flags_shows_an_error(sight: Sight, query: str, words: str) -> None:
     sight.open(query)
     if words:
         sight.refused(words)

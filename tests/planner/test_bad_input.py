@@ -174,7 +174,7 @@ def test_uncached_hub_model_offline_error_names_hf_hub_offline(monkeypatch, tmp_
         make_plan("org/name", FLAGS)
 
 
-def test_local_hub_cache_snapshot_is_found(monkeypatch, tmp_path, tiny_llama):
+def test_model_in_the_local_hub_cache_is_found(monkeypatch, tmp_path, tiny_llama):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -186,7 +186,7 @@ def test_local_hub_cache_snapshot_is_found(monkeypatch, tmp_path, tiny_llama):
     assert plan.model.path == "org/name"  # only the config is local; the engine fetches the rest
 
 
-def test_path_without_model_is_rejected_with_reason(tmp_path):
+def test_path_without_a_model_is_rejected_with_the_reason(tmp_path):
     with pytest.raises(ModelNotFound, match=r"no config\.json"):
         make_plan(str(tmp_path), FLAGS)
     (tmp_path / "weights.bin").write_bytes(b"x")
@@ -259,7 +259,7 @@ def test_quantization_flag_contradicting_checkpoint_is_rejected(config_of):
         read_quantization(config, "nf4")
 
 
-def test_quantizing_tied_lm_head_is_rejected(tiny_llama, folder_with):
+def test_quantization_of_a_tied_lm_head_is_rejected(tiny_llama, folder_with):
     stored = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["embed_tokens"]}
     folder = folder_with(tiny_llama | {"tie_word_embeddings": True, "quantization_config": stored})
     with pytest.raises(UnsupportedArchitecture) as caught:
@@ -267,7 +267,7 @@ def test_quantizing_tied_lm_head_is_rejected(tiny_llama, folder_with):
     assert caught.value.field == "quantization_config.llm_int8_skip_modules"
 
 
-def test_rope_scaling_extends_max_length_by_vllm_rule(tiny_llama, folder_with):
+def test_rope_scaling_extends_the_maximum_length_by_vllms_rule(tiny_llama, folder_with):
     for kind, length in (("linear", 1024), ("dynamic", 1024), ("yarn", 256), ("llama3", 256)):
         scaling = {"rope_scaling": {"rope_type": kind, "factor": 4.0}}
         assert make_plan(folder_with(tiny_llama | scaling), FLAGS).model.max_model_len == length

@@ -68,19 +68,19 @@ def refused(capsys, flag: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(("flag", "value", "others"), PLAN_FLAGS, ids=str)
-def test_plan_rejects_invalid_number_flag(flag, value, others, tiny_llama, folder_with, capsys):
+def test_plan_command_rejects_an_invalid_number_in_a_flag(flag, value, others, tiny_llama, folder_with, capsys):
     argv = [folder_with(tiny_llama), "--gpu", "h100-80g", *others, flag, value]
     refused(capsys, flag, plan.run(argv))
 
 
 @pytest.mark.parametrize(("flag", "value"), TRAIN_FLAGS, ids=str)
-def test_train_rejects_invalid_number_flag(flag, value, tiny_llama, folder_with, capsys):
+def test_train_command_rejects_an_invalid_number_in_a_flag(flag, value, tiny_llama, folder_with, capsys):
     strategy = ["--strategy", "fsdp-hybrid", "--gpus", "2"] if flag == "--shard-size" else []
     method = ["--method", "lora"] if flag in ("--rank", "--target-modules") else []
     refused(capsys, flag, train.run([folder_with(tiny_llama), *strategy, *method, flag, value]))
 
 
-def test_train_accepts_any_lora_rank(tiny_llama, folder_with, capsys):
+def test_train_command_accepts_any_positive_lora_rank(tiny_llama, folder_with, capsys):
     assert train.run([folder_with(tiny_llama), "--method", "lora", "--rank", "7"]) == 0
 
 
@@ -97,7 +97,7 @@ def test_zero_device_memory_is_rejected_instead_of_gpu_default(tiny_llama, folde
     assert caught.value.field == "--device-memory"
 
 
-def test_vllm_accepts_only_its_own_lora_ranks(tiny_llama, folder_with, capsys):
+def test_vllm_plan_accepts_only_the_lora_ranks_that_vllm_supports(tiny_llama, folder_with, capsys):
     folder = folder_with(tiny_llama)
     argv = [folder, "--gpu", "h100-80g", "--enable-lora", "--max-lora-rank"]
     assert plan.run([*argv, "7"]) == 2
@@ -131,6 +131,6 @@ def test_lora_ranks_match_installed_vllm_source():
         ({"engine": "hf"}, None),
     ],
 )
-def test_unknown_engine_version_adds_note(flags, says, tiny_llama, folder_with):
+def test_plan_for_an_unknown_engine_version_adds_a_note(flags, says, tiny_llama, folder_with):
     notes = make_plan(folder_with(tiny_llama), Deployment(gpu="h100-80g", **flags)).notes
     assert [bool(re.search(says or "rules? of", note)) for note in notes] == ([True] if says else [])

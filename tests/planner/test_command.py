@@ -43,14 +43,14 @@ def test_plan_command_with_json_prints_the_plan_and_exits_0(plan):
     assert done.stderr == ""
 
 
-def test_piped_output_has_no_terminal_codes(plan):
+def test_piped_plan_output_has_no_terminal_codes(plan):
     done = plan("demo", "--explain", "--device-memory", "16GiB")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "kv_cache.bytes_per_block = 368,640" in done.stdout
 
 
-def test_terminal_output_has_bars(tmp_path):
+def test_plan_output_on_a_terminal_has_bars(tmp_path):
     """Rich draws the table on a real pseudo-terminal."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TONNAGE_CACHE": str(tmp_path), "TERM": "xterm", "COLUMNS": "100"}
@@ -72,7 +72,9 @@ def test_terminal_output_has_bars(tmp_path):
     assert "256.6 MiB" in output.decode()
 
 
-def test_model_id_escapes_are_stripped_and_no_color_is_honoured(monkeypatch, tiny_llama, folder_with):
+def test_terminal_escapes_in_model_ids_are_removed_and_no_color_turns_colours_off(
+    monkeypatch, tiny_llama, folder_with
+):
     folder = folder_with(tiny_llama)
     plan = replace(
         made := make_plan(folder, Deployment()), model=replace(made.model, id="x\x1b[31m" + 99 * " y")
@@ -124,7 +126,7 @@ def test_gpu_auto_plans_for_the_cpu_without_an_nvidia_driver(monkeypatch, tmp_pa
     assert "pip install 'tonnage[gpu]'" in shown.err
 
 
-def test_plan_that_does_not_fit_exits_1(plan):
+def test_plan_command_exits_with_1_if_the_plan_does_not_fit(plan):
     done = plan("demo", "--device-memory", "100MiB", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["reasons"]
@@ -233,7 +235,7 @@ def test_gib_formats_bytes_with_unit():
     ],
     ids=["plan", "train"],
 )
-def test_terminal_without_utf_8_gets_ascii_bars(monkeypatch, command, arguments, encoding):
+def test_terminal_without_utf_8_gets_bars_of_ascii_characters(monkeypatch, command, arguments, encoding):
     terminal = Terminal(encoding)
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setenv("COLUMNS", "150")
@@ -243,6 +245,6 @@ def test_terminal_without_utf_8_gets_ascii_bars(monkeypatch, command, arguments,
 
 
 @pytest.mark.parametrize("name", ["gpu", "quantization", "kv-cache-dtype"])
-def test_help_names_flags_that_take_comma_lists(name, capsys):
+def test_help_text_names_the_flags_that_accept_comma_separated_lists(name, capsys):
     assert run([f"--help={name}"]) == 0
     assert "several, with commas" in " ".join(capsys.readouterr().out.split())

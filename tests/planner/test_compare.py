@@ -60,7 +60,7 @@ def test_vllm_0_17_has_a_lower_activation_peak_than_0_16(folder, capsys):
     assert "CUDA graphs" in reasons(out, "0.18.0")
 
 
-def test_vllm_0_20_1_prints_more_tokens_for_sliding_window_model(folder, capsys):
+def test_vllm_0_20_1_reports_more_pool_tokens_for_a_sliding_window_model(folder, capsys):
     """Gemma 4 31B in 4 bits on an A100 prints 9.5 times as many tokens for the same pool (vllm#43308)."""
     model = folder(GEMMA)
     flags = ("--gpu-memory-utilization", "0.9", "--max-model-len", "131072", "--gpu", "a100-80g")
@@ -163,7 +163,7 @@ def test_vllm_0_26_counts_flashinfer_workspace_as_cuda_graphs(folder, tmp_path, 
         assert ratio(out, "cuda_graph_bytes") == 1
 
 
-def test_flashinfer_workspace_depends_on_batched_tokens(folder, capsys):
+def test_flashinfer_workspace_grows_with_max_num_batched_tokens(folder, capsys):
     """A hybrid of 64 layers on an RTX 5090 has 0.89 GiB of graphs with steps of 8,192 tokens (vllm#52872).
 
     With steps of 4,096, 3,072 and 2,048 tokens it has 0.52 GiB.
@@ -287,7 +287,7 @@ def test_differences_between_vllm_versions_are_listed_in_order_and_add_up(folder
     assert [step["version"] for step in back["steps"]] == steps[::-1]
 
 
-def test_compare_shows_newer_version_that_drops_model_class(folder, capsys):
+def test_version_comparison_shows_that_a_newer_vllm_drops_the_model_class(folder, capsys):
     """The output quotes the newer version's error for a removed model class."""
     model = folder("configs/baichuan-inc__Baichuan2-7B-Base.json")
     out = compared(capsys, model, "0.23.0", "0.24.0")
@@ -326,6 +326,6 @@ def test_html_page_of_a_version_comparison_equals_its_text_output(folder, capsys
     assert "--compare" in capsys.readouterr().err
 
 
-def test_every_version_rule_has_an_explanation():
+def test_every_change_between_vllm_versions_has_an_explanation():
     named = {name for _, changed in _CHANGES for name in changed}
     assert named == {*_WORDS}

@@ -159,7 +159,7 @@ def flags(**more) -> Deployment:
         ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is not a multiple of the 3 draft layers"),
     ],
 )
-def test_mtp_without_draft_layers_is_rejected(model, changes, tokens, why):
+def test_mtp_speculation_is_rejected_for_a_model_without_draft_layers(model, changes, tokens, why):
     with pytest.raises(DeploymentError, match=why):
         plan_source(source(model, **changes), flags(num_speculative_tokens=tokens))
 
@@ -206,7 +206,7 @@ def test_mtp_layers_excluded_from_quantization_stay_16_bit():
     assert skipped == (small.rank.draft_bytes > 0.99 * wide.rank.draft_bytes)
 
 
-def test_draft_is_on_last_pipeline_stage():
+def test_speculative_draft_is_planned_on_the_last_pipeline_stage():
     """The last stage holds the draft, its KV cache and a copy of the embedding."""
     whole = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags())
     parts = plan_source(source("XiaomiMiMo__MiMo-7B-Base"), flags(pipeline_parallel_size=2))

@@ -22,7 +22,7 @@ from tonnage.planner.planning.build import make_plan
 PLANNER = Path(registry.__file__).parents[1]
 
 
-def test_engine_of_returns_engine_by_name():
+def test_function_engine_of_returns_the_engine_with_the_given_name():
     for name in ENGINES:
         engine = engine_of(name)
         assert engine.name == name
@@ -68,7 +68,7 @@ ENGINE = TensorRT()
 """
 
 
-def test_new_engine_needs_only_one_module(monkeypatch, capsys):
+def test_new_engine_can_be_added_with_a_single_module(monkeypatch, capsys):
     """Planning, sweeps and advice take everything about an engine from its module."""
     module = ModuleType("tensorrt_llm")
     exec(NEW, module.__dict__)
@@ -87,7 +87,7 @@ def test_new_engine_needs_only_one_module(monkeypatch, capsys):
     assert "tensorrt-llm drafts are not planned" in capsys.readouterr().err
 
 
-def test_kv_dtype_error_names_requested_engine(capsys):
+def test_error_for_an_unsupported_kv_cache_dtype_names_the_requested_engine(capsys):
     flags = ["--engine", "sglang", "--gpu", "h100-80g", "--dtype", "bfloat16", "--kv-cache-dtype", "float32"]
     assert run(["demo", *flags]) == 2
     assert "SGLang has no float32 KV cache for a 16-bit model" in capsys.readouterr().err
@@ -112,14 +112,14 @@ def test_sglang_has_no_float16_cache_for_a_bfloat16_model(capsys):
         ({"device": "cuda", "device_memory": 180 << 30}, 0.854, 16384),
     ],
 )
-def test_sglang_default_mem_fraction_and_batched_tokens(flags, share, tokens):
+def test_sglang_plan_has_sglangs_default_memory_fraction_and_batched_tokens(flags, share, tokens):
     """The rule is handle_gpu_memory_settings (arg_groups/memory_hook.py, SGLang 0.5.23)."""
     chosen = make_plan("demo", Deployment(engine="sglang", **flags)).deployment
     assert chosen.mem_fraction_static == pytest.approx(share, abs=0.0011)
     assert chosen.max_num_batched_tokens == tokens
 
 
-def test_planner_code_never_compares_engine_names():
+def test_planner_code_never_branches_on_engine_names():
     """Differences between engines are engine methods, because a name comparison would miss a new engine."""
     for path in PLANNER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -132,7 +132,7 @@ def test_planner_code_never_compares_engine_names():
             assert compared != "engine" or not constants & set(ENGINES), f"{path.name}:{node.lineno}"
 
 
-def test_vllm_version_rules_are_ordered_and_each_changes_a_value():
+def test_vllm_version_rules_are_in_order_and_each_changes_a_value():
     versions = [since for since, _ in _CHANGES]
     assert versions == sorted(set(versions))
     assert versions[-1] == NEWEST == engine_of("vllm").newest

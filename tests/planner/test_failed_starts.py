@@ -228,7 +228,7 @@ def test_gpu_whose_memory_nvml_does_not_report_gets_vllms_small_batch_defaults(t
     assert (plan.deployment.max_num_seqs, plan.deployment.max_num_batched_tokens) == (256, 2048)
 
 
-def test_model_newer_than_vllm_version_does_not_start(tmp_path):
+def test_plan_predicts_that_a_model_newer_than_the_vllm_version_does_not_start(tmp_path):
     model = folder(tmp_path, "google__gemma-4-26B-A4B")
     old = make_plan(
         model, Deployment(engine="vllm", engine_version="0.15.0", gpu="h200-141g", max_model_len=8192)
@@ -257,7 +257,7 @@ def test_model_newer_than_required_transformers_adds_note(tmp_path):
         assert not any("requires transformers" in note for note in new.notes)
 
 
-def test_every_published_start_has_supported_model_class():
+def test_model_class_of_every_published_start_is_supported_by_its_vllm_version():
     """The table of classes by version covers every published start."""
     first = startup_failures._architectures()["first"]
     seen = 0
@@ -310,7 +310,7 @@ def test_model_class_whose_name_differs_from_vllms_only_in_the_suffix_is_accepte
     assert startup_failures.class_of(replace(architecture, declared=(name,)), (0, 33, 0)) is not None
 
 
-def test_class_that_falls_back_to_transformers_modules_is_noted(tmp_path):
+def test_plan_notes_a_model_class_that_vllm_runs_with_transformers_modules(tmp_path):
     flags = {"engine": "vllm", "gpu": "h100-80g", "max_model_len": 256}
     new, old = (
         make_plan(folder(tmp_path, "transformers-default__helium"), Deployment(engine_version=version, **flags))

@@ -68,7 +68,7 @@ def test_encoder_config_with_one_changed_field_matches_transformers(model_type, 
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_encoder_weight_bytes_equal_loaded_model(model_type, tmp_path):
+def test_planned_weight_bytes_of_an_encoder_equal_the_loaded_model(model_type, tmp_path):
     class_name = FAMILIES[model_type][0] + "Model"
     model = getattr(transformers, class_name)._from_config(
         transformers.AutoConfig.for_model(model_type, **FAMILIES[model_type][1])
@@ -108,14 +108,14 @@ def test_roberta_max_length_excludes_padding_positions(tmp_path):
         ({"type_vocab_size": "two"}, "type_vocab_size"),
     ],
 )
-def test_unsupported_encoder_field_is_named_in_error(change, field):
+def test_error_for_an_unsupported_encoder_field_names_the_field(change, field):
     with pytest.raises(TonnageError) as caught:
         build_architecture(config_of("bert", "BertModel") | change)
     assert caught.value.field == field
 
 
 @pytest.mark.oracle
-def test_encoder_weight_bytes_equal_vllm_classes(tmp_path):
+def test_planned_weight_bytes_of_an_encoder_equal_vllms_classes(tmp_path):
     folders = {}
     for model_type in ("bert", "xlm-roberta", "modernbert"):
         folder = tmp_path / model_type
@@ -131,7 +131,7 @@ def test_encoder_weight_bytes_equal_vllm_classes(tmp_path):
 
 
 @pytest.mark.oracle
-def test_encoder_classifier_weight_bytes_equal_vllm_classes(tmp_path):
+def test_planned_weight_bytes_of_an_encoder_classifier_equal_vllms_classes(tmp_path):
     """In bfloat16, because vLLM keeps the heads of classifiers in float32."""
     folders = {}
     for model_type in ("bert", "roberta", "modernbert"):
@@ -165,7 +165,7 @@ def ask_vllm(dtype: str, folders: list[str]) -> list[dict]:
 
 
 @pytest.mark.parametrize("class_name", ["DistilBertModel", "MPNetModel", "DistilBertForMaskedLM"])
-def test_encoder_class_missing_in_vllm_is_named_in_error(class_name, tmp_path):
+def test_error_for_an_encoder_class_missing_in_vllm_names_the_class(class_name, tmp_path):
     model_type = next(m for m, (name, _) in FAMILIES.items() if class_name.startswith(name))
     (tmp_path / "config.json").write_text(json.dumps(config_of(model_type, class_name)))
     with pytest.raises(UnsupportedArchitecture, match=class_name):

@@ -298,7 +298,7 @@ def test_config_that_transformers_cannot_build_is_rejected(field: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_config_of_originally_published_class_gives_same_tensors(
+def test_config_in_its_originally_published_form_gives_the_same_tensors(
     name: str, class_name: str, change: dict[str, Any]
 ) -> None:
     """The config has the fields and class name of the code that the model was first published with."""

@@ -170,7 +170,7 @@ def mutations(rng: random.Random):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_config_tensors_equal_transformers_modules(seed):
+def test_planned_tensors_of_random_configs_equal_transformers_modules(seed):
     """Names and shapes of every parameter and buffer are equal."""
     rng = random.Random(seed)
     for kind, fields in mutations(rng):

@@ -9,7 +9,7 @@ from tonnage.planner.planning.checkpoint import checkpoint_size
 from tonnage.planner.quantization.read import read_quantization
 
 
-def test_parameter_count_equals_transformers_meta_model(truth_row, config_of):
+def test_planned_parameter_count_equals_transformers_on_the_meta_device(truth_row, config_of):
     architecture = build_architecture(config_of(truth_row["model"]))
     assert architecture.parameters == int(truth_row["params_unique"])
     tied = sum(t.elements for t in architecture.tensors if t.tied_to)
@@ -23,7 +23,7 @@ def test_parameter_count_equals_transformers_meta_model(truth_row, config_of):
 OTHER_CLASS = {"bryce-hoehn/Qwen3.5-18B-REAP-A3B-Coding"}
 
 
-def test_checkpoint_bytes_equal_published_size(size_row, config_of):
+def test_planned_checkpoint_bytes_equal_the_published_size(size_row, config_of):
     config = config_of(size_row["model"])
     architecture, quantization = build_architecture(config), read_quantization(config, None)
     dtype = "bfloat16" if size_row["torch_dtype"] == "None" else size_row["torch_dtype"]
@@ -46,7 +46,7 @@ def test_vision_tower_parameters_are_counted_separately(config_of):
     assert build_architecture(config_of("google/gemma-2b")).tower_parameters == {}
 
 
-def test_falcon_40b_has_eight_kv_heads_and_transformers_caches_128(config_of):
+def test_falcon_40b_has_8_kv_heads_and_transformers_caches_128_of_them(config_of):
     architecture = build_architecture(config_of("tiiuae/falcon-40b"))
     assert architecture.parameters == 41_303_293_952
     layer = architecture.cache_layers[0]

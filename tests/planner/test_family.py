@@ -55,7 +55,7 @@ def test_no_architecture_builder_branches_on_the_model_type():
             assert not choices_by_model_type(ast.parse(path.read_text())), path.name
 
 
-def test_unknown_model_type_has_no_family():
+def test_unknown_model_type_has_no_registered_family():
     for unknown in ("brand_new", "", None, 3, ["llama"]):
         assert family_of(unknown) is NO_FAMILY
 
@@ -64,7 +64,7 @@ def test_every_reason_why_a_family_has_no_paged_kv_cache_has_a_text():
     assert {"served", *REASONS} == set(get_args(Paged))
 
 
-def test_llama_family_imports_no_other_family():
+def test_loading_the_llama_family_imports_no_other_model_family():
     code = (
         "import sys; from tonnage.planner.families.registry import family_of; family_of('llama'); "
         "print(*(name for name, module in sys.modules.items() if getattr(module, 'FAMILIES', None)))"
@@ -73,7 +73,7 @@ def test_llama_family_imports_no_other_family():
     assert done.stdout.split() == ["tonnage.planner.families.llama"]
 
 
-def test_new_family_needs_only_one_module(tmp_path, monkeypatch):
+def test_new_model_family_can_be_added_with_a_single_module(tmp_path, monkeypatch):
     """A new module is found by its folder alone, in a separate process."""
     here = tmp_path / "tonnage" / "planner"
     shutil.copytree(FOLDER.parent, here, ignore=shutil.ignore_patterns("__pycache__"))

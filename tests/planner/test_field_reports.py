@@ -53,7 +53,7 @@ def test_planned_kv_cache_tokens_equal_95_percent_of_published_logs(scores, name
     assert section["exact"] >= 0.95 * section["scored"], section["misses"]
 
 
-def test_sglang_tokens_within_1_percent_of_logs(scores):
+def test_planned_sglang_pool_tokens_are_within_1_percent_of_logs(scores):
     section = scores["sglang"]
     assert section["scored"] >= 11
     assert section["within_1_percent"] >= 0.95 * section["scored"], section["misses"]

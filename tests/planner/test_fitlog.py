@@ -36,7 +36,7 @@ def quoted(predicate):
         ("tokens", "kv_tokens", 1), ("max_concurrency", "max_concurrency", 1),
     ],
 )  # fmt: skip
-def test_vllm_log_figures_equal_recorded_values(figure, observed, unit):
+def test_memory_figures_parsed_from_vllm_logs_equal_recorded_values(figure, observed, unit):
     """Where the quote holds the line, the figure equals the value recorded with the report."""
     marks = {
         "weights_bytes": "Model loading took", "kv_pool_bytes": "Available KV cache memory",
@@ -128,7 +128,7 @@ def test_refitted_coefficients_report_their_error_on_held_out_logs():
     assert refit_terms(logs[:2]) == {}
 
 
-def test_invalid_log_is_rejected_with_reason(tmp_path, capsys):
+def test_file_that_is_no_engine_log_is_rejected_with_the_reason(tmp_path, capsys):
     empty = tmp_path / "empty.log"
     empty.write_text("hello\n")
     with pytest.raises(ConfigError, match="no start-up line"):
@@ -273,7 +273,7 @@ def test_log_without_logged_settings_is_planned_from_the_flags_with_notes(llama,
     assert "--max-num-seqs" not in assumed
 
 
-def test_flag_contradicting_log_adds_note(llama, capsys):
+def test_flag_that_contradicts_the_log_adds_a_note(llama, capsys):
     """The log takes precedence, and a note names each flag that is not used."""
     base = [FP8_KV, "--model", llama, "--gpu", "h100-80g"]
     (plain,) = fit_log_json(capsys, *base)["logs"]

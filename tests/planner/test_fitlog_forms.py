@@ -84,7 +84,7 @@ def test_prefixes_colours_and_wrapping_of_log_lines_change_no_parsed_figure(dres
             assert other.flags.get(flag) == plain.flags.get(flag)
 
 
-def test_failed_start_log_gives_failure_message():
+def test_failure_message_is_read_from_the_log_of_a_failed_start():
     found = parse_log(text_of("meta-llama-llama-3-1-8b---h100-80gb--tp1pp1dp2--8192.FAILED"))
     assert found.failure == "AssertionError: DP adjusted local rank 1 is out of bounds."
     assert not found.ready

@@ -36,7 +36,7 @@ def test_every_field_of_the_settings_classes_has_a_flag(record):
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=names(FLAGS))
-def test_flag_reads_valid_text_and_rejects_invalid_text(flag):
+def test_flag_parses_valid_text_and_rejects_invalid_text(flag):
     """Each flag reads one valid value as text and rejects invalid values."""
     text, value = {
         "bytes": ("1KiB", 1024), "GiB": ("0.5", 1 << 29), "MiB": ("0.5", 1 << 19), "share": ("0.25", 0.25),
@@ -73,7 +73,7 @@ def test_flag_reads_valid_text_and_rejects_invalid_text(flag):
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=names(FLAGS))
-def test_flag_rejects_value_of_other_type(flag):
+def test_flag_rejects_a_value_of_another_type(flag):
     for value in (object(), b"x", 1.5 if flag.kind == "int" else 5, None):
         if (value is None and flag.optional) or (value == 5 and flag.kind == "float"):
             continue
@@ -96,7 +96,7 @@ def test_help_text_contains_engine_defaults():
 
 
 @pytest.mark.parametrize("size", [1, 16, 64])
-def test_sglang_block_size_is_its_page_size(size, capsys):
+def test_sglang_plan_takes_the_block_size_from_the_page_size_flag(size, capsys):
     """The option is --page-size; token counts are rounded down to whole pages."""
     whole = make_plan("demo", Deployment(engine="sglang", gpu="h100-80g"))
     plan = make_plan("demo", Deployment(engine="sglang", gpu="h100-80g", block_size=size, max_model_len=1001))
@@ -119,7 +119,7 @@ def test_llama_cpp_rejects_block_size_above_1(capsys):
     assert run(["demo", "--engine", "llama.cpp", "--gpu", "h100-80g", "--block-size", "1", "--json"]) == 0
 
 
-def test_sweep_axis_values_are_read_like_flag_values(folder_with, config_of, capsys):
+def test_values_of_a_sweep_axis_are_parsed_like_flag_values(folder_with, config_of, capsys):
     assert parse_axis("target-modules=q_proj,k_proj+v_proj") == (
         "target_modules",
         (("q_proj",), ("k_proj", "v_proj")),

@@ -22,7 +22,7 @@ def test_ggml_type_table_equals_gguf_package():
     assert {int(k): (k.name, *v) for k, v in GGML_QUANT_SIZES.items()} == GGML_TYPES
 
 
-def test_demo_gguf_header_equals_gguf_reader():
+def test_header_of_the_demo_gguf_file_equals_the_gguf_packages_reader():
     path = demo_gguf()
     header = read_gguf(path)
     theirs = gguf.GGUFReader(path)
@@ -40,7 +40,7 @@ def test_demo_gguf_header_equals_gguf_reader():
     assert plan.kv_cache.layout == make_plan("demo", Deployment(device_memory=1 << 34)).kv_cache.layout
 
 
-def test_llama_cpp_keeps_tensor_types_of_gguf_file():
+def test_llama_cpp_plan_keeps_the_tensor_types_of_a_gguf_file():
     """llama-server reports size 96576768 (tests/data/metrics_pages/llama.cpp-0.3.36/models.json)."""
     plan = make_plan(str(demo_gguf()), Deployment(engine="llama.cpp"))
     assert plan.rank.weights_bytes == 96_576_768
@@ -57,7 +57,7 @@ def test_llama_cpp_keeps_tensor_types_of_gguf_file():
     assert make_plan(str(demo_gguf()), Deployment(engine="hf")).rank.weights_bytes == 269_030_272  # dequantized
 
 
-def test_gguf_file_plans_same_as_equivalent_config(tmp_path, folder_with, tiny_llama):
+def test_gguf_file_gives_the_same_plan_as_the_equivalent_config(tmp_path, folder_with, tiny_llama):
     flags = Deployment(device_memory=1 << 34)
     plan = make_plan(str(llama_file(tmp_path / "m.gguf")), flags)
     same = make_plan(folder_with(tiny_llama | {"tie_word_embeddings": True}), flags)

@@ -103,7 +103,7 @@ def hub(monkeypatch, tmp_path):
     server.server_close()
 
 
-def test_gguf_tag_and_link_read_the_header_from_the_hub(hub, tmp_path, capsys):
+def test_model_name_with_a_gguf_tag_or_link_reads_the_header_from_the_hub(hub, tmp_path, capsys):
     data = llama_file(tmp_path / "m.gguf").read_bytes()
     names = ["README.md", "m-Q4_K_M.gguf", "m-UD-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-F16.gguf"]
     hub.files = {"main?recursive=true": json.dumps([{"type": "file", "path": name} for name in names]).encode()}
@@ -120,7 +120,7 @@ def test_gguf_tag_and_link_read_the_header_from_the_hub(hub, tmp_path, capsys):
         resolve_model("org/m-GGUF:Q5_K_M")
 
 
-def test_gguf_tag_without_hub_uses_the_shipped_config(hub):
+def test_model_name_with_a_gguf_tag_uses_the_shipped_config_without_a_hub(hub):
     hub.shutdown()
     hub.server_close()
     found = plan("unsloth/Qwen3-8B-GGUF:Q4_K_M", gpu="rtx4090-24g", max_model_len=8192)

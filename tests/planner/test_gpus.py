@@ -41,7 +41,7 @@ NEEDED = [
 
 
 @pytest.mark.parametrize("name", NEEDED)
-def test_common_gpu_name_is_in_catalogue(name):
+def test_common_gpu_names_are_in_the_catalogue(name):
     assert find_gpu(name).memory_bytes > 1 << 30
 
 
@@ -103,11 +103,11 @@ def test_catalogue_memory_total_equals_what_the_driver_prints(name, gib):
         ("MI300X-192GB", "mi300x-192g"), ("V100-32GB", "v100-32g"),
     ],
 )  # fmt: skip
-def test_name_with_gb_or_without_vendor_is_found(name, known):
+def test_gpu_name_with_gb_or_without_vendor_is_found(name, known):
     assert find_gpu(name).name == known
 
 
-def test_no_two_gpus_share_a_plain_name():
+def test_every_name_and_alias_in_the_gpu_catalogue_is_unambiguous():
     for gpu in catalogue():
         for name in (gpu.name, *gpu.aliases):
             assert find_gpu(name) == gpu, name
@@ -204,7 +204,7 @@ def test_invalid_price_is_rejected(text):
     assert caught.value.field in ("--price", "--gpu")
 
 
-def test_sxm_and_pcie_variants_have_own_bandwidth():
+def test_sxm_and_pcie_variants_of_a_gpu_have_their_own_bandwidth():
     assert find_gpu("h100").bandwidth == 3350e9
     assert find_gpu("h100-pcie").bandwidth == 2000e9
     assert find_gpu("m4-max").bandwidth is None  # Apple publishes no operations per second
@@ -256,7 +256,7 @@ def test_misspelled_gpu_name_gets_suggestion():
         find_gpu("h100-80")
 
 
-def test_gpu_count_in_single_gpu_name_is_rejected_with_hint():
+def test_gpu_count_in_a_flag_for_one_gpu_is_rejected_with_a_hint():
     with pytest.raises(DeploymentError, match=r"--gpu h100-80g --tensor-parallel-size 8; of train --gpus 8"):
         find_gpu("8xH100")
     with pytest.raises(DeploymentError, match="not in the catalogue"):

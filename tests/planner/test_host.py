@@ -237,7 +237,7 @@ def test_pinned_memory_is_rounded_up_to_power_of_two(asked, taken) -> None:
     assert pinned(int(asked * GIB)) == taken * GIB
 
 
-def test_reported_host_memory_lies_within_bounds(plan_of) -> None:
+def test_host_memory_in_published_reports_lies_within_the_planned_bounds(plan_of) -> None:
     # vllm-project/vllm#57469: anonymous memory of a worker of four while it loads
     workers = part(plan_of(LLAMA, tensor_parallel_size=4), "workers")
     assert workers.low <= 4 * 3131928 * 1024 <= workers.high
@@ -269,7 +269,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("name", "flags", "why"), UNKNOWN)
-def test_unknown_host_memory_is_none_with_reason(plan_of, name, flags, why) -> None:
+def test_plan_gives_no_host_memory_but_the_reason_where_it_is_unknown(plan_of, name, flags, why) -> None:
     plan = plan_of(name, **flags)
     told = plan_to_dict(plan)["host"]
     assert {told[key] for key in told if key.endswith("bytes") or key == "interval"} == {None}
@@ -293,7 +293,7 @@ def test_cpu_plan_has_no_separate_host_memory(plan_of) -> None:
     assert not [line for line in plain_lines(plan, explain=True) if "ost memory" in line]
 
 
-def test_shared_memory_covers_message_queues_and_kv_tier(plan_of) -> None:
+def test_planned_shared_memory_covers_message_queues_and_kv_tier(plan_of) -> None:
     assert shared_memory_bytes(plan_of(LLAMA)) is None
     tier = plan_of(LLAMA, kv_offloading_bytes=10 * GIB)
     assert shared_memory_bytes(tier) == part(tier, "KV tier").value

@@ -133,7 +133,7 @@ def test_hub_error_message_says_what_to_do(hub, monkeypatch, capsys, model, toke
     assert token is None or token not in shown.err
 
 
-def test_retry_after_date_becomes_seconds(hub):
+def test_retry_after_header_with_a_date_is_converted_to_seconds(hub):
     hub.failing = {"org/busy": (429, {"Retry-After": "Fri, 01 Jan 2100 00:00:00 GMT"})}
     with pytest.raises(ModelNotFound, match=r"429.*try again in \d{9,} s"):
         resolve_model("org/busy")
@@ -153,7 +153,7 @@ def test_sweep_fetches_model_and_draft_once(hub, tiny_llama, capsys):
     assert len(paths) == len(set(paths))
 
 
-def test_revision_is_quoted_in_hub_request(hub):
+def test_revision_with_slashes_is_percent_encoded_in_the_hub_request(hub):
     files = hub.files["org/open", "main"]
     hub.files["org/open", "refs/pr/7"] = files
     found = resolve_model(f"{hub.url}/org/open/tree/refs/pr/7")
@@ -190,7 +190,7 @@ def test_cached_snapshot_of_revision_is_found_offline(monkeypatch, tmp_path, tin
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_hub_token_sources_and_precedence(monkeypatch, tmp_path, installed):
+def test_hub_token_is_taken_from_its_sources_in_order_of_precedence(monkeypatch, tmp_path, installed):
     """The rules are huggingface_hub's, with and without that package."""
     if not installed:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -277,7 +277,7 @@ _NAMES = {
 
 
 @pytest.mark.parametrize(("name", "expected"), _NAMES.items(), ids=_NAMES)
-def test_model_names_and_urls_give_repository_and_revision(name, expected):
+def test_model_names_and_urls_are_parsed_into_repository_and_revision(name, expected):
     repo, revision = expected
     assert hub_model(name) == HubModel(repo, revision or "main")
     if "://" in name:
@@ -324,7 +324,7 @@ def test_model_url_of_hf_endpoint_mirror_is_accepted(monkeypatch):
         hub_model("https://other.example.org/org/name")
 
 
-def test_single_config_json_file_is_a_model(tmp_path, tiny_llama):
+def test_path_of_a_single_config_json_is_accepted_as_a_model(tmp_path, tiny_llama):
     own = tmp_path / "my-model.json"
     own.write_text(json.dumps(tiny_llama))
     assert resolve_model(str(own)).config == tiny_llama
@@ -384,7 +384,7 @@ def test_modelscope_local_cache_is_found_offline(modelscope, monkeypatch, tmp_pa
         resolve_model("org/three@v2")  # a folder of an older version may hold any revision
 
 
-def test_modelscope_url_without_switch_names_variable_to_set(monkeypatch):
+def test_modelscope_url_without_its_environment_switch_names_the_variable_to_set(monkeypatch):
     address = "https://www.modelscope.cn/models/org/name/files"
     with pytest.raises(ModelNotFound, match="set VLLM_USE_MODELSCOPE=True"):
         hub_model(address)

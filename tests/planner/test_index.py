@@ -40,7 +40,7 @@ def planned(folder):
     return found, {term.name: term for term in found.terms}, [note for note in found.notes if "index" in note]
 
 
-def test_published_index_equals_config_tensors(folder):
+def test_tensors_in_published_indexes_equal_those_planned_from_the_config(folder):
     found, terms, notes = planned(folder())
     assert (found.model.via, len(NAMES)) == ("index", 195)
     assert terms["checkpoint_bytes"].value == TOTAL
@@ -49,7 +49,7 @@ def test_published_index_equals_config_tensors(folder):
     assert make_plan(str(folder() / "model.safetensors.index.json"), H100).model.via == "index"
 
 
-def test_extra_tensors_in_index_add_note_and_no_weight(folder):
+def test_unused_tensors_in_an_index_add_a_note_and_no_weight_bytes(folder):
     inverse = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(32)]
     drafts = ["model.layers.32.eh_proj.weight", "model.layers.32.enorm.weight"]
     (alone := folder() / "model.safetensors.index.json").unlink()
@@ -65,7 +65,7 @@ def test_extra_tensors_in_index_add_note_and_no_weight(folder):
     assert "no total_size" in planned(folder(None))[2][0]
 
 
-def test_page_cache_bytes_follow_index_total_size(folder):
+def test_planned_page_cache_bytes_equal_the_total_size_in_the_index(folder):
     cached = {planned(folder(total))[0].host.page_cache_bytes for total in (TOTAL, TOTAL + 6144)}
     assert max(cached) - min(cached) == 6144
 

@@ -64,7 +64,7 @@ def test_pool_size_set_by_a_flag_has_no_interval_in_the_plan(decided):
     )
 
 
-def test_kv_pool_interval_is_budget_minus_used_bytes_interval():
+def test_interval_of_the_kv_pool_is_the_budget_minus_the_interval_of_used_bytes():
     """The bounds of used bytes without the pool and of the pool sum to the budget, to a block."""
     found = plan(**ON_GPU)
     block = found.kv_cache.layout.bytes_per_block
@@ -107,7 +107,7 @@ def test_plan_notes_that_the_engine_may_not_start_at_the_pools_lower_bound():
     raise AssertionError("no such share")
 
 
-def test_serve_uses_lower_bound_of_kv_pool(tmp_path):
+def test_serve_command_allocates_the_lower_bound_of_the_kv_pool_interval(tmp_path):
     (tmp_path / "config.json").write_text(FOLDER.read_text())
     source, flags = resolve_model(str(tmp_path)), Deployment(**ON_GPU)
     asked = plan(**ON_GPU)

@@ -68,7 +68,7 @@ def test_tokens_of_a_sparse_mla_pool_times_bytes_per_token_equal_the_pool(name, 
     assert 0 <= pool - cache.tokens * cache.layout.bytes_per_token < cache.layout.bytes_per_block
 
 
-def test_demo_model_tokens_equal_vllm_start_up_log():
+def test_planned_pool_tokens_of_the_demo_model_equal_vllms_start_up_log():
     """vLLM 0.32.0 on CPU prints 93,184 tokens and 45.50x for SmolLM2-135M with a 2 GiB pool."""
     from tonnage.planner.planning.build import make_plan
 
@@ -122,7 +122,7 @@ def layers(pattern: str, window: int = 8) -> tuple[CacheLayer, ...]:
         ("ssssfff", [4, 3]),  # 4 / 3 is: padded to 4
     ],
 )
-def test_hf_engine_groups_full_and_sliding_layers(pattern, sizes):
+def test_hf_engine_plan_puts_full_and_sliding_layers_into_separate_kv_groups(pattern, sizes):
     groups = pool(layers(pattern)).layout.groups
     assert [len(g.layers) for g in groups] == sizes
     assert sorted(i for g in groups for i in g.layers) == list(range(len(pattern)))
@@ -152,7 +152,7 @@ def kinds(**changes) -> str:
     return "".join("s" if layer.kind == "sliding" else "f" for layer in architecture.cache_layers)
 
 
-def test_sliding_layers_follow_config_fields():
+def test_config_fields_decide_which_layers_have_sliding_windows():
     assert kinds(sliding_window=8) == "ssss"
     assert kinds(sliding_window=None) == "ffff"
     assert kinds() == "ssss"  # MistralConfig's default window of 4096

@@ -147,13 +147,13 @@ def planned(config: dict, **flags) -> Deployment:
         (LLAMA, {"kv_cache_dtype": "nvfp4", "gpu": "cpu"}, "CPU attention has no such cache"),
     ],
 )  # fmt: skip
-def test_kv_cache_dtype_without_backend_is_rejected(model, flags, why):
+def test_kv_cache_dtype_that_no_attention_backend_supports_is_rejected(model, flags, why):
     with pytest.raises(DeploymentError, match=why) as caught:
         planned(config_of(model, 4) if "GLM" not in model else config_of(model, 78), **flags)
     assert caught.value.field == "--kv-cache-dtype"
 
 
-def test_sparse_mla_kv_dtype_by_vllm_version_and_gpu():
+def test_vllm_version_and_gpu_decide_the_kv_cache_dtype_of_sparse_mla():
     """Any fp8 means FlashMLA's rows of 656 bytes until FlashInfer serves SM10x.
 
     They are also the default of DeepSeek-V3.2 in 0.11.0.
@@ -209,7 +209,7 @@ def test_recurrent_states_use_requested_dtype(flags, size):
 
 
 @pytest.mark.parametrize(("kv_dtype", "row"), [("auto", 1152), ("fp8_e4m3", 656)])
-def test_sglang_sparse_mla_bytes_per_token(kv_dtype, row):
+def test_sglang_plan_of_sparse_mla_counts_latent_and_indexer_bytes_per_token(kv_dtype, row):
     """Every layer has FlashMLA's row, and an indexer key of 128 fp8 values with a scale."""
     for model, layers in (("nvidia__DeepSeek-V3.2-NVFP4", 61), ("zai-org__GLM-5.2", 78)):
         flags = Deployment(engine="sglang", gpu="h200-141g", device_memory=1 << 42, kv_cache_dtype=kv_dtype)

@@ -109,7 +109,7 @@ def test_kv_bytes_per_sequence_equal_known_values(config_of):
         assert round(kept.by_plan(plan(config_of(name)), 8192) / 2**20) == mib, name
 
 
-def test_kv_growth_per_token_excludes_full_windows_and_states(config_of):
+def test_kv_bytes_per_further_token_exclude_full_windows_and_recurrent_states(config_of):
     """The sequences are longer than every window."""
     for name, per_token in (
         ("Qwen/Qwen3.5-27B", 65_536), ("google/gemma-3-27b-it", 10 * 16 * 128 * 4),

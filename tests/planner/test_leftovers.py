@@ -134,7 +134,7 @@ def sources(model_type: str) -> str:
 
 
 @pytest.mark.parametrize("model_type", [name for name, family in families().items() if family.leftovers])
-def test_unused_config_fields_are_not_read_by_engines(model_type):
+def test_config_fields_listed_as_unused_are_read_by_no_transformers_code(model_type):
     code = sources(model_type)
     assert re.search(r"\bnum_attention_heads\b", code)
     read = re.compile(r"config\.(\w+)|getattr\(\w*config, \"(\w+)\"")
@@ -159,7 +159,9 @@ def test_unused_config_fields_are_not_read_by_engines(model_type):
         ("llama", "use_shared_norm", True),
     ],
 )
-def test_unused_field_with_other_value_or_family_is_rejected(model_type, field, value, folder_with):
+def test_unused_config_field_is_rejected_with_another_value_or_in_another_family(
+    model_type, field, value, folder_with
+):
     with pytest.raises(UnsupportedArchitecture) as caught:
         make_plan(folder_with({**written(model_type, {}), field: value}), FLAGS)
     assert caught.value.field == field

@@ -42,7 +42,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID, ids=str)
-def test_llama_cpp_plan_equals_llama_fit_params(case: tuple[int, int, int, str]) -> None:
+def test_llama_cpp_plan_equals_the_output_of_llama_fit_params(case: tuple[int, int, int, str]) -> None:
     context, sequences, ubatch, kind = case
     model, cache, compute = SAID[case]
     flags = Deployment(

@@ -70,7 +70,7 @@ FORMATS = {
 }
 
 
-def test_weight_bytes_in_file_after_load_and_quantized_equal_plan(saved, held_bytes):
+def test_weight_bytes_in_the_file_after_load_and_quantized_equal_the_plan(saved, held_bytes):
     source = resolve_model(str(saved))
     architecture = architecture_of(source.config)
     size = checkpoint_size(architecture, Quantization(), source.config, "bfloat16")
@@ -84,7 +84,7 @@ def test_weight_bytes_in_file_after_load_and_quantized_equal_plan(saved, held_by
         assert held_bytes(model) == planned, scheme
 
 
-def test_minimax_m2_router_dtype_in_file_and_after_load():
+def test_minimax_m2_routers_are_float32_in_the_file_and_bfloat16_after_load():
     """The files hold routers and biases in float32; transformers 5.19 loads them in bfloat16."""
     config = {**SMALL, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "model_type": "minimax_m2"}
     architecture = architecture_of(json.loads(json.dumps(config)))

@@ -149,7 +149,7 @@ def test_model_that_transformers_cannot_build_is_rejected(tmp_path):
         architecture_of(states)
 
 
-def test_unknown_family_without_transformers_names_package_to_install(tmp_path):
+def test_plan_of_an_unknown_family_without_transformers_names_the_package_to_install(tmp_path):
     """An installation without extras prints one line that names the package, and exits with 2."""
     code = (
         "import importlib.util, sys; found = importlib.util.find_spec\n"

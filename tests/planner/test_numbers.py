@@ -57,7 +57,7 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": 
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_rounding_equals_torch_cast(name):
+def test_rounding_to_a_number_format_equals_torchs_cast(name):
     """Random values of every size, all ties and both limits have the fields and value of torch's cast."""
     torch = pytest.importorskip("torch", reason="its casts are the oracle")
     found, dtype = float_format(name), getattr(torch, DTYPES[name])
@@ -85,7 +85,7 @@ def test_rounding_equals_torch_cast(name):
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp16", "bf16"])
-def test_every_bit_pattern_decodes_as_in_torch(name):
+def test_every_bit_pattern_of_a_number_format_decodes_as_in_torch(name):
     torch = pytest.importorskip("torch", reason="its casts are the oracle")
     found, dtype = float_format(name), getattr(torch, DTYPES[name])
     raw = (
@@ -155,7 +155,7 @@ def test_dtype_command_reports_bad_input_in_one_line(capsys, arguments, words):
 
 
 @pytest.mark.parametrize("text", ["1e400", "-1e400", "1e999999999", f"1e{10**24}"])
-def test_value_above_double_range_overflows(text, capsys):
+def test_number_above_the_range_of_double_overflows(text, capsys):
     """Python's float of 1e400 is inf, which would appear to be exact."""
     assert run([text, "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
@@ -169,7 +169,7 @@ def test_value_above_double_range_overflows(text, capsys):
     assert "exact" not in out
 
 
-def test_value_below_double_range_underflows(capsys):
+def test_number_below_the_range_of_double_underflows(capsys):
     assert run(["1e-400", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert {rows[f.name]["what"] for f in FLOATS} == {"underflows to zero"}
@@ -211,7 +211,7 @@ def test_dtype_command_draws_the_bits_and_prints_the_formula(capsys):
 
 
 @pytest.mark.parametrize("name", [f.name for f in FLOATS])
-def test_formula_evaluates_to_decoded_value(name):
+def test_formula_printed_for_a_number_evaluates_to_its_decoded_value(name):
     found, rng = float_format(name), random.Random(3)
     for _ in range(200):
         fields = found.encode(rng.uniform(-2, 2) * 2.0 ** rng.randint(-20, 8))
@@ -219,7 +219,7 @@ def test_formula_evaluates_to_decoded_value(name):
         assert eval(formula) == found.decode(*fields)
 
 
-def test_format_table_has_exponent_biases(capsys):
+def test_table_of_number_formats_shows_the_exponent_biases(capsys):
     assert run(["--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}
     assert [rows[name]["bias"] for name in ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")] == [

@@ -44,7 +44,7 @@ def test_llama_on_four_ranks_replicates_its_two_kv_heads():
     ("layers", "stages", "wanted"),
     [(8, 4, (2, 2, 2, 2)), (10, 4, (2, 3, 3, 2)), (61, 2, (31, 30)), (3, 3, (1, 1, 1))],
 )
-def test_pipeline_stage_layers_equal_vllm(layers, stages, wanted):
+def test_planned_layers_of_each_pipeline_stage_equal_vllm(layers, stages, wanted):
     from vllm.distributed.utils import get_pp_indices
 
     assert stage_layers(layers, stages) == wanted
@@ -132,7 +132,7 @@ def test_pipeline_stages_hold_every_layer_once(model, config_of):
 
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 6))
-def test_kv_heads_per_rank_cover_all_heads(kv_heads, power):
+def test_kv_heads_of_all_ranks_together_cover_all_heads(kv_heads, power):
     ranks = 1 << power
     if kv_heads % ranks == 0 or ranks % kv_heads == 0:
         assert heads_per_rank(kv_heads, ranks) * ranks >= kv_heads
@@ -140,7 +140,7 @@ def test_kv_heads_per_rank_cover_all_heads(kv_heads, power):
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.integers(1, 9), st.booleans())
-def test_rank_tensor_shapes_are_positive_and_within_full_shapes(kv_heads, ranks, layers, tied):
+def test_tensor_shapes_per_rank_are_positive_and_no_larger_than_the_full_shapes(kv_heads, ranks, layers, tied):
     config = {
         **SMALL,
         "num_key_value_heads": kv_heads,

@@ -193,7 +193,7 @@ def answers(tmp_path_factory):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", CASES)
-def test_encoder_budget_of_family_equals_vllm(answers, name):
+def test_planned_encoder_budget_of_each_vision_family_equals_vllm(answers, name):
     said = answers[name]
     config, image, *_ = CASES[name]
     # a CPU's steps, as they are before latent attention makes them longer there
@@ -233,7 +233,7 @@ COUNTS = Oracle("families_pictures", "transformers", "torch")
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["onevision", "granite"])
-def test_vision_family_parameters_equal_transformers(name):
+def test_planned_parameters_of_each_vision_family_equal_transformers(name):
     config = CASES[name][0]
 
     def ask():
@@ -257,7 +257,7 @@ def test_vision_family_parameters_equal_transformers(name):
         ({"vision_config": ONEVISION["vision_config"] | {"image_size": 7}}, "vision_config.image_size"),
     ],
 )
-def test_invalid_image_size_is_named_in_error(change, field):
+def test_error_for_an_invalid_image_size_names_the_config_field(change, field):
     with pytest.raises(ConfigError) as caught:
         architecture_of(ONEVISION | change)
     assert caught.value.field == field

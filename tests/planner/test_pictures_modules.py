@@ -41,7 +41,7 @@ def test_vision_model_parameters_equal_transformers(model):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model", THINKERS)
-def test_omni_model_plans_only_its_thinker(model):
+def test_plan_of_an_omni_model_includes_only_its_thinker(model):
     def ask():
         import torch
         import transformers
@@ -95,7 +95,7 @@ def test_kimi_vl_parameters_include_tower_and_patch_embedding():
 
 
 @pytest.mark.oracle
-def test_gemma_4_with_audio_has_transformers_tensors():
+def test_planned_tensors_of_gemma_4_with_audio_equal_transformers():
     """The small models (E2B, E4B) have audio."""
 
     def ask():

@@ -65,7 +65,7 @@ def test_invalid_multimodal_flag_is_named_in_error(plan_of, flags, field):
     assert caught.value.field == field
 
 
-def test_batched_tokens_below_image_size_quotes_vllm_error(plan_of):
+def test_error_for_max_num_batched_tokens_below_an_image_quotes_vllms_message(plan_of):
     with pytest.raises(DeploymentError, match=r"max_tokens_per_mm_item \(16384\) is larger than"):
         plan_of("Qwen/Qwen3-VL-8B-Instruct", disable_chunked_mm_input=True, max_num_batched_tokens=4096)
 
@@ -135,7 +135,7 @@ def profile_of(config: dict, version: str = "0.32.0", **flags):
     return architecture, complete(asked, architecture, "bfloat16")
 
 
-def test_gemma_4_frames_encoded_at_once_by_vllm_version():
+def test_vllm_version_decides_how_many_gemma_4_video_frames_are_encoded_at_once():
     """A video has 32 frames of 70 embeddings, each with eight more (models/gemma4_mm.py).
 
     Up to 0.21, vLLM encodes one frame at a time with its one-hot positions; later versions encode all that fit.

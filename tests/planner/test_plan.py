@@ -106,7 +106,7 @@ def test_rank_components_add_up_to_device_memory(name, flags, config_of, tmp_pat
         check_components({**rank.components, "free": rank.free_bytes}, rank)
 
 
-def test_hybrid_model_has_no_single_bytes_per_token(config_of, folder_with):
+def test_plan_of_a_hybrid_model_has_no_single_figure_of_bytes_per_token(config_of, folder_with):
     plan = plan_to_dict(make_plan(folder_with(config_of("google/gemma-2-2b")), FLAGS))
     assert plan["kv_cache"]["bytes_per_token"] is None
     assert [g["kind"] for g in plan["kv_cache"]["groups"]] == ["sliding", "full"]
@@ -150,7 +150,7 @@ def test_plan_id_is_stable_and_changes_with_every_input():
     assert len(ids | {first.plan_id}) == len(changes) + 1
 
 
-def test_resolved_deployment_gives_same_plan_id():
+def test_planning_again_from_the_resolved_settings_gives_the_same_plan_id():
     plan = make_plan("demo", FLAGS)
     assert make_plan("demo", plan.deployment).plan_id == plan.plan_id
 
@@ -203,7 +203,7 @@ def test_only_vllm_plans_have_cuda_graph_memory():
     assert make_plan("demo", replace(flags, engine="vllm")).rank.cuda_graph_bytes > 0
 
 
-def test_host_memory_takes_the_tightest_cgroup_limit(tmp_path: Path):
+def test_host_memory_is_limited_by_the_tightest_cgroup(tmp_path: Path):
     own = tmp_path / "own"
     own.write_text("0::/a/b\n")
     (tmp_path / "a" / "b").mkdir(parents=True)
@@ -215,7 +215,7 @@ def test_host_memory_takes_the_tightest_cgroup_limit(tmp_path: Path):
     assert host_memory(tmp_path / "none", tmp_path / "none") > 1 << 26
 
 
-def test_explain_text_contains_every_term():
+def test_explain_output_contains_every_memory_term():
     plan = make_plan("demo", FLAGS)
     text = "\n".join(plain_lines(plan, explain=True))
     assert all(term.name in text and term.formula in text for term in plan.terms)

@@ -119,7 +119,7 @@ def test_invalid_request_flag_is_rejected(arguments, words, capsys):
     assert said.count("\n") == 1, said
 
 
-def test_requests_on_unsupported_cache_layout_are_rejected(model):
+def test_request_flag_is_rejected_for_an_unsupported_cache_layout(model):
     found = plan(
         model("deepseek-ai/DeepSeek-V4-Flash"), gpu="h200", tensor_parallel_size=8, engine_version="0.32.0"
     )
@@ -131,7 +131,7 @@ def test_requests_on_unsupported_cache_layout_are_rejected(model):
         found.hold(100, 10)
 
 
-def test_encoder_holds_no_requests(model):
+def test_requests_that_fit_are_rejected_for_an_encoder_without_kv_cache(model):
     found = plan(model("BAAI/bge-large-en"), engine="vllm", device_memory=24 << 30)
     with pytest.raises(UnsupportedArchitecture, match="an encoder keeps no KV cache between steps"):
         found.hold(100, 10)
@@ -179,7 +179,7 @@ def test_python_method_plan_hold_rejects_invalid_request_lengths(model):
             found.hold(*lengths)
 
 
-def test_number_of_concurrent_requests_of_llama_cpp_and_sglang(model):
+def test_concurrent_requests_follow_slots_in_llama_cpp_and_pool_tokens_in_sglang(model):
     folder = model("meta-llama/Llama-3.2-1B")
     slots = plan(folder, engine="llama.cpp", max_model_len=4096, max_num_seqs=4, device_memory=24 << 30)
     assert slots.hold(10, 10).at_once == slots.hold(4000, 90).at_once == 4
@@ -188,7 +188,7 @@ def test_number_of_concurrent_requests_of_llama_cpp_and_sglang(model):
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.2-1B", "google/gemma-2-2b"])
-def test_planned_requests_equal_cache_manager_admission(name, model):
+def test_planned_number_of_requests_equals_what_the_block_manager_admits(name, model):
     changes = {"sliding_window": 100} if "gemma" in name else {}
     found = plan(
         model(name, **changes), engine="hf", dtype="bfloat16", max_model_len=2048, max_num_batched_tokens=513,

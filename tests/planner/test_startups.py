@@ -141,7 +141,7 @@ def test_second_model_runner_profile_has_no_sampler_memory():
     assert peak("Qwen__Qwen3-30B-A3B", engine_version="0.29.0").sampler < 3 * 1024 * 151936
 
 
-def test_token_count_buffers_reduce_pool_from_vllm_0_27():
+def test_penalty_count_buffers_reduce_the_kv_pool_from_vllm_0_27_on():
     """The buffers take 4 bytes and a bit per sequence and token, allocated before the profile run."""
     assert held(LLAMA, engine_version="0.26.0").counts == 0
     assert held(LLAMA, engine_version="0.27.0").counts == 1024 * (128256 * 4 + 4008 * 4)
@@ -191,13 +191,13 @@ def test_quantized_mla_projections_are_also_kept_in_16_bits(quantized):
     assert padding == (61 * 512 * 128 // 8 * 256 * 2 if quantized else 0)
 
 
-def test_profile_run_expands_mla_latents_for_context():
+def test_activation_peak_includes_the_mla_latents_that_the_profile_run_expands():
     """A context of 65,536 tokens expands to tokens x heads x (128 + 128) values."""
     wide = peak("deepseek-ai__DeepSeek-V3", tensor_parallel_size=8, max_model_len=131072)
     assert wide.forward > 65536 * 128 // 8 * 256 * 2
 
 
-def test_later_pipeline_stage_has_received_hidden_states():
+def test_later_pipeline_stages_include_the_hidden_states_that_they_receive():
     """Llama-3.1-8B prints 1.10 and 2.01 GiB in two stages, and 1.89 GiB in one."""
     found = sized(LLAMA, pipeline_parallel_size=2, max_model_len=8192)
     peaks = [activation.peak(part, found.chosen, coefficients()) for part in found.parts]

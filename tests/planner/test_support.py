@@ -172,7 +172,7 @@ def test_checkpoint_quantization_method_decides_gpu_support(tmp_path):
     assert not plan(str(tmp_path), gpu="a100-80g", **LENGTH).unsupported
 
 
-def test_vllm_has_no_metal_build(folder):
+def test_plan_for_an_apple_gpu_says_that_vllm_has_no_metal_build(folder):
     with pytest.raises(NotSupported, match="no Metal build") as caught:
         plan(folder, engine="vllm", gpu="m4-max", **LENGTH)
     assert (caught.value.field, caught.value.hint) == ("--gpu", "--engine llama.cpp")
@@ -247,7 +247,7 @@ def test_support_of_volta_gpus_is_unknown_from_the_first_cuda_13_builds_on(folde
 
 
 @pytest.mark.parametrize("engine", ["hf", "llama.cpp"])
-def test_engine_without_gaudi_build_is_rejected(folder, engine):
+def test_engine_without_a_build_for_gaudi_is_rejected_on_gaudi(folder, engine):
     with pytest.raises(NotSupported, match=r"no backend for Gaudi|CUDA devices and CPUs") as caught:
         plan(folder, engine=engine, gpu="gaudi3", **LENGTH)
     assert caught.value.hint == "another GPU"
@@ -261,14 +261,14 @@ def test_untested_pair_of_engine_and_gpu_never_gets_the_verdict_fits(folder):
         assert "Fits." not in found.verdict_lines()
 
 
-def test_sglang_minimum_compute_capability_and_default_dtype(folder):
+def test_sglang_plan_requires_compute_capability_7_5_and_defaults_to_float16_below_8(folder):
     with pytest.raises(NotSupported, match=r"SGLang runs from compute capability 7\.5 on"):
         plan(folder, engine="sglang", gpu="v100-32g", **LENGTH)
     assert plan(folder, engine="sglang", gpu="t4", **LENGTH).deployment.dtype == "float16"
     assert plan(folder, engine="sglang", gpu="a100-80g", **LENGTH).deployment.dtype == "bfloat16"
 
 
-def test_format_needing_plugin_does_not_run(folder):
+def test_quantization_that_needs_a_vllm_plugin_does_not_run(folder):
     found = plan(folder, gpu="h100", quantization="nf4", **LENGTH)
     assert not found.fits
     assert any("no bitsandbytes of its own" in why for why in found.unsupported)

@@ -214,7 +214,7 @@ def test_cheapest_offers_meet_target_concurrency(llama):
     assert offers[0].usd_per_hour is not None
 
 
-def test_advice_makes_plan_fit(llama):
+def test_plan_with_its_advice_applied_fits(llama):
     source = resolve_model(llama)
     flags = replace(FLAGS, gpu="t4", max_model_len=None)
     assert not plan_source(source, flags).fits
@@ -453,7 +453,7 @@ def test_sweep_table_sorted_by_price_in_text_and_html(models, tmp_path, capsys, 
     assert page.read_text().count("class=bar") == 5
 
 
-def test_sweep_top_without_sort_states_number_of_rows(llama, capsys):
+def test_sweep_with_top_but_without_sort_states_the_number_of_all_rows(llama, capsys):
     assert run([llama, "--gpu", "h100-80g,l40s,a100-80g", "--max-model-len", "8192", "--top", "2"]) == 0
     assert "... the first 2 of 3 (--sort, --top; --json lists all)" in capsys.readouterr().out.splitlines()
 
@@ -538,7 +538,7 @@ def test_sweep_rejects_invalid_or_incompatible_flags(llama, capsys, flags, field
     assert f"{field}: " in capsys.readouterr().err
 
 
-def test_plan_prints_pool_concurrency_and_max_num_seqs_limit(tmp_path, capsys):
+def test_plan_prints_the_pools_concurrency_and_the_lower_limit_max_num_seqs(tmp_path, capsys):
     """LFM2's state is small: its pool holds ten times --max-num-seqs, and the plan prints both."""
     shutil.copy(CONFIGS / "LiquidAI__LFM2-1.2B.json", tmp_path / "config.json")
     flags = replace(FLAGS, gpu="h100-80g", max_model_len=512, max_num_seqs=None)

@@ -99,14 +99,14 @@ def test_layouts_for_a_number_of_users_are_planned_without_network(monkeypatch, 
     assert "--max-num-batched-tokens" not in theirs
 
 
-def test_sweep_with_a_target_also_tries_other_formats(qwen, capsys):
+def test_sweep_with_a_concurrency_target_also_tries_smaller_quantizations(qwen, capsys):
     assert run([qwen, *ASKED, "--gpu", "h100-80g", "--sweep", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert {layout["quantization"] for layout in layouts} > {"as is"}
     assert min(layout["gpus"] for layout in layouts) == 2  # as is: 4
 
 
-def test_sweep_counts_requests_of_each_length(qwen, capsys):
+def test_sweep_counts_the_requests_that_fit_for_each_given_length(qwen, capsys):
     assert run([qwen, "--sweep", "--gpu", "h200", "--request", "4000+500", "--request", "100+20"]) == 0
     titles = capsys.readouterr().out.splitlines()[2]
     assert "4000+500" in titles
@@ -193,7 +193,7 @@ def test_model_larger_than_one_machine_gets_pipeline_stages(config_of, folder_wi
     assert "over 5 machines" in out
 
 
-def test_pipeline_rows_equal_single_plans(qwen, capsys):
+def test_each_layout_with_pipeline_stages_equals_its_own_plan(qwen, capsys):
     """The layouts of PCIe GPUs include pipelines; each row has the bytes of its own plan."""
     source = resolve_model(qwen)
     flags = Deployment(engine="vllm", engine_version="0.33.0", max_model_len=5120, max_num_seqs=200)
@@ -234,7 +234,7 @@ def test_planned_speed_equals_the_roofline_that_replay_uses():
     ("name", "billions"),
     [("Qwen/Qwen3-30B-A3B", 3.0), ("openai/gpt-oss-120b", 5.1), ("deepseek-ai/DeepSeek-V3", 37.0)],
 )
-def test_computed_parameters_agree_with_the_model_card(config_of, name, billions):
+def test_parameters_computed_per_token_agree_with_the_model_card(config_of, name, billions):
     """The model cards give 3.3, 5.1 and 37 billion; the embedding, which is only looked up, counts in some."""
     work = work_of(build_architecture(config_of(name)))
     assert work.computed() == pytest.approx(billions * 1e9, rel=0.1)

@@ -34,7 +34,7 @@ def test_training_plan_within_3_percent_of_public_runs():
     assert found["worst_error"] < found["peer"]["vramcalc 0.1.2"]["worst_error"]
 
 
-def test_accuracy_score_counts_wrong_measurement_as_miss(tmp_path):
+def test_accuracy_score_of_training_plans_counts_a_wrong_measurement_as_a_miss(tmp_path):
     """One run has a total 4 % higher, and one has a model without a config."""
     lines = RECEIPTS.read_text().splitlines()
     row = next(line for line in lines if "17.51" in line)
@@ -44,7 +44,7 @@ def test_accuracy_score_counts_wrong_measurement_as_miss(tmp_path):
     assert (code, found["rows"], found["scored"], found["misses"]) == (1, 2, 1, 2)
 
 
-def test_activation_accuracy_by_model_type_is_measured(monkeypatch, capsys):
+def test_benchmark_measures_the_accuracy_of_activations_per_model_type(monkeypatch, capsys):
     """The benchmark runs in this process, which has torch loaded."""
     pytest.importorskip("torch", reason="the real thing is torch")
     monkeypatch.setattr(sys, "argv", ["training_accuracy.py", "--activations", "--types", "falcon", "doge"])

@@ -36,14 +36,14 @@ def answer(row: dict) -> list[int]:
     return [found.cpu, found.gpu]
 
 
-def test_deepspeed_estimates_equal_stored_answers():
+def test_deepspeed_estimates_equal_deepspeeds_stored_answers():
     assert len(STORED["rows"]) == 32
     for row in STORED["rows"]:
         assert answer(row) == row["answer"], row
 
 
 @pytest.mark.parametrize("says", STORED["tables"], ids=lambda row: f"{row['row']}-{row['nodes']}x{row['gpus']}")
-def test_deepspeed_tables_equal_stored_output(says):
+def test_printed_deepspeed_tables_equal_deepspeeds_stored_output(says):
     """The tables are ``_all_live`` of real tiny models, and ``_all_cold`` of large counts."""
     theirs = says["says"].replace("OffloadDeviceEnum.cpu", "cpu ")  # an enum's name, from Python 3.11 on
     counted = says["parameters"], says["largest_layer"]

@@ -53,7 +53,7 @@ from tonnage.planner.training.setup import TrainingSetup
         ({"network_share": 1.5}, "--network-share", ["1.5", "0.8"]),
     ],
 )  # fmt: skip
-def test_invalid_training_setup_is_named_in_error(planner, setup, field, words):
+def test_error_for_an_invalid_training_setup_names_the_setting(planner, setup, field, words):
     with pytest.raises(DeploymentError) as caught:
         planner.plan(TrainingSetup(**setup))
     assert caught.value.field == field
@@ -61,7 +61,7 @@ def test_invalid_training_setup_is_named_in_error(planner, setup, field, words):
         assert word in str(caught.value)
 
 
-def test_rejected_setup_leaves_planner_unchanged(planner):
+def test_rejected_training_setup_leaves_the_planner_unchanged(planner):
     before = planner.plan(TrainingSetup())
     with pytest.raises(TonnageError):
         planner.plan(TrainingSetup(tensor_parallel=3, gpus=3))

@@ -177,7 +177,7 @@ def test_transformers_trainer_is_planned_without_gradients_between_steps(planner
     assert plain.total() > twice.total()
 
 
-def test_stacks_use_fused_adamw_without_copies(planner):
+def test_training_stacks_are_planned_with_fused_adamw_which_copies_no_states(planner):
     """Torch's foreach kernels copy the second states; the stacks request the fused kernel."""
     setup = TrainingSetup(precision="bf16", checkpointing="full")
     assert planner.plan(setup).moment == "optimizer step"
@@ -212,7 +212,7 @@ def test_emitted_trainer_arguments_follow_the_stack(planner):
         emit("trainer", planner.plan(TrainingSetup(**TORCHTUNE)), planner.model.architecture)
 
 
-def test_compile_lowers_activations_with_interval(planner):
+def test_compiled_training_has_fewer_activations_with_an_interval(planner):
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     eager, compiled = planner.plan(setup), planner.plan(replace(setup, compile=True))
     low, high = compiled.bounds()
@@ -221,7 +221,7 @@ def test_compile_lowers_activations_with_interval(planner):
     assert line.low < line.bytes < line.high
 
 
-def test_fp8_activations_have_interval(planner):
+def test_fp8_training_activations_have_an_interval(planner):
     """The figures come from the libraries' sources, not from measurements; 16 bits are the upper bound."""
     setup = TrainingSetup(precision="fp8", micro_batch=4)
     line = next(line for line in planner.plan(setup).lines if line.name == "activations")

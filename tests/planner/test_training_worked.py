@@ -55,7 +55,7 @@ def one_tensor(elements: int, architecture):
         ("fp16-mixed", "zero", 16, (2, 4, 2, 4)),
     ],
 )
-def test_bytes_per_parameter_by_precision_convention(precision, convention, total, parts):
+def test_precision_convention_decides_the_training_bytes_per_parameter(precision, convention, total, parts):
     found = convention_of(TrainingSetup(precision=precision, convention=convention))
     assert found.bytes_per_parameter == total
     assert (found.weights, found.master, found.gradients, found.state) == parts
@@ -113,7 +113,7 @@ def test_llama_8b_training_states_split_into_48_16_and_64_gb(planner):
 @pytest.mark.parametrize(
     ("optimizer", "per_parameter"), [("adamw", 8), ("sgd-momentum", 4), ("sgd", 0), ("lion", 4)]
 )
-def test_optimizer_state_bytes_per_parameter(optimizer, per_parameter):
+def test_each_optimizer_has_the_expected_state_bytes_per_parameter(optimizer, per_parameter):
     assert state_bytes(optimizer, (4096, 4096), "mlp", 4) == per_parameter * 4096 * 4096
 
 
@@ -123,7 +123,7 @@ def test_8bit_adamw_is_two_bytes_only_for_large_tensors():
     assert state_bytes("adamw-8bit", (257, 17), "mlp", 4) == 2 * 4369 + 8 * 18
 
 
-def test_zero_paper_bytes_of_7_5b_model_on_64_gpus(config_of):
+def test_training_states_of_a_7_5b_model_on_64_gpus_equal_the_zero_paper(config_of):
     """Each GPU holds 120, 31.4, 16.6 and 1.9 GB with DDP and stages 1 to 3 (arXiv 1910.02054, figure 1)."""
     states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
     found = [
@@ -153,7 +153,9 @@ def test_fsdp_full_shard_equals_zero_3_and_hybrid_divides_by_group(config_of):
         ("zero3", {"quantized_weights": True, "hpz_partition_size": 8, "quantized_gradients": True}, 0.75),
     ],
 )
-def test_communication_volume_per_parameter_by_strategy(config_of, strategy, extra, volume):
+def test_each_parallel_strategy_has_the_expected_communication_per_parameter(
+    config_of, strategy, extra, volume
+):
     states = one_tensor(40_000_000_000, build_architecture(config_of(LLAMA_8B)))
     setup = TrainingSetup(strategy=strategy, gpus=8, nodes=2, convention="zero", **extra)
     found = communication_of(setup, states(setup), 0)
@@ -220,14 +222,14 @@ def test_falcon_40b_initialization_needs_1_92_tb_cpu_memory():
     assert init_bytes(40_000_000_000, 8) == 1_920_000_000_000
 
 
-def test_falcon_40b_lora_weights_use_counted_parameters(planner):
+def test_falcon_40b_lora_weights_use_the_exact_instead_of_the_nominal_parameter_count(planner):
     plan = planner("tiiuae/falcon-40b").plan(TrainingSetup(method="lora"))
     assert plan.parameters == 41_303_293_952
     assert round(plan.line("frozen weights") / 2**30, 1) == 76.9
     assert int(2 * 40e9 / 2**30) == 74  # the nominal 40e9
 
 
-def test_lora_and_qlora_weight_bytes_of_llama_2_7b(planner):
+def test_lora_and_qlora_base_weights_of_llama_2_7b_have_the_expected_bytes(planner):
     model = planner("meta-llama/Llama-2-7b-hf")
     lora = model.plan(TrainingSetup(method="lora"))
     assert lora.line("frozen weights") == 2 * 6_738_415_616  # about 14 GB
@@ -247,7 +249,9 @@ def test_lora_and_qlora_weight_bytes_of_llama_2_7b(planner):
         ("lora", "bf16", {}, 2),
     ],
 )
-def test_training_states_meet_llama_factory_rules(planner, method, precision, extra, rule):
+def test_planned_training_states_agree_with_llama_factorys_rules_of_thumb(
+    planner, method, precision, extra, rule
+):
     """The rules are 18, 8 and 2 GB per billion parameters.
 
     Its QLoRA rules exclude scales, embedding and head.
@@ -301,7 +305,7 @@ def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
     assert more.line("activations") - some.line("activations") == 32 * 2 * 1024 * 4096 + ends
 
 
-def test_checkpoint_segments_keep_about_sqrt_of_layers(planner):
+def test_checkpointing_in_segments_keeps_fewer_activations_than_per_layer(planner):
     model = planner(LLAMA_8B)
     setup = {"precision": "bf16", "checkpointing": "full", "micro_batch": 8, "sequence_length": 4096,
              "loss": "fused"}  # fmt: skip
@@ -327,7 +331,7 @@ def test_checkpoint_segments_keep_about_sqrt_of_layers(planner):
         ({"strategy": "zero2", "gpus": 8, "offload_optimizer": "cpu"}, 0),
     ],
 )
-def test_optimizer_step_copy_bytes_by_framework(planner, extra, per_parameter):
+def test_framework_decides_the_bytes_copied_in_the_optimizer_step(planner, extra, per_parameter):
     """A framework's fused AdamW with an fp32 master steps on an fp32 copy of the gradients (step.py)."""
     model = planner(LLAMA_8B)
     setup = TrainingSetup(**extra)

@@ -69,7 +69,7 @@ PARAMETERS = json.loads((REGISTRY.parent / "parameters.json").read_text())["para
 
 
 @pytest.mark.parametrize("line", (REGISTRY.parent / "configs.jsonl").read_text().splitlines(), ids=lambda _: "")
-def test_parameters_of_default_configs_equal_transformers(line):
+def test_planned_parameters_of_default_configs_equal_transformers(line):
     config = json.loads(line)
     name = config["architectures"][0]
     if name in PARAMETERS:

@@ -121,7 +121,7 @@ async def test_request_is_routed_to_the_replica_that_caches_its_prefix(cluster: 
     assert usage.prompt_tokens_details.cached_tokens > 0.9 * usage.prompt_tokens
 
 
-def test_replica_operations_page_rejects_requests_and_endless_headers(cluster: str) -> None:
+def test_http_page_of_a_ray_replica_rejects_generation_and_endless_headers(cluster: str) -> None:
     """They would pass by the API's queue and quotas, and wait for no end."""
     for address in _wait_for_replicas(2).values():
         assert get(f"http://{address}/ready").status_code == 200
@@ -132,7 +132,7 @@ def test_replica_operations_page_rejects_requests_and_endless_headers(cluster: s
         assert get(f"http://{address}/metrics", headers={"x-long": "a" * 70_000}).status_code == 431
 
 
-async def test_request_that_can_never_fit_is_rejected_with_numbers(cluster: str) -> None:
+async def test_ray_server_rejects_a_request_that_can_never_fit_with_numbers(cluster: str) -> None:
     async with _client() as client:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.completions.create(model="demo", prompt=[1] * 8000, max_tokens=8000)

@@ -59,7 +59,7 @@ def called(arguments: str) -> list[dict[str, Any]]:
         (RESPONSES, "max_output_tokens", {"input": "a"}),
     ],
 )
-async def test_integer_of_4300_digits_is_rejected(
+async def test_integer_of_4300_digits_in_a_request_is_rejected(
     server, checked, path: str, field: str, more: dict[str, Any]
 ) -> None:
     response = await server.http.post(path, json={"model": "demo", field: NINES, **more})
@@ -421,7 +421,7 @@ async def test_large_tokenize_responses_are_built_one_at_a_time(
 
 
 @pytest.mark.parametrize("text", ['{"a":[1,2]},' * 600_000, "[" * 2_000_000, '\\"' * 900_000, "," * 7_000_000])
-def test_long_prompt_that_looks_like_json_is_accepted(text: str) -> None:
+def test_long_prompt_whose_text_looks_like_json_is_accepted(text: str) -> None:
     body = json.dumps({"model": "demo", "prompt": text, "max_tokens": 1}).encode()
     found, _ = completed(parse_steps(body, completions.FIELDS))
     assert found.prompt == text
@@ -521,7 +521,7 @@ def test_batch_tokenization_equals_single_tokenization(tokenizer: Tokenizer) -> 
         assert tokenizer.token_texts(ids) == [tokenizer.token_text(token) for token in ids]
 
 
-async def test_long_text_round_trips_through_tokenize_and_detokenize(server, checked, encoded) -> None:
+async def test_tokenize_and_detokenize_return_a_long_text_unchanged(server, checked, encoded) -> None:
     text = "one two three " * 5000
     answer = (await server.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])

@@ -234,7 +234,7 @@ async def test_number_of_header_fields_is_limited(run_server, small_plan, count:
         assert status == 200, answer
 
 
-async def test_body_in_chunks_of_one_byte_reaches_the_application_in_few_pieces(
+async def test_request_body_in_chunks_of_one_byte_is_joined_into_few_pieces(
     run_server, small_plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []

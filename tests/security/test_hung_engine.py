@@ -84,7 +84,7 @@ async def test_watchdog_kills_an_engine_that_hangs_while_loading(
     assert not engine.ready
 
 
-def test_watchdog_distinguishes_slow_from_stopped_processes() -> None:
+def test_watchdog_distinguishes_a_busy_engine_process_from_a_stopped_one() -> None:
     """Also by its children: an engine that loads waits for the process that compiles."""
     busy = "while True: pass"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"

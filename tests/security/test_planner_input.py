@@ -219,7 +219,7 @@ NASTY = "\x1b[2J\x1b]0;owned\x07\nred\u202e" + "n" * 1_000_000
     ],
     ids=["field", "model_type", "architectures", "quantized_layers", "config_groups"],
 )
-def test_config_names_are_printed_escaped_and_truncated(config):
+def test_names_from_a_config_are_printed_escaped_and_truncated(config):
     with pytest.raises(TonnageError) as caught:
         planned(config)
     said = str(caught.value)
@@ -227,7 +227,7 @@ def test_config_names_are_printed_escaped_and_truncated(config):
     assert len(said) <= 3 * LONGEST_TEXT + 10
 
 
-def test_header_names_are_printed_escaped_and_truncated(tmp_path):
+def test_names_from_a_checkpoint_header_are_printed_escaped_and_truncated(tmp_path):
     header = {NASTY: {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}
     (tmp_path / "model.safetensors").write_bytes(mutated_models.packed(header) + bytes(8))
     with pytest.raises(CheckpointError) as caught:

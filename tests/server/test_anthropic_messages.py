@@ -214,7 +214,7 @@ def test_anthropic_output_format_is_enforced(client: anthropic.Anthropic) -> Non
     assert set(json.loads(answer.content[0].text)) == {"city"}
 
 
-def test_cut_off_tool_use_has_an_object_as_its_input(client: anthropic.Anthropic) -> None:
+def test_tool_use_cut_off_by_max_tokens_still_has_an_object_as_its_input(client: anthropic.Anthropic) -> None:
     answer = ask(client, **FORCED, max_tokens=3)
     assert answer.stop_reason == "max_tokens"
     assert all(isinstance(block.input, dict) for block in answer.content)
@@ -289,7 +289,7 @@ def test_every_honoured_anthropic_field_has_a_test_of_its_effect() -> None:
 
 
 @pytest.mark.parametrize("field", FIELD_CHECKS)
-def test_honoured_anthropic_field_has_its_effect(client: anthropic.Anthropic, field: str) -> None:
+def test_each_honoured_anthropic_field_has_its_effect(client: anthropic.Anthropic, field: str) -> None:
     FIELD_CHECKS[field](client)
 
 

@@ -91,7 +91,7 @@ async def test_openai_sdk_retries_while_the_model_loads(run_server, small_plan) 
         assert (await asked).usage.completion_tokens == 2
 
 
-async def test_failed_start_is_reported_and_stops_the_engine(small_plan, tokenizer) -> None:
+async def test_failed_engine_start_is_reported_and_stops_the_engine(small_plan, tokenizer) -> None:
     told: list[Exception] = []
     error = DoesNotFit("needs 5 GiB, has 1 GiB")
     engine = FakeEngine(small_plan(), start_error=error)
@@ -269,7 +269,7 @@ async def test_kv_blocks_of_a_disconnected_client_are_freed(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_client_disconnect_while_queued_or_uploading_is_handled(
+async def test_disconnect_while_queued_or_uploading_counts_as_aborted(
     run_server, small_plan, stream: bool
 ) -> None:
     engine = FakeEngine(small_plan(128, max_num_seqs=1), token_rate=20)
@@ -367,7 +367,7 @@ async def test_requests_aborted_by_a_server_shutdown_are_counted(
     assert "Traceback" not in capsys.readouterr().err  # an orderly stop is no error in the log
 
 
-async def test_openapi_references_resolve_and_extra_fields_are_forbidden(server) -> None:
+async def test_references_in_the_openapi_document_resolve_and_it_forbids_unknown_fields(server) -> None:
     document = (await server.http.get("/openapi.json")).json()
     text = json.dumps(document)
     for name in re.findall(r'"\$ref": "([^"]+)"', text):

@@ -78,7 +78,7 @@ def test_byte_fallback_tokens_decode_to_whole_characters_and_spaces() -> None:
     assert "👩" in out
 
 
-def test_completion_keeps_its_leading_space() -> None:
+def test_completion_text_keeps_its_leading_space() -> None:
     tokenizer = byte_fallback_tokenizer()
     assert "".join(pieces(tokenizer, [258, 259], prompt=[257])) == " world!"
     assert "".join(pieces(tokenizer, [258], prompt=[byte + 1 for byte in "€".encode()])) == " world"

@@ -84,7 +84,7 @@ def greedy(model: Any, steps: int, change: Any) -> list[int]:
     return output
 
 
-def test_penalties_change_logits_by_their_formulas(loop: EngineLoop, model: Any) -> None:
+def test_sampling_penalties_change_logits_by_their_formulas(loop: EngineLoop, model: Any) -> None:
     def change(logits: torch.Tensor, output: list[int]) -> None:
         for token in {*PROMPT, *output}:
             logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
@@ -106,7 +106,7 @@ def test_logit_bias_can_force_and_forbid_tokens(loop: EngineLoop) -> None:
     assert set(tokens_of(only)) == {777}
 
 
-def test_min_tokens_prevents_early_stop_tokens(loop: EngineLoop) -> None:
+def test_min_tokens_forbids_stop_tokens_before_its_limit(loop: EngineLoop) -> None:
     (plain,) = ask(loop)
     stop = (tokens_of(plain)[3],)
     (early,) = ask(loop, stop_token_ids=stop)
@@ -157,7 +157,9 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_matches_json_schema(loop: EngineLoop, tokenizer: Tokenizer, temperature: float) -> None:
+def test_hf_engine_output_matches_a_json_schema(
+    loop: EngineLoop, tokenizer: Tokenizer, temperature: float
+) -> None:
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
     for said in ask(
         loop, n=3, max_tokens=120, temperature=temperature, seed=1, grammar=grammar, stop_token_ids=EOS
@@ -169,7 +171,7 @@ def test_output_matches_json_schema(loop: EngineLoop, tokenizer: Tokenizer, temp
         assert answer["age"] <= 99
 
 
-def test_output_matches_regex_choice_or_grammar(loop: EngineLoop, tokenizer: Tokenizer) -> None:
+def test_hf_engine_output_matches_a_regex_choice_or_grammar(loop: EngineLoop, tokenizer: Tokenizer) -> None:
     wishes = {
         r"[A-Z]{3}-[0-9]{4}": Grammar("regex", r"[A-Z]{3}-[0-9]{4}"),
         r"yes\.|no \(never\)": Grammar("choice", json.dumps(["yes.", "no (never)"])),

@@ -53,7 +53,7 @@ def change(folder: Path, *, drop: str = "", **tensors: torch.Tensor) -> None:
     save_file(held, path, {"format": "pt"})
 
 
-def test_missing_tensor_is_rejected_instead_of_randomly_initialized(folder: Path) -> None:
+def test_checkpoint_with_a_missing_tensor_is_rejected(folder: Path) -> None:
     plan = plan_for(folder)
     change(folder, drop="model.layers.1.mlp.up_proj.weight")
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor: model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -62,7 +62,7 @@ def test_missing_tensor_is_rejected_instead_of_randomly_initialized(folder: Path
         plan_for(folder)
 
 
-def test_tensor_of_wrong_shape_is_named_in_error(folder: Path) -> None:
+def test_error_for_a_tensor_of_the_wrong_shape_names_the_tensor(folder: Path) -> None:
     plan = plan_for(folder)
     change(folder, model__norm__weight=torch.ones(32))
     with pytest.raises(CheckpointError, match=r"another shape .*: model\.norm\.weight"):
@@ -155,7 +155,7 @@ def test_rope_scaling_that_depends_on_the_batch_is_rejected_beyond_the_original_
         ("gpt_oss", "a sink for each head"),
     ],
 )
-async def test_unsupported_model_families_report_missing_features(
+async def test_error_for_an_unsupported_model_family_names_the_missing_feature(
     model_type: str, needs: str, folder: Path
 ) -> None:
     engine = HFEngine(plan_for(folder))

@@ -238,7 +238,7 @@ def test_rms_norm_and_rotary_kernels_equal_the_reference(rows: int) -> None:
     assert float((heads.double() - want[0].transpose(0, 1)).norm() / want.norm()) < ROUNDING
 
 
-def test_kernels_propagate_nan() -> None:
+def test_cpu_kernels_propagate_nan() -> None:
     x = torch.ones(3, 64).bfloat16()
     x[1, 5] = float("nan")
     weight = torch.ones(16, 64).bfloat16()

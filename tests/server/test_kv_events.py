@@ -114,7 +114,7 @@ def test_published_kv_events_can_be_replayed_as_a_trace(tmp_path: Path) -> None:
     assert [a == b for a, b in zip(one.hash_ids, two.hash_ids, strict=False)] == [True] * 4 + [False] * 2
 
 
-def test_subscribing_without_kv_events_enabled_is_rejected() -> None:
+def test_subscribing_to_kv_events_is_rejected_if_they_are_off() -> None:
     with pytest.raises(CacheConfigError, match="kv_events"):
         make(kv_events=False).subscribe(print)
 
@@ -153,7 +153,7 @@ def test_vllms_kv_event_classes_decode_a_published_batch() -> None:
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
 
 
-def test_publisher_sends_batches_live_and_replays_them_to_late_subscriber() -> None:
+def test_kv_event_publisher_replays_earlier_batches_to_a_late_subscriber() -> None:
     publisher = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv")
     context = zmq.Context()
     try:

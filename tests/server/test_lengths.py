@@ -43,7 +43,7 @@ def test_planned_concurrency_of_a_trace_weights_requests_by_their_number_of_step
     ]
 
 
-def test_trace_lengths_are_printed_as_text_beside_custom_lengths(capsys):
+def test_plan_prints_requests_with_the_lengths_of_a_trace_beside_given_lengths(capsys):
     assert main(["plan", *FLAGS, "--trace", str(TRACE), "--limit", "20", "--request", "100+20"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"Requests with the lengths of {TRACE.name} (20): about ") for line in lines)

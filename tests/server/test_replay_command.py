@@ -175,14 +175,14 @@ def test_replay_search_gpus_returns_a_number_of_gpus(model: str, capsys: pytest.
         (["--gpu", "h100-80g", "--watermark", "-1"], "watermark"),
     ],
 )
-def test_invalid_replay_flags_are_named_in_error(
+def test_error_for_an_invalid_replay_flag_names_the_flag(
     model: str, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", TRACE, "--model", model, "--max-model-len", "2048", *flags]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_invalid_trace_line_is_named_by_its_number(
+def test_error_for_an_invalid_trace_line_names_the_line_number(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = tmp_path / "bad.csv"

@@ -7,7 +7,7 @@ import pytest
 from tonnage.server.requests.drain import DrainEstimate
 
 
-def test_drain_estimate_uses_rate_of_freed_blocks() -> None:
+def test_estimated_wait_for_blocks_uses_the_rate_of_recently_freed_blocks() -> None:
     drain = DrainEstimate(window=4)
     assert drain.seconds(10, 0.0) is None
     for second in range(6):

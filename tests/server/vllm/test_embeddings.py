@@ -106,7 +106,7 @@ def test_decoder_embeddings_of_vllm_equal_transformers(client: openai.OpenAI) ->
 
 
 @needs_vllm
-def test_embedding_responses_follow_the_schema_and_free_all_memory(client: openai.OpenAI) -> None:
+def test_embedding_responses_match_openais_schema_and_free_all_blocks(client: openai.OpenAI) -> None:
     url, http = str(client.base_url).removesuffix("/v1/"), client._client
     body: dict[str, Any] = {"model": "demo", "input": TEXTS[:1]}
     plain = http.post(f"{url}/v1/embeddings", json=body | {"user": "me"})

@@ -240,7 +240,7 @@ def test_exception_in_learned_eviction_falls_back_to_lru(where: str, monkeypatch
     assert len(said) == 1
 
 
-def test_blocks_without_content_are_evicted_first() -> None:
+def test_blocks_without_cached_content_are_evicted_first() -> None:
     manager = manager_of([full()], 12)
     queue = install(manager)
     assert queue is not None

@@ -335,7 +335,7 @@ def test_request_waiting_for_a_grammar_blocks_no_other() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_request_that_never_fits_is_ended_and_blocks_no_other(mode: str) -> None:
+def test_request_that_never_fits_is_rejected_and_blocks_no_other(mode: str) -> None:
     w = world(mode, 20)
     w.add(request("before", 40, 50), 20)
     w.add(request("never", 21 * BLOCK, 50), 5)
@@ -366,7 +366,7 @@ def test_only_guaranteed_mode_rejects_a_request_whose_max_tokens_exceed_the_pool
         assert "the pool has 20" in str(w.ended["long"].stop_reason)
 
 
-def test_rejected_request_can_be_aborted_before_its_output() -> None:
+def test_request_that_never_fits_can_be_aborted_before_its_rejection_is_sent() -> None:
     w = world("predictive", 20)
     w.add(request("never", 21 * BLOCK, 50), 5)
     w.abort("never")
