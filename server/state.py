@@ -68,7 +68,7 @@ class ServerState:
     classifier: ClassifierConfig = field(default_factory=ClassifierConfig)
     loras: tuple[LoRAModule, ...] = ()
     output_parser: OutputParser | None = None
-    # loads the parser of tool calls and reasoning; called in a thread, before the engine starts
+    # function that loads the parser of tool calls and reasoning; a thread calls it before the engine starts
     load_output_parser: Callable[[], OutputParser] | None = None
     bodies: BodyBytes = field(init=False)
     draining_since: float | None = None

@@ -108,7 +108,7 @@ def docs_router(title: str, app: FastAPI) -> APIRouter:
             return Response(_STARTS[name], media_type="text/javascript", headers=_DAY)
         if name not in _SHIPPED:
             raise ApiError(ErrorCode.UNKNOWN_URL, "unknown URL: the documentation has no such file")
-        with as_file(static / name) as path:  # as_file copies nothing, unless the packages are in a zip file.
+        with as_file(static / name) as path:  # as_file copies the file only from a zipped package
             return _CountedFile(path, sending)
 
     return router

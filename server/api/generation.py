@@ -313,7 +313,7 @@ class Generator:
             submission.params.grammar.check_size()
         self.check_sequences(len(submission.prompts), submission.n)
         tenant, drain = ticket.tenant, accounts.retry_after()
-        # raises for a priority that the tenant may not use, so it comes before any reservation
+        # The call raises for a priority that the tenant may not use, so it comes before any reservation.
         tenant.priority_of(submission.priority)
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1

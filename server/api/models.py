@@ -41,7 +41,7 @@ def models_router(state: ServerState) -> APIRouter:
         """List the model of this server and its LoRA adapters."""
         return ModelList(data=[card(name) for name in state.model_names])
 
-    # a path parameter, because hub ids contain a slash
+    # model_id may span several path segments, because hub ids contain a slash
     @router.get("/v1/models/{model_id:path}", response_model_exclude_none=True)
     async def retrieve_model(model_id: str) -> ModelCard:
         """Return the model or the adapter named ``model_id``."""

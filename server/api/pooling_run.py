@@ -136,7 +136,7 @@ def as_base64(result: Values) -> str:
 
 
 async def with_items(answer: BaseModel, items: Iterable[BaseModel]) -> bytes:
-    """Return the JSON of an answer whose ``data`` is empty, with ``items`` in it.
+    """Return the JSON of ``answer`` with ``items`` inserted into its empty list ``data``.
 
     The event loop runs other tasks between the items, which together may have a million numbers.
     """

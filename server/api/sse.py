@@ -78,7 +78,7 @@ class EventStream(Response):
         self._last = last
         self._started = False
         self._generated = False
-        self._ended = False  # all events are sent except the one that ends the stream
+        self._ended = False  # whether all events are sent except the one that ends the stream
         # number of messages sent; the stream is silent when it has not changed for keep_alive seconds
         self._sent = 0
 

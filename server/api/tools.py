@@ -139,7 +139,7 @@ def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
             param="tools",
         )
     types = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
-    # the types become part of a header
+    # only types that match _TYPE are removed, because the types become part of a response header
     dropped = {at: kind for at, kind in enumerate(types) if kind.startswith(kinds) and _TYPE.fullmatch(kind)}
     if dropped:
         document["tools"] = [tool for at, tool in enumerate(tools) if at not in dropped]
@@ -267,9 +267,9 @@ class ForcedReader:
 
     def __init__(self, function: str | None) -> None:
         self._function = function
-        self._rest = ""  # text that is neither parsed nor passed on
+        self._rest = ""  # received text that is not parsed yet
         self._calls = 0
-        self._value: _JsonValue | None = None  # the arguments of the call that is read, if any
+        self._value: _JsonValue | None = None  # reader of the current call's arguments, None between calls
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
         """Parse the complete text of an answer; return its calls, and an empty text, since no other remains."""
@@ -312,7 +312,7 @@ class _JsonValue:
 
     def __init__(self) -> None:
         self.ended = False
-        self._depth = 0  # open objects and lists
+        self._depth = 0  # number of open objects and lists
         self._begun = self._quoted = self._escaped = False
 
     def push(self, text: str) -> tuple[str, str]:

@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
         return OK
     bound_heap()
     raise_file_limit()
-    # only a check, so that an invalid key fails before the model is loaded
+    # The keys are not used here. The call only checks them, before the model is loaded.
     load_keys(settings.api_key, settings.api_key_file)
     _check_tls(settings)
     configure(settings.log_format, settings.log_level)

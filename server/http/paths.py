@@ -23,6 +23,6 @@ class LenientPaths:
             if path.endswith("/") and len(path) > 1 and not path.startswith(self._kept):
                 scope["path"] = path.rstrip("/") or "/"
             if scope["method"] == "HEAD":
-                # a copy, because the HTTP server reads the method of its own scope
+                # The scope is copied, because the HTTP server later reads the real method in the original.
                 scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)

@@ -69,7 +69,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         # Without the optimizer, Jinja computes no constant such as 'x' * 10**9 while it compiles.
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, **options)
         self.filters |= {"center": _center, "indent": _indent, "format": _format}
-        self._of_thread = threading.local()  # several requests render at once, each in its own thread
+        self._of_thread = threading.local()  # counted per thread, because requests render at the same time
 
     def start_render(self) -> None:
         """Begin to count the rounds of loops for a rendering in this thread."""
@@ -108,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
         """Call ``obj``, unless it is a method of a text whose result would be too large."""
-        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
+        method = getattr(obj, "__wrapped__", obj)  # Jinja's sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             _check_method(owner, method.__name__, (*args, *named.values()))

@@ -1,4 +1,4 @@
-"""/v1/chat/completions without HTTP: turns a request into a completion or into the events of a stream."""
+"""Logic of /v1/chat/completions without HTTP code: it turns a request into a completion or stream events."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ChatService(OpenAIEvents):
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    if continuous:  # vLLM sends the role with the usage from before the choice's first token
+                    if continuous:  # as in vLLM, the role chunk has the usage before the first token
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index, b'""' if readers is None else b"null")
                 if continuous:

@@ -1,4 +1,4 @@
-"""/v1/completions without HTTP: turns a request into a completion or into the events of a stream."""
+"""Logic of /v1/completions without HTTP code: it turns a request into a completion or stream events."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class EmbeddingUsage(BaseModel):
 
     @classmethod
     def of(cls, counts: TokenCounts) -> EmbeddingUsage:
-        """Return the usage of a request, whose tokens are all in its prompts."""
+        """Return the token usage of a request to a pooling model, which has prompt tokens only."""
         return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
 
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings without HTTP: turns a request into one vector per input."""
+"""Logic of /v1/embeddings without HTTP code: it turns a request into one vector per input."""
 
 from __future__ import annotations
 

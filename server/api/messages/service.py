@@ -1,4 +1,4 @@
-"""/v1/messages without HTTP: turns a request to Anthropic's API into a message or into its events."""
+"""Logic of /v1/messages without HTTP code: it turns a request to Anthropic's API into a message or events."""
 
 from __future__ import annotations
 

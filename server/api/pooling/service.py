@@ -1,4 +1,4 @@
-"""/pooling and /classify without HTTP."""
+"""Logic of /pooling and /classify without HTTP code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ClassificationService:
         return await with_items(answer, map(self._classification, count(), results))
 
     def _classification(self, index: int, result: Values) -> Classification:
-        best = int(np.argmax(result))  # the first of equal values, as in vLLM
+        best = int(np.argmax(result))  # argmax takes the first of equal values, as in vLLM
         label = self._state.classifier.labels.get(best)
         return Classification(index=index, label=label, probs=vector_of(result), num_classes=len(result))
 

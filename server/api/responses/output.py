@@ -81,7 +81,7 @@ class OutputEvents:
     """
 
     def __init__(self, request_id: str) -> None:
-        self.items: list[dict[str, Any]] = []  # completed items
+        self.items: list[dict[str, Any]] = []  # output items that are complete
         self._request_id = request_id
         self._number = 0
         self._text: str | None = None  # text of the message that is open, None when no message is

@@ -1,4 +1,4 @@
-"""/v1/responses without HTTP: turns a request into a response or into its events."""
+"""Logic of /v1/responses without HTTP code: it turns a request into a response or its events."""
 
 from __future__ import annotations
 

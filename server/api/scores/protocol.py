@@ -1,4 +1,4 @@
-"""Bodies of /v1/score and /v1/rerank: vLLM's, whose rerank is that of Jina and Cohere."""
+"""Bodies of /v1/score and /v1/rerank as in vLLM; those of rerank are also Jina's and Cohere's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/score and /v1/rerank without HTTP, with vLLM's two ways to score a pair of texts.
+"""Logic of /v1/score and /v1/rerank without HTTP code, with vLLM's two ways to score a pair of texts.
 
 - An embedding model embeds each text of a request once; the score is the cosine of two embeddings.
 - A cross-encoder, a classifier with one label, reads both texts as one prompt; the score is the label's value.

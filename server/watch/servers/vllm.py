@@ -18,7 +18,7 @@ from tonnage.server.watch.servers.families import read_auto, read_headroom, read
 from tonnage.server.watch.servers.json_values import cards, mapping, text
 
 _INFO = "vllm:cache_config_info"
-# the second name is from releases before 0.10
+# names of the metric for KV cache usage; the second one is from vLLM releases before 0.10
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 # label of the metric cache_config_info -> field of the Deployment
 _CACHE = {
@@ -112,7 +112,7 @@ class VLLMServer:
                 preemptions=samples.count("vllm:num_preemptions_total"),
                 prompt_tokens=samples.count("vllm:prompt_tokens_total"),
                 generation_tokens=samples.count("vllm:generation_tokens_total"),
-                # the names that begin with gpu_ are from releases before 0.10
+                # metric names with "gpu_" are from vLLM releases before 0.10
                 prefix_query_tokens=samples.count(
                     "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
                 ),
