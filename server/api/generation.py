@@ -153,7 +153,7 @@ class Generator:
             return await asyncio.to_thread(work, *arguments)
 
     async def converted(self, items: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Return the result of ``work``, which visits ``items`` parts of a body; many parts take a thread."""
+        """Call ``work``, which visits ``items`` parts of a body, and return its result; many take a thread."""
         if items <= _ITEMS_INLINE:
             return work(*arguments)
         return await self.in_thread(work, *arguments)

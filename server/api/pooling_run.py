@@ -62,7 +62,7 @@ class PoolingRun:
         self.counts = TokenCounts()
 
     async def of_inputs(self, items: list[str] | list[list[int]], pooling: Pooling) -> list[Values]:
-        """Return the result of each text or list of token ids."""
+        """Return the model's result for each input, which is a text or a list of token ids."""
         special = self._request.add_special_tokens is not False
         self._generator.check_sequences(len(items), 1, param=self._param)
         prompts = await self._generator.token_ids(items, add_special_tokens=special, param=self._param)

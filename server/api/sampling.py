@@ -41,7 +41,7 @@ Stop = TypeVar("Stop", bound="str | list[str] | None")
 
 
 def short_stop(stop: Stop) -> Stop:
-    """Return the stop strings if their characters together are within the limit."""
+    """Return the stop strings; raise ValueError when they have too many characters in total."""
     if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARACTERS:
         raise ValueError(STOP_EXPECTED)
     return stop

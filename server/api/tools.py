@@ -272,11 +272,11 @@ class ForcedReader:
         self._value: _JsonValue | None = None  # reader of the current call's arguments, None between calls
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        """Parse the complete text of an answer; return its calls, and an empty text, since no other remains."""
+        """Parse the complete text of an answer; return its tool calls, and "" because it has no other text."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
-        """Parse further text; return the new pieces of calls, and an empty text, since no other remains."""
+        """Parse further text; return the new pieces of tool calls, and "" because it has no other text."""
         self._rest += text
         deltas: list[CallDelta] = []
         while (value := self._value or self._next_value(text, deltas)) is not None:
@@ -308,7 +308,7 @@ class ForcedReader:
 
 
 class _JsonValue:
-    """A valid JSON value whose text arrives in pieces; each character is visited once."""
+    """Reader of a valid JSON value whose text arrives in pieces; it visits each character once."""
 
     def __init__(self) -> None:
         self.ended = False

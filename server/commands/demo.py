@@ -170,7 +170,7 @@ async def _ask(url: str) -> list[str]:
 
 
 def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
-    """Return the rows that compare revision 0 of the plan with the measured bytes, both from /memory."""
+    """Return the rows that compare the plan made before the load with the measured bytes, both from /memory."""
     rank = report["plan"]["ranks"][report["plan"]["worst_rank"]]
     measured = report["measured"]
     used = rank["total_bytes"] - rank["free_bytes"]

@@ -214,7 +214,7 @@ class _Stop:
         self._draining: asyncio.Task[None] | None = None
 
     def on_error(self, error: TonnageError) -> None:
-        """Record the error that is the cause, and stop the server."""
+        """Record the error as the cause of the stop, and stop the server."""
         self.error = error
         self._exit()
 

@@ -68,7 +68,7 @@ class Outboxes:
 
 
 class HeldAnswer:
-    """Counter of the bytes of an answer that is held until it is complete; its limit is that of all streams."""
+    """Counter of the bytes of an answer that is held until complete; they count towards the limit of all."""
 
     def __init__(self, outboxes: Outboxes) -> None:
         self._outboxes = outboxes

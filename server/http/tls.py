@@ -85,7 +85,7 @@ class TlsHandshake(asyncio.Protocol):
             protocol.data_received(bytes(self._early))
 
     def _pass_on(self) -> None:
-        """Pass bytes that arrived before start_tls took over the connection to the protocol of start_tls."""
+        """Pass the bytes that arrived before start_tls took over the connection on to start_tls's protocol."""
         early, self._early = self._early, bytearray()
         protocol: Any = None if self._transport is None else self._transport.get_protocol()
         if protocol is self or not early:

@@ -14,7 +14,7 @@ _KEY: ContextVar[str] = ContextVar("tonnage_key", default="")
 
 
 def work_for(key: str) -> None:
-    """Record the API key for whose request the calling task, and each task that it starts, does its work."""
+    """Record the name of the API key whose request the calling task, and every task it starts, works for."""
     _KEY.set(key)
 
 

@@ -40,7 +40,7 @@ class ReplicaReport:
 
 
 class EngineReplica:
-    """A Ray Serve replica that runs one engine; Ray takes the replica for healthy while the engine is ready."""
+    """A Ray Serve replica that runs one engine; Ray regards it as healthy while the engine is ready."""
 
     async def __init__(self, settings: Settings, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = make_engine(settings, plan)

@@ -107,7 +107,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
-        """Call ``obj``, unless it is a method of a text whose result would be too large."""
+        """Call ``obj``, unless it is a string method whose result would be too large."""
         method = getattr(obj, "__wrapped__", obj)  # Jinja's sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):

@@ -23,7 +23,7 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def titles_of(rows: Sequence[Row]) -> Row:
-    """Return the table's titles; the verdict has one only if a row has a verdict."""
+    """Return the column titles of a memory table; the verdict column has one only if a row has a verdict."""
     return TITLES if any(row[4] for row in rows) else (*TITLES[:4], "")
 
 

@@ -253,7 +253,7 @@ class ChatService(OpenAIEvents):
 
 
 def _hides_tokens(request: ChatRequest, use: ToolUse) -> bool:
-    """Return whether the token ids of an answer would show reasoning that the request leaves out."""
+    """Return whether an answer must omit its token ids, because they would show reasoning that is left out."""
     return request.include_reasoning is False and use.reasons
 
 

@@ -167,7 +167,7 @@ class CompletionService(OpenAIEvents):
             yield events.usage(counts)
 
     async def _prepare(self, request: CompletionRequest) -> tuple[Submission, list[str]]:
-        """Return the submission to the engine, and for each choice the prompt text to echo."""
+        """Return what the request submits to the engine, and for each choice the prompt text to echo."""
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
         state.check_task()
@@ -329,7 +329,7 @@ class _CompletionEvents(ChunkWriter):
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger of two numbers, the other one if one is None, or None if both are."""
+    """Return the larger of two numbers; a None is ignored, and two Nones give None."""
     return max((number for number in (one, other) if number is not None), default=None)
 
 
@@ -374,5 +374,5 @@ NO_USAGE_YET = b',"usage":null'
 
 
 def usage_so_far(counts: TokenCounts) -> bytes:
-    """Return the token usage so far as the JSON member ``usage``, the last one of a streamed chunk's object."""
+    """Return the token usage so far as the JSON member ``usage``, which ends the object of a streamed chunk."""
     return b',"usage":' + usage(counts).model_dump_json().encode()

@@ -51,7 +51,7 @@ class ClassificationList(BaseModel):
 
 
 class PooledData(BaseModel):
-    """The result of one input: a vector, one per token, or base64 of little-endian 32-bit floats."""
+    """The result of one input: one vector, one vector per token, or base64 of little-endian 32-bit floats."""
 
     index: int
     object: Literal["pooling"] = "pooling"

@@ -31,7 +31,7 @@ class ScoringBody(EngineBody):
 
 
 class ScoreRequest(ScoringBody):
-    """Body of POST /v1/score: one text and many, or as many texts on both sides."""
+    """Body of POST /v1/score: one text to score with many others, or two lists of texts of equal length."""
 
     queries: Text | Texts | None = None
     documents: Text | Texts | None = None
