@@ -46,26 +46,26 @@ def settle_heap() -> None:
     _trim()
 
 
-# When the process has grown by this much, garbage is collected and free memory is returned to the kernel.
+# When the process has grown by this much, its free memory is returned to the kernel.
 _GROWTH_BYTES = 8 * 2**20
 _WORTH_BYTES = 2**20
 _CHECK_SECONDS = 1.0
 
 
 async def shrink_heap() -> NoReturn:
-    """Collect garbage and return free memory to the kernel whenever this process has grown, until cancelled.
+    """Return free memory to the kernel whenever this process has grown, until the task is cancelled.
 
     By itself, glibc returns only the free memory behind the last block in use. After large requests it kept 13
-    to 20 MiB, and garbage another 45. The memory of the next large requests was added to it
-    (benchmarks/abuse.py). A check takes 12 us, and returning memory takes 5 ms. It is repeated every second
-    while it frees a megabyte or more.
+    to 20 MiB, to which the memory of the next large requests was added (benchmarks/abuse.py). A check takes 12
+    us, and returning memory takes 5 ms. It is repeated every second while it frees a megabyte or more.
+
+    Garbage is not collected here: in a flood of requests a collection takes 45 ms.
     """
     least, freed = anonymous_bytes(), 0
     while True:
         await asyncio.sleep(_CHECK_SECONDS)
         now = anonymous_bytes()
         if now > least + _GROWTH_BYTES or freed >= _WORTH_BYTES:
-            gc.collect()
             _trim()
             least = anonymous_bytes()
             freed = now - least

@@ -15,6 +15,9 @@ from starlette.types import Receive
 
 Result = TypeVar("Result")
 
+# nginx's status for a client that closed the connection. No client receives it; the access log shows it.
+CLIENT_CLOSED_REQUEST = 499
+
 
 class ClientDisconnected(Exception):
     """Error that a client closed its connection before its answer was complete."""

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tonnage.server.errors import ApiError, ErrorCode, render
+from tonnage.server.http.disconnect import CLIENT_CLOSED_REQUEST
 from tonnage.server.http.turns import work_for
 from tonnage.server.security.keys import KeyRing
 from tonnage.server.security.rejection_limits import RejectionLimits
@@ -55,13 +56,17 @@ class RequestId:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                if 400 <= message["status"] < 500:
+                if 400 <= message["status"] < 500 and message["status"] != CLIENT_CLOSED_REQUEST:
                     await self._limits.wait(scope)
                 request_id = scope["tonnage.request_id"].encode("latin-1")
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        await self._app(scope, receive, named)
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            # ``send`` refers to the scope too, so only the garbage collector would free the request.
+            del scope["tonnage.send"]
 
 
 class Authentication:
