@@ -127,6 +127,7 @@ class Family:
             Most were left by the remote code that a model was first published with.
         refusal: why there is no adapter, for the error message; empty when no reason is known.
         first_class: class named by the first published files (remote code).
+        other_classes: further classes of vLLM's registry that build the same tensors and cache.
         reads_class: whether ``build`` reads the config field ``architectures`` itself.
         attentions: attention implementations besides eager in transformers 5.19 (_supports_sdpa,
             _supports_flash_attn).
@@ -149,6 +150,7 @@ class Family:
     leftovers: Mapping[str, Values] | None = None
     refusal: str = ""
     first_class: str | None = None
+    other_classes: tuple[str, ...] = ()
     reads_class: bool = False
     attentions: tuple[str, ...] = ("sdpa", "flash")
     final_norm: NormKind = "rms"

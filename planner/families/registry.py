@@ -217,7 +217,7 @@ def _check_class(
     for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
         body = body.removesuffix(suffix)
     body = body.removesuffix("Model") + "Model"
-    if not names or {architecture.class_name, family.first_class} & set(names):
+    if not names or {architecture.class_name, family.first_class, *family.other_classes} & set(names):
         return architecture
     tensors = tuple(t for t in architecture.tensors if t.role != "head")
     if {body, f"{body.removesuffix('Model')}TextModel"} & set(names):
