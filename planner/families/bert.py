@@ -26,6 +26,7 @@ _NO_SHAPE = (
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
     "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "output_past", "activation",
 )  # fmt: skip
+_SPLADE = "BertSpladeSparseEmbeddingModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
             field="position_embedding_type",
         )
     t = Tensors()
-    headed = not class_name.endswith("Model")
+    masks = class_name.endswith("ForMaskedLM") or class_name == _SPLADE
+    headed = masks or not class_name.endswith("Model")
     at = f"{variant.body}." if headed else ""
     _embeddings(t, at, fields, variant, (vocab, positions, hidden))
     for _, layer in t.layers(layers, f"{at}{variant.layers}"):
@@ -104,7 +106,7 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
         )  # fmt: skip
     if variant.pooler and (not headed or (variant.pooled and class_name.endswith("ForSequenceClassification"))):
         t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
-    if class_name.endswith("ForMaskedLM"):
+    if masks:
         _masked_head(t, fields, variant, vocab, hidden)
     elif headed:
         _classifier(t, fields, variant, hidden, tagger=class_name.endswith("ForTokenClassification"))
@@ -129,6 +131,8 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
                 f"true is not supported: {name} is planned as an encoder only", field=field
             )
     known: dict[str, Kind] = {f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", *CLASSIFIERS)}
+    if name == "Bert":  # vLLM's class for sparse embeddings has the head for masked tokens (models/bert.py)
+        known[_SPLADE] = "encoder"
     return wanted(fields, known, f"{name}Model")
 
 

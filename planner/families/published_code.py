@@ -121,7 +121,8 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
     fields.config = {"sliding_window_pattern": 8, **fields.config, "sliding_window": window}
     return DenseVariant(
         "Plamo3ForCausalLM", qk_norm="head", qkv="qkv_proj", mlp_names=("gate_up_proj", "down_proj"),
-        fused=True, flow="sandwich", norms=("pre_mixer_norm", "post_mixer_norm", "pre_mlp_norm", "post_mlp_norm"),
+        fused=True, flow="sandwich",
+        norms=("pre_mixer_norm", "post_mixer_norm", "pre_mlp_norm", "post_mlp_norm"),
         window="pattern", table_by_kind=True, tied=True,
         ignored=("sliding_window_pattern", "interleaved_sliding_window", "window_size"), taped=False,
     ).build(fields, model_type)  # fmt: skip

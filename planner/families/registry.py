@@ -13,6 +13,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.family import NO_FAMILY, Family
 from tonnage.planner.families.meta import meta_architecture
+from tonnage.planner.families.pooled import base_config, pooled
 from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
 from tonnage.planner.model.fields import Fields, label_count, shown
@@ -113,7 +114,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         ConfigError: values are missing, have the wrong type or contradict each other.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or family_of(model_type).build is not None:
+    if not isinstance(model_type, str) or family_of(model_type).build is not None or base_config(config):
         return _adapted(config)
     return _ARCHITECTURES.get(config, lambda: _from_modules(config, model_type))
 
@@ -140,6 +141,9 @@ def _declared(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _build(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a config, checking its model_type and class."""
+    if (found := base_config(config)) is not None:
+        row, base = found
+        return pooled(row, config, _build(base))
     model_type = config.get("model_type")
     if model_type is None:
         raise ConfigError("missing", field="model_type", hint="is this the config.json of a language model?")

@@ -114,6 +114,7 @@ class Architecture:
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: routed experts that one token passes.
         index_topk: tokens that sparse attention reads for each query; 0 without sparse attention.
+        pooled: whether the class pools the hidden states and has a head of its own (families/pooled.py).
         unread: switches in the config that no adapter knows and that may add biases or norms to `tensors`.
         via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
         recipe: the decoder's modules as data, or None if the family has no recipe.
@@ -139,6 +140,7 @@ class Architecture:
     experts_per_token: int = 0
     index_topk: int = 0
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
+    pooled: bool = False
     unread: tuple[str, ...] = ()
     via: Literal["adapter", "meta"] = "adapter"
     recipe: Recipe | None = None

@@ -18,7 +18,11 @@ from oracle import Oracle
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.vllm.tensors import tensors_of
+from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families.registry import build_architecture
+from tonnage.planner.planning.build import plan_source
+from tonnage.planner.plans import Plan
+from tonnage.planner.source.resolve import ModelSource
 
 pytestmark = pytest.mark.oracle
 
@@ -67,4 +71,84 @@ def test_parameters_and_cache_equal_vllm(name):
             found[dtype] = found.get(dtype, 0) + tensor.elements
     assert found == says["parameters"]
     cache = [[layer.kind, layer.kv_heads, layer.head_size, layer.window] for layer in architecture.cache_layers]
-    assert cache == [[KINDS[kind], *rest] for kind, *rest in says["cache"]]
+    assert cache == [
+        [KINDS[kind], heads or 0, size or 0, window] for kind, heads, size, window in says["cache"]
+    ]
+
+
+def row(name: str) -> dict[str, Any]:
+    """Return the config of a class in tests/data/registry/configs.jsonl."""
+    rows = map(json.loads, (DATA / "registry" / "configs.jsonl").read_text().splitlines())
+    return next(config for config in rows if config["architectures"] == [name])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("DeepseekForCausalLM", 16.375728128),  # total of the safetensors index of deepseek-moe-16b, in bf16
+        ("OrionForCausalLM", 14.5), ("SolarForCausalLM", 22.1), ("MiniCPMForCausalLM", 2.72),
+        ("TeleFLMForCausalLM", 52.8), ("BailingMoeForCausalLM", 16.8), ("BailingMoeV2ForCausalLM", 16.3),
+        ("Step3p5ForCausalLM", 197), ("MistralLarge3ForCausalLM", 673), ("PanguUltraMoEForCausalLM", 719),
+        ("IQuestCoderForCausalLM", 39.8), ("BgeM3EmbeddingModel", 0.569), ("GteNewModel", 0.434),
+    ],
+)  # fmt: skip
+def test_parameters_equal_published_sizes(name, billions):
+    assert build_architecture(row(name)).parameters == pytest.approx(billions * 1e9, rel=0.003)
+
+
+def plan(config: dict[str, Any], **flags: Any) -> Plan:
+    given = {"engine": "vllm", "engine_version": "0.33.0", "device": "cuda", "gpu": "h100-80g", **flags}
+    return plan_source(ModelSource("model", "model", config, "folder"), Deployment(**given))
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaBidirectionalModel", "VoyageQwen3BidirectionalEmbedModel", "GteNewModel"]
+)
+def test_attention_in_both_directions_has_no_cache(name):
+    found = plan(row(name))
+    assert build_architecture(row(name)).kind == "encoder"
+    assert found.rank.kv_pool_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForProcessRewardModel", "JinaForRanking", "ColQwen3"])
+def test_decoder_with_pooled_head_is_run_as_pooling_model(name):
+    found = plan(row(name))
+    assert found.deployment.runner == "pooling"
+    assert found.rank.kv_pool_bytes > 0
+
+
+def test_pooled_head_has_the_stated_width_or_a_noted_one():
+    stated, bare = build_architecture(row("ColQwen3")), build_architecture(row("Qwen3VLNemotronEmbedModel"))
+    assert stated.parameters - bare.parameters == (320 - 128) * stated.hidden_size
+    assert not stated.assumed
+    assert bare.assumed == ("colbert_dim 128 of most such models",)
+
+
+@pytest.mark.parametrize("engine", ["hf", "sglang", "llama.cpp"])
+@pytest.mark.parametrize("name", ["LlamaBidirectionalModel", "InternLM2ForRewardModel"])
+def test_other_engines_refuse_pooled_class(engine, name):
+    with pytest.raises(UnsupportedArchitecture):
+        plan(row(name), engine=engine, engine_version=None)
+
+
+def test_pooled_class_on_another_model_is_refused():
+    with pytest.raises(UnsupportedArchitecture, match="Qwen2ForRewardModel"):
+        build_architecture({**row("LlamaBidirectionalModel"), "architectures": ["Qwen2ForRewardModel"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("MiniCPMForCausalLM", "num_experts", 8), ("TeleChat2ForCausalLM", "num_moe_experts", 16),
+        ("TeleChat2ForCausalLM", "num_key_value_heads", 8),
+        ("PanguEmbeddedForCausalLM", "param_sink_number", 128),
+        ("SarvamMLAForCausalLM", "moe_shared_expert_intermediate_size", 1024),
+        ("Step3p5ForCausalLM", "use_head_wise_attn_gate", False),
+        ("Step3TextForCausalLM", "num_attention_groups", 8),
+        ("PanguUltraMoEForCausalLM", "param_sink_number", 128), ("GteNewModel", "pack_qkv", False),
+        ("Plamo3ForCausalLM", "window_size", [128, None, 256]),
+    ],
+)  # fmt: skip
+def test_form_that_no_adapter_builds_is_refused(name, field, value):
+    with pytest.raises(UnsupportedArchitecture):
+        build_architecture({**row(name), field: value})

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+_CONFIGS = {"new": "NewConfig"}  # names of config classes that vLLM checks
 _VALUES = ("step1",)  # model types whose constructor reads values of a tensor
 
 
@@ -25,7 +26,9 @@ def _register(config: dict[str, Any]) -> None:
         AutoConfig.for_model(name)
     except ValueError:
         if name not in _CONFIG_REGISTRY:
-            AutoConfig.register(name, type("PlainConfig", (PretrainedConfig,), {"model_type": name}))
+            AutoConfig.register(
+                name, type(_CONFIGS.get(name, "Plain"), (PretrainedConfig,), {"model_type": name})
+            )
     except Exception:  # the type is known, but its config class needs arguments
         return
 

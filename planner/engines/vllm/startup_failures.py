@@ -328,10 +328,10 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
 
 
 def is_pooling_class(architecture: Architecture) -> bool:
-    """Return whether vLLM pools a decoder's hidden states without --runner: a bare body or a classifier."""
+    """Return whether vLLM pools a decoder's hidden states without --runner: a body, classifier or pooled class."""
     name = architecture.class_name
-    if architecture.kind != "decoder" or architecture.is_classifier:
-        return architecture.is_classifier
+    if architecture.kind != "decoder" or architecture.is_classifier or architecture.pooled:
+        return architecture.is_classifier or architecture.pooled
     causal = name.removesuffix("Model") + "ForCausalLM"
     return name.endswith("Model") and causal in {*_architectures()["oldest"], *_architectures()["first"]}
 

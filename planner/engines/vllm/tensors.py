@@ -48,7 +48,9 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
+    if architecture.pooled:  # its head states its dtype
+        pass
+    elif architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
     elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
@@ -155,12 +157,15 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
             if tensor.name != _SHARED_BIAS:
                 out.append(replace(tensor, tied_to=None))
             continue
+        if architecture.pooled and tensor.role == "head":
+            out.append(tensor)
+            continue
         if (
             tensor.role == "head"
             or "pooler." in tensor.name
             or (tensor.role == "norm" and tensor.name.startswith(("lm_head.", "head.")))
         ):
-            if architecture.is_classifier:
+            if architecture.is_classifier and not architecture.pooled:
                 plain = tags and tensor.name.startswith("head.")
                 out.append(tensor if plain else replace(tensor, dtype="float32"))
             continue
@@ -175,7 +180,7 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
 
 def predicts_tokens(architecture: Architecture) -> bool:
     """Return whether vLLM's class returns a row of the vocabulary for every token (models/bert.py, 0.26 on)."""
-    return architecture.class_name == "BertForMaskedLM"
+    return architecture.class_name in ("BertForMaskedLM", "BertSpladeSparseEmbeddingModel")
 
 
 def _scales(name: str, layer: int) -> TensorSpec:
