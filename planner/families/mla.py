@@ -285,7 +285,9 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     chosen = fields.integer("moe_topk", limit="width")
     bias = fields.boolean("attention_bias", False)
     router_bias = fields.boolean("router_bias", False)
-    fields.ignore("num_hidden_layers", "zero_expert_type")
+    fields.ignore(
+        "num_hidden_layers", "zero_expert_type", "mla_scale_q_lora", "mla_scale_kv_lora", "attention_method"
+    )
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
@@ -311,6 +313,30 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
         cache((i // 2 for i in range(2 * layers)), d), layers=layers, inner=dense + chosen * inner, vocab=vocab,
         rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
+
+
+def _longcat_ngram(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of LongCat-Flash-Lite: LongCat-Flash with hashed embeddings of n-grams.
+
+    There are emb_split_num x (emb_neighbor_num - 1) tables; table i has ngram_vocab_size_ratio x vocab_size +
+    2 i + 1 rows (models/longcat_flash_ngram.py of vLLM 0.32, which keeps them as one).
+    """
+    found = _longcat(fields, model_type)
+    split = fields.integer("emb_split_num", limit="layers")
+    grams = fields.integer("emb_neighbor_num", limit="layers")
+    ratio = fields.integer("ngram_vocab_size_ratio", limit="width")
+    tables = split * (grams - 1)
+    if tables < 1:
+        raise ConfigError(f"{grams} is not at least 2", field="emb_neighbor_num")
+    common.divisible(found.hidden_size, tables, "hidden_size", "the number of n-gram tables")
+    width = found.hidden_size // tables
+    rows = sum(ratio * found.vocab_size + 2 * i + 1 for i in range(tables))
+    at, owner = "model.ngram_embeddings", "NgramEmbedding"
+    more = (
+        TensorSpec(f"{at}.embedders.weight", (rows, width), "embedding", "Embedding", shard_dim=0),
+        TensorSpec(f"{at}.post_projs", (tables, width, found.hidden_size), "embedding", owner),
+    )
+    return replace(found, class_name="LongcatFlashNgramForCausalLM", tensors=(*more, *found.tensors))
 
 
 def _axk1(fields: Fields, model_type: str) -> Architecture:
@@ -425,5 +451,12 @@ FAMILIES = {
         hf="latent",
     ),
     "minicpm3": Family(_minicpm3, absent={"q_lora_rank": 768}, hf="latent", vllm=VLLMTraits(expanded_mla=True)),
-    "longcat_flash": Family(_longcat, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent"),
+    "longcat_flash_ngram": Family(
+        _longcat_ngram, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent",
+        vllm=VLLMTraits(wide_router=True),
+    ),
+    "longcat_flash": Family(
+        _longcat, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent",
+        vllm=VLLMTraits(wide_router=True),
+    ),
 }  # fmt: skip

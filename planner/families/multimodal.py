@@ -275,15 +275,15 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Mistral Small 3.1, 3.2 or another model with a merging Pixtral tower."""
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
-    if kind not in ("mistral", "ministral3"):
+    if kind not in ("mistral", "ministral3", "qwen3"):
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; language models of this type are mistral and ministral3",
+            f"{shown(kind)} is not supported; language models of this type are mistral, ministral3 and qwen3",
             field="text_config.model_type",
         )
     if kind == "ministral3":  # Mistral's tensors, and a window only if the file states one
         config = {**_MINISTRAL3, **(config or {})}
     # published files store a head without stating tie_word_embeddings (Mistral-Small-3.1: 24.0 B parameters)
-    text = text_of(fields, "mistral", config)
+    text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture(
             f"{shown(fields.raw('vision_feature_layer'))} is not supported; only -1, the last layer, is",
@@ -578,7 +578,12 @@ FAMILIES = {
         ).build,
         files=RENAMED,
     ),
-    "mistral3": _family(mistral3, files=RENAMED),
+    # LightOnOCR has Mistral 3's tower and connector in front of a Qwen3 model
+    "mistral3": _family(mistral3, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)),
+    "lighton_ocr": _family(
+        mistral3, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)
+    ),
+    "opencua": _qwen_row("OpenCUA", "qwen2", "qwen2_5", kv_heads=8),
     "kimi_vl": _family(kimi_vl, files=RENAMED),
     "qwen2_vl": _qwen_row("Qwen2VL", "qwen2", "qwen2", kv_heads=8, either=True),
     "qwen2_5_vl": _qwen_row("Qwen2_5_VL", "qwen2", "qwen2_5", kv_heads=8, either=True),

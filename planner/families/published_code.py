@@ -1,6 +1,7 @@
 """Dense decoders that were published with their own code and have a class in vLLM, most of Llama's shape.
 
-The families are Orion, Solar Pro, MiniCPM, Tele-FLM, TeleChat 2 and 3, openPangu Embedded, Step 1 and PLaMo 3.
+The families are Orion, Solar Pro, MiniCPM, Tele-FLM, TeleChat 2 and 3, openPangu Embedded, Step 1, PLaMo 3 and
+IQuest-LoopCoder.
 Shapes after vLLM 0.32.0, model_executor/models/<family>.py. No code of a model's own is run.
 """
 
@@ -14,9 +15,10 @@ from tonnage.planner.families.dense import DenseVariant
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family
 from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.tensors import Tensors
-from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
+from tonnage.planner.model.tensor import TensorSpec
 
 _BIAS = ("attention_bias", False)
 _MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # factors of Tele-FLM, without tensors
@@ -128,6 +130,30 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
     ).build(fields, model_type)  # fmt: skip
 
 
+def _loopcoder(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an IQuest-LoopCoder model, which runs its layers ``loop_num`` times.
+
+    Each pass after the first caches its own keys and values in a short window. A gate per head and layer mixes
+    its attention with that of the first pass (models/iquest_loopcoder.py).
+    """
+    loops = fields.integer("loop_num", 2, limit="layers")
+    window = fields.integer("loop_window_size", 64, limit="positions")
+    for name in ("attention_bias", "mlp_bias"):
+        if fields.boolean(name, False):
+            raise UnsupportedArchitecture("true is not supported", field=name)
+    found = DenseVariant("IQuestLoopCoderForCausalLM", taped=False).build(fields, model_type)
+    gates = []
+    for layer in range(found.layers):
+        at = f"model.gate_projections.{layer}.gate_proj"
+        weight = TensorSpec(
+            f"{at}.weight", (found.heads, found.head_size), "attention", "Linear", layer, shard_dim=0
+        )
+        gates += [weight, replace(weight, name=f"{at}.bias", shape=(found.heads,))]
+    later = (CacheLayer(0, "sliding", window, found.kv_heads, found.head_size),) * (loops - 1)
+    caches = (replace(cache, layer=first.layer) for first in found.cache_layers for cache in (first, *later))
+    return replace(found, tensors=(*found.tensors, *gates), cache_layers=tuple(caches), recipe=None)
+
+
 FAMILIES = {
     "orion": Family(
         DenseVariant("OrionForCausalLM", norm="layer", window="always", taped=False).build,
@@ -161,5 +187,6 @@ FAMILIES = {
         aliases={"num_key_value_heads": "num_attention_groups", "max_position_embeddings": "max_seq_len"},
     ),
     "PanguEmbedded": Family(_pangu),
+    "iquestloopcoder": Family(_loopcoder, absent={"num_key_value_heads": 8, "head_dim": 128}),
     "plamo3": Family(_plamo3),
 }  # fmt: skip

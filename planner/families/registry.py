@@ -22,6 +22,10 @@ from tonnage.planner.model.tensor import TensorSpec
 # Modules with the most common families, searched first: importing all modules takes 28 ms of CPU time,
 # importing llama.py or the module that a model type is named after much less (Python 3.11, bytecode written).
 _FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
+# Classes whose published files state no model_type
+_BY_CLASS = {
+    "LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
+}  # fmt: skip
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
@@ -144,7 +148,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     if (found := base_config(config)) is not None:
         row, base = found
         return pooled(row, config, _build(base))
-    model_type = config.get("model_type")
+    model_type = config.get("model_type") or _untyped(config)
     if model_type is None:
         raise ConfigError("missing", field="model_type", hint="is this the config.json of a language model?")
     if not isinstance(model_type, str):
@@ -158,6 +162,11 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     architecture = replace(architecture, declared=_declared(config), assumed=assumed)
     fields.ignore("is_encoder_decoder")
     return _check_class(config, model_type, family, _checked(fields, model_type, family, architecture))
+
+
+def _untyped(config: Mapping[str, Any]) -> str | None:
+    """Return the model type of a file that states none, by its class (vLLM, transformers_utils/config.py)."""
+    return next((_BY_CLASS[name] for name in _declared(config) if name in _BY_CLASS), None)
 
 
 def _read(fields: Fields, model_type: str, family: Family) -> Architecture:

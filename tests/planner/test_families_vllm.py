@@ -89,6 +89,10 @@ def row(name: str) -> dict[str, Any]:
         ("OrionForCausalLM", 14.5), ("SolarForCausalLM", 22.1), ("MiniCPMForCausalLM", 2.72),
         ("TeleFLMForCausalLM", 52.8), ("BailingMoeForCausalLM", 16.8), ("BailingMoeV2ForCausalLM", 16.3),
         ("Step3p5ForCausalLM", 197), ("MistralLarge3ForCausalLM", 673), ("PanguUltraMoEForCausalLM", 719),
+        ("IQuestLoopCoderForCausalLM", 39.8), ("Rnj1ForCausalLM", 8.31),
+        ("KimiVLForConditionalGeneration", 16.4),
+        ("H2OVLChatModel", 2.15), ("SkyworkR1VChatModel", 38.4), ("OpenCUAForConditionalGeneration", 8.29),
+        ("LightOnOCRForConditionalGeneration", 1.006),
         ("IQuestCoderForCausalLM", 39.8), ("BgeM3EmbeddingModel", 0.569), ("GteNewModel", 0.434),
     ],
 )  # fmt: skip
@@ -131,6 +135,14 @@ def test_other_engines_refuse_pooled_class(engine, name):
         plan(row(name), engine=engine, engine_version=None)
 
 
+def test_empty_experts_take_no_memory_in_vllm():
+    """LongCat-Flash-Lite has 68.5 B parameters; transformers also allocates a matrix for its empty experts."""
+    config = row("LongcatFlashNgramForCausalLM")
+    weights = plan(config, gpu="b300-288g").rank.weights_bytes
+    assert weights == pytest.approx(2 * 68.57e9, rel=0.001)
+    assert build_architecture(config).parameters > 79e9
+
+
 def test_pooled_class_on_another_model_is_refused():
     with pytest.raises(UnsupportedArchitecture, match="Qwen2ForRewardModel"):
         build_architecture({**row("LlamaBidirectionalModel"), "architectures": ["Qwen2ForRewardModel"]})
@@ -147,6 +159,7 @@ def test_pooled_class_on_another_model_is_refused():
         ("Step3TextForCausalLM", "num_attention_groups", 8),
         ("PanguUltraMoEForCausalLM", "param_sink_number", 128), ("GteNewModel", "pack_qkv", False),
         ("Plamo3ForCausalLM", "window_size", [128, None, 256]),
+        ("Rnj1ForCausalLM", "layer_types", ["sliding_attention"] * 32),
     ],
 )  # fmt: skip
 def test_form_that_no_adapter_builds_is_refused(name, field, value):

@@ -7,8 +7,10 @@ without defaults, as remote code would give it. There are no weights and no engi
 import json
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,7 +23,9 @@ def _register(config: dict[str, Any]) -> None:
     from transformers import AutoConfig, PretrainedConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    name = config["model_type"]
+    name = config.get("model_type")
+    if name is None:
+        return
     try:
         AutoConfig.for_model(name)
     except ValueError:
@@ -69,13 +73,16 @@ def answer(config: dict[str, Any], ready: bool) -> dict[str, Any]:
             model=folder, dtype="bfloat16", runner=runner, skip_tokenizer_init=True, enforce_eager=True,
             max_model_len=64,
         ).create_engine_config()  # fmt: skip
-        with set_current_vllm_config(made):
+        with set_current_vllm_config(made), ExitStack() as stack:
             if not ready:
                 store = tempfile.mktemp()
                 init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
             destroy_model_parallel()  # only models with experts have a group for them
             initialize_model_parallel(1, 1)
-            device = "cpu" if config["model_type"] in _VALUES else "meta"
+            if config["architectures"] == ["LongcatFlashNgramForCausalLM"]:
+                # Its class refuses the runner of a CPU, which has the same tensors and caches.
+                stack.enter_context(patch.object(type(made), "use_v2_model_runner", True))
+            device = "cpu" if config.get("model_type") in _VALUES else "meta"
             with set_default_torch_dtype(torch.bfloat16), torch.device(device):
                 model = initialize_model(vllm_config=made)
         own = {id(p): p for p in model.parameters()}.values()
@@ -90,10 +97,12 @@ def answer(config: dict[str, Any], ready: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Answer all configs of standard input."""
-    from vllm.model_executor.models import step1
+    from vllm.model_executor.models import rnj1, step1
 
-    made = step1.Attention  # a CPU's attention lacks the square roots of ALiBi, which have no tensors
+    # A CPU's attention lacks the square roots of ALiBi and chunks, which have no tensors.
+    made = step1.Attention
     step1.Attention = lambda *args, use_alibi_sqrt, **rest: made(*args, **rest)
+    rnj1.Attention = lambda *args, chunk_lookback, **rest: made(*args, **rest)
     ready = False
     for config in json.load(sys.stdin):
         try:

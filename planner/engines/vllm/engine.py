@@ -404,7 +404,7 @@ class VLLM(Engine):
             )
 
     def check_classifier(self, architecture: Architecture) -> None:
-        """Accept every classifier and pooled class: vLLM adapts its decoders (model_executor/models/adapters.py)."""
+        """Accept every classifier and pooled class, for which vLLM adapts its decoders (models/adapters.py)."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""

@@ -22,7 +22,8 @@ _MROPE_FACTOR = 4
 _QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
-_GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias")
+_GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias", ".router.classifier.weight")
+_NGRAMS = ".ngram_embeddings.embedders.weight"
 # Phi-3-vision reads the output of CLIP's last layer but one; vLLM builds no more (_init_img_processor in
 # models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
@@ -54,6 +55,7 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
     elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
+    held = tuple(_served(architecture, tensor) for tensor in held)
     if architecture.model_type == "phi3_v":
         held = tuple(tensor for tensor in held if not any(part in tensor.name for part in _UNREAD))
     kept = _unquantized_towers(architecture, version)
@@ -83,6 +85,17 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         if tensor.role == "buffer" and tensor.name.endswith("correction_bias")
     ]
     return (*held, *biases, *scales)
+
+
+def _served(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
+    """Return ``tensor`` without rows that transformers allocates and vLLM does not, or padded as vLLM pads it.
+
+    LongCat-Flash has empty experts, for which only transformers has matrices (ZeroExpertRouter in
+    layers/fused_moe/router/zero_expert_router.py, 0.32).
+    """
+    if tensor.role == "expert" and tensor.shape[0] > architecture.experts:
+        return replace(tensor, shape=(architecture.experts, *tensor.shape[1:]))
+    return padded_rows(tensor) if tensor.name.endswith(_NGRAMS) else tensor
 
 
 def _unquantized_towers(architecture: Architecture, version: Version) -> frozenset[str]:
