@@ -479,16 +479,16 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 
 
 def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of DeepSeek-OCR-2 from its checked config.
+    """Return the architecture of DeepSeek-OCR or DeepSeek-OCR-2 from its checked config.
 
     The older DeepSeek-VL2 has the same model_type. Its tower is timm's, whose shapes are not in the file, so it
     is refused.
     """
     names = fields.raw("architectures")
-    if names != ["DeepseekOCR2ForCausalLM"]:
+    if names not in (["DeepseekOCRForCausalLM"], ["DeepseekOCR2ForCausalLM"]):
         raise UnsupportedArchitecture(
-            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is planned; DeepSeek-VL2's "
-            "tower is timm's, whose shapes are not in config.json",
+            f"{shown(names)}: of deepseek_vl_v2 only DeepSeek-OCR and DeepSeek-OCR-2 are planned; "
+            "DeepSeek-VL2's tower is timm's, whose shapes are not in config.json",
             field="architectures",
         )
     config = fields.mapping("language_config")
@@ -496,11 +496,14 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "deepseek_v2", config)
     t = Tensors()
     t.role = "vision"
-    hidden = towers.ocr2(t, _vision(fields))
+    first = names == ["DeepseekOCRForCausalLM"]
+    hidden = (towers.ocr if first else towers.ocr2)(t, _vision(fields))
     t.role = "projector"
     t.linear("model.projector.layers", text.hidden_size, hidden, bias=True)
+    if first:
+        t.add("model.image_newline", (text.hidden_size,), "projector", "DeepseekOCRModel")
     t.add("model.view_seperator", (text.hidden_size,), "projector", "DeepseekOCR2Model")
-    return joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
+    return joined(text, model_type, str(names[0]), t, "model.")
 
 
 # Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). It uses them for a file without

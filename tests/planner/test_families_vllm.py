@@ -90,6 +90,8 @@ def row(name: str) -> dict[str, Any]:
         ("TeleFLMForCausalLM", 52.8), ("BailingMoeForCausalLM", 16.8), ("BailingMoeV2ForCausalLM", 16.3),
         ("Step3p5ForCausalLM", 197), ("MistralLarge3ForCausalLM", 673), ("PanguUltraMoEForCausalLM", 719),
         ("IQuestLoopCoderForCausalLM", 39.8), ("Rnj1ForCausalLM", 8.31),
+        ("DotsOCRForCausalLM", 3.04), ("Step3VLForConditionalGeneration", 321),
+        ("DeepseekOCRForCausalLM", 3.336), ("Eagle2_5_VLForConditionalGeneration", 8.06),
         ("KimiVLForConditionalGeneration", 16.4),
         ("H2OVLChatModel", 2.15), ("SkyworkR1VChatModel", 38.4), ("OpenCUAForConditionalGeneration", 8.29),
         ("LightOnOCRForConditionalGeneration", 1.006),
@@ -133,6 +135,37 @@ def test_pooled_head_has_the_stated_width_or_a_noted_one():
 def test_other_engines_refuse_pooled_class(engine, name):
     with pytest.raises(UnsupportedArchitecture):
         plan(row(name), engine=engine, engine_version=None)
+
+
+# Small towers, and the parameters of vLLM 0.32.0's modules (DotsVisionTransformer, Step3VisionTransformer,
+# SiglipVisionModel, InternVisionModel) for the same sizes
+_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 56, "patch_size": 14,
+}  # fmt: skip
+_TEXT = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "parameters"),
+    [
+        (
+            "DotsOCRForCausalLM", {**_TEXT, "vision_config": {**_TOWER, "embed_dim": 32, "hidden_size": 64}},
+            61_280,
+        ),
+        ("Step3VLForConditionalGeneration", {"vision_config": {**_TOWER, "output_hidden_size": 40}}, 34_432),
+        ("Eagle2_5_VLForConditionalGeneration", {"vision_config": _TOWER}, 34_432),
+        ("H2OVLChatModel", {"vision_config": {**_TOWER, "norm_type": "layer_norm"}}, 34_560),
+        ("DeepseekOCRForCausalLM", {}, 95_569_152 + 303_177_728),  # SAM and CLIP of models/deepencoder.py
+    ],
+)  # fmt: skip
+def test_tower_parameters_equal_vllm(name, fields, parameters):
+    found = build_architecture({**row(name), **fields}).tower_parameters
+    merged = found["projector"] if name == "DotsOCRForCausalLM" else 0  # dots.ocr's tower includes its merger
+    assert found["vision"] + merged == parameters
 
 
 def test_empty_experts_take_no_memory_in_vllm():
