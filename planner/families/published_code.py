@@ -156,8 +156,9 @@ def _loopcoder(fields: Fields, model_type: str) -> Architecture:
 
 FAMILIES = {
     "orion": Family(
-        DenseVariant("OrionForCausalLM", norm="layer", window="always", taped=False).build,
-        leftovers={"pretraining_tp": (), "max_sequence_length": ()},
+        DenseVariant(
+            "OrionForCausalLM", norm="layer", window="always", ignored=("max_sequence_length",), taped=False
+        ).build
     ),
     "solar": Family(
         # bskcn_*: layers that add a previous layer's output, which has no tensors

@@ -6,6 +6,7 @@ Shapes after vLLM 0.32.0 (models/step3_text.py, step3p5.py) and its config class
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -97,15 +98,15 @@ _ONE_FORM = {
 def step3p5(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Step 3.5, whose modules are those of Step 3.7's text model.
 
-    ``attention_other_setting`` gives the sliding layers their number of query heads.
+    ``attention_other_setting`` gives the sliding layers their number of query heads. Files that transformers
+    writes have this model_type and the field names of Step 3.7.
     """
+    if "moe_num_experts" not in fields.config:
+        return step3p7(fields, model_type)
     for name, only in _ONE_FORM.items():
         if fields.raw(name) not in (None, only):
             raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
-    if not fields.boolean("use_head_wise_attn_gate", False):
-        raise UnsupportedArchitecture(
-            "attention without a gate per head is not supported", field="use_head_wise_attn_gate"
-        )
+    gated = fields.boolean("use_head_wise_attn_gate", False)
     layers = fields.integer("num_hidden_layers", limit="layers")
     routed = _routed(fields, layers, 1)
     config: dict[str, Any] = {_NAMES.get(name, name): value for name, value in fields.config.items()}
@@ -123,7 +124,10 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
         "partial_rotary_factors", "rope_theta", "zero_centered", "first_k_dense_replace", "n_shared_experts",
         *_ONE_FORM,
     )  # fmt: skip
-    return step3p7(fields, model_type)
+    found = step3p7(fields, model_type)
+    if gated:
+        return found
+    return replace(found, tensors=tuple(t for t in found.tensors if ".self_attn.g_proj." not in t.name))
 
 
 def _other(config: dict[str, Any], other: object) -> None:
@@ -143,5 +147,11 @@ def _other(config: dict[str, Any], other: object) -> None:
 
 FAMILIES = {
     "step3_text": Family(step3),
-    "step3p5": Family(step3p5, vllm=VLLMTraits(wide_router=True), first_class="Step3p5ForCausalLM"),
+    "step3p5": Family(
+        step3p5,
+        aliases={"num_experts": "n_routed_experts"},
+        absent={"num_key_value_heads": 8, "head_dim": 128},
+        vllm=VLLMTraits(wide_router=True),
+        first_class="Step3p5ForCausalLM",
+    ),
 }

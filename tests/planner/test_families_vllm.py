@@ -188,7 +188,7 @@ def test_pooled_class_on_another_model_is_refused():
         ("TeleChat2ForCausalLM", "num_key_value_heads", 8),
         ("PanguEmbeddedForCausalLM", "param_sink_number", 128),
         ("SarvamMLAForCausalLM", "moe_shared_expert_intermediate_size", 1024),
-        ("Step3p5ForCausalLM", "use_head_wise_attn_gate", False),
+        ("Step3p5ForCausalLM", "use_moe_router_bias", False),
         ("Step3TextForCausalLM", "num_attention_groups", 8),
         ("PanguUltraMoEForCausalLM", "param_sink_number", 128), ("GteNewModel", "pack_qkv", False),
         ("Plamo3ForCausalLM", "window_size", [128, None, 256]),
