@@ -271,8 +271,33 @@ _MINISTRAL3 = {
 }  # fmt: skip
 
 
-def mistral3(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of Mistral Small 3.1, 3.2 or another model with a merging Pixtral tower."""
+# Text defaults of LightOnOcrConfig (transformers 5.19, configuration_lighton_ocr.py)
+_LIGHTON = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}  # fmt: skip
+
+
+def lighton(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of LightOnOCR: Mistral 3's tower and connector in front of a Qwen3 model."""
+    if fields.raw("text_config") is None:
+        fields.config = {**fields.config, "text_config": _LIGHTON}
+    return mistral3(
+        fields, model_type, class_name="LightOnOcrForConditionalGeneration", tied=True,
+        modules=("model.vision_encoder", "model.vision_projection"),
+    )  # fmt: skip
+
+
+def mistral3(
+    fields: Fields, model_type: str, *, class_name: str = "Mistral3ForConditionalGeneration",
+    tied: bool = False,
+    modules: tuple[str, str] = ("model.vision_tower", "model.multi_modal_projector"),
+) -> Architecture:  # fmt: skip
+    """Return the architecture of Mistral Small 3.1, 3.2 or another model with a merging Pixtral tower.
+
+    ``tied`` says whether the head is tied when the file does not; ``modules`` are tower and connector.
+    """
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
     if kind not in ("mistral", "ministral3", "qwen3"):
@@ -283,7 +308,7 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     if kind == "ministral3":  # Mistral's tensors, and a window only if the file states one
         config = {**_MINISTRAL3, **(config or {})}
     # published files store a head without stating tie_word_embeddings (Mistral-Small-3.1: 24.0 B parameters)
-    text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config)
+    text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config, tied=tied)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture(
             f"{shown(fields.raw('vision_feature_layer'))} is not supported; only -1, the last layer, is",
@@ -293,17 +318,17 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     t.role = "vision"
     vision = _vision(fields)
     defaults = towers.PIXTRAL if vision else {**towers.PIXTRAL, "patch_size": 14, "image_size": 1540}
-    hidden = towers.pixtral(t, "model.vision_tower", vision, defaults)
+    tower, at = modules
+    hidden = towers.pixtral(t, tower, vision, defaults)
     merge = fields.integer("spatial_merge_size", 2, limit="width")
     t.role = "projector"
-    at = "model.multi_modal_projector"
     bias = fields.boolean("multimodal_projector_bias", False)
     t.norm(f"{at}.norm", hidden)
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
     t.linear(f"{at}.linear_1", text.hidden_size, hidden, bias=bias)
     t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
     seen = image_limits.pixtral(vision, defaults, text.hidden_size, merge, fields)
-    return joined(text, model_type, "Mistral3ForConditionalGeneration", t, vision=seen)
+    return joined(text, model_type, class_name, t, vision=seen)
 
 
 def kimi_vl(fields: Fields, model_type: str) -> Architecture:
@@ -583,9 +608,7 @@ FAMILIES = {
     ),
     # LightOnOCR has Mistral 3's tower and connector in front of a Qwen3 model
     "mistral3": _family(mistral3, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)),
-    "lighton_ocr": _family(
-        mistral3, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)
-    ),
+    "lighton_ocr": _family(lighton, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)),
     "opencua": _qwen_row("OpenCUA", "qwen2", "qwen2_5", kv_heads=8),
     "kimi_vl": _family(kimi_vl, files=RENAMED),
     "qwen2_vl": _qwen_row("Qwen2VL", "qwen2", "qwen2", kv_heads=8, either=True),
