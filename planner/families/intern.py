@@ -215,6 +215,15 @@ FAMILIES = {
         ignored=_TOP,
         files=RENAMED,
     ),
+    # Intern-S1 has InternVL's tower and connector in front of a Qwen3 model (models/interns1.py of vLLM 0.32)
+    "interns1": Family(
+        partial(
+            internvl,
+            variant=_Variant("InternS1ForConditionalGeneration", _TRANSFORMERS, "qwen3", False, True),
+        ),
+        ignored=_TOP,
+        files=RENAMED,
+    ),
     "internvl_chat": Family(internvl_chat, ignored=_TOP, files=RENAMED),
     "h2ovl_chat": Family(partial(internvl_chat, class_name="H2OVLChatModel"), ignored=_TOP, files=RENAMED),
     "skywork_chat": Family(

@@ -90,7 +90,7 @@ def row(name: str) -> dict[str, Any]:
         ("TeleFLMForCausalLM", 52.8), ("BailingMoeForCausalLM", 16.8), ("BailingMoeV2ForCausalLM", 16.3),
         ("Step3p5ForCausalLM", 197), ("MistralLarge3ForCausalLM", 673), ("PanguUltraMoEForCausalLM", 719),
         ("IQuestLoopCoderForCausalLM", 39.8), ("Rnj1ForCausalLM", 8.31),
-        ("DotsOCRForCausalLM", 3.04), ("Step3VLForConditionalGeneration", 321),
+        ("DotsOCRForCausalLM", 3.04), ("GLM4VForCausalLM", 13.906), ("Step3VLForConditionalGeneration", 321),
         ("DeepseekOCRForCausalLM", 3.336), ("Eagle2_5_VLForConditionalGeneration", 8.06),
         ("KimiVLForConditionalGeneration", 16.4),
         ("H2OVLChatModel", 2.15), ("SkyworkR1VChatModel", 38.4), ("OpenCUAForConditionalGeneration", 8.29),
@@ -138,7 +138,7 @@ def test_other_engines_refuse_pooled_class(engine, name):
 
 
 # Small towers, and the parameters of vLLM 0.32.0's modules (DotsVisionTransformer, Step3VisionTransformer,
-# SiglipVisionModel, InternVisionModel) for the same sizes
+# SiglipVisionModel, InternVisionModel, InternS1VisionModel) for the same sizes
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "image_size": 56, "patch_size": 14,
@@ -159,6 +159,7 @@ _TEXT = {
         ("Step3VLForConditionalGeneration", {"vision_config": {**_TOWER, "output_hidden_size": 40}}, 34_432),
         ("Eagle2_5_VLForConditionalGeneration", {"vision_config": _TOWER}, 34_432),
         ("H2OVLChatModel", {"vision_config": {**_TOWER, "norm_type": "layer_norm"}}, 34_560),
+        ("InternS1ForConditionalGeneration", {"vision_config": {**_TOWER, "attention_bias": True}}, 34_560),
         ("DeepseekOCRForCausalLM", {}, 95_569_152 + 303_177_728),  # SAM and CLIP of models/deepencoder.py
     ],
 )  # fmt: skip
