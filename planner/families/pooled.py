@@ -143,6 +143,10 @@ CLASSES: dict[str, PooledClass] = {
     "ColBERTModernBertModel": PooledClass(
         {"modernbert": "modernbert"}, "ModernBertModel", _late, both=True, late=True, own=_WIDTHS
     ),
+    "ColBERTJinaRobertaModel": PooledClass(
+        {"xlm-roberta": "xlm-roberta"}, "XLMRobertaModel", _late, both=True, late=True,
+        own=(*_WIDTHS, "use_flash_attn", "rotary_emb_base", "use_reg_tokens", "num_reg_tokens", "emb_pooler"),
+    ),
     "ColBERTLfm2Model": PooledClass({"lfm2": "lfm2"}, "Lfm2Model", _late, late=True, own=_WIDTHS),
     "ColQwen3": PooledClass(
         {**_VISION, "colqwen3": "qwen3_vl"}, "Qwen3VLForConditionalGeneration", _col, late=True, own=_VL

@@ -194,6 +194,7 @@ def test_pooled_class_on_another_model_is_refused():
         ("PanguUltraMoEForCausalLM", "param_sink_number", 128), ("GteNewModel", "pack_qkv", False),
         ("Plamo3ForCausalLM", "window_size", [128, None, 256]),
         ("Rnj1ForCausalLM", "layer_types", ["sliding_attention"] * 32),
+        ("ColBERTJinaRobertaModel", "lora_adaptations", ["retrieval.query"]),
     ],
 )  # fmt: skip
 def test_form_that_no_adapter_builds_is_refused(name, field, value):

@@ -20,12 +20,14 @@ _VALUES = ("step1",)  # model types whose constructor reads values of a tensor
 
 def _register(config: dict[str, Any]) -> None:
     """Register a plain config class for a model type that neither transformers nor vLLM knows."""
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import AutoConfig, PretrainedConfig, XLMRobertaConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     name = config.get("model_type")
     if name is None:
         return
+    if config.get("position_embedding_type") == "rotary":  # vLLM checks the name of Jina's own config class
+        XLMRobertaConfig.__name__ = "XLMRobertaFlashConfig"
     try:
         AutoConfig.for_model(name)
     except ValueError:
