@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,23 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(SMALL[name])
 
 
-def ask(config: dict[str, Any]) -> dict[str, Any]:
+@cache
+def answers() -> dict[str, dict[str, Any]]:
+    """Return vLLM's answers to all small configs; importing vLLM takes longer than any of them."""
     done = subprocess.run(
-        [sys.executable, str(CHILD)], input=json.dumps([config]), capture_output=True, text=True, timeout=600,
+        [sys.executable, str(CHILD)], input=json.dumps([config_of(name) for name in SMALL]),
+        capture_output=True, text=True, timeout=600,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(found) == 1, done.stderr[-2000:]
-    answer: dict[str, Any] = found[0]
-    return answer
+    assert len(found) == len(SMALL), done.stderr[-2000:]
+    return dict(zip(SMALL, found, strict=True))
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_parameters_and_cache_equal_vllm(name):
     config = config_of(name)
-    says = ORACLE.says(name, config, lambda: ask(config))
+    says = ORACLE.says(name, config, lambda: answers()[name])
     runner = config.pop("_runner", "auto")
     architecture = build_architecture(config)
     held = tensors_of(architecture, Deployment(engine="vllm", engine_version="0.33.0", runner=runner))
@@ -70,8 +73,8 @@ def test_parameters_and_cache_equal_vllm(name):
             dtype = f"torch.{tensor.dtype or 'bfloat16'}"
             found[dtype] = found.get(dtype, 0) + tensor.elements
     assert found == says["parameters"]
-    cache = [[layer.kind, layer.kv_heads, layer.head_size, layer.window] for layer in architecture.cache_layers]
-    assert cache == [
+    kept = [[layer.kind, layer.kv_heads, layer.head_size, layer.window] for layer in architecture.cache_layers]
+    assert kept == [
         [KINDS[kind], heads or 0, size or 0, window] for kind, heads, size, window in says["cache"]
     ]
 
