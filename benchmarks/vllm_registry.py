@@ -6,7 +6,8 @@
     python benchmarks/vllm_registry.py --read registry.py    writes the classes of vLLM's registry.py (JSON)
 
 A class is planned from a public config, from the defaults of a config class, or from a model's known sizes
-(tests/data/SOURCES.md says which). Importing transformers is blocked, so the page is that of an installation without extras.
+(tests/data/SOURCES.md says which). Importing transformers is blocked, so the page is that of an installation
+without extras.
 """
 
 from __future__ import annotations
