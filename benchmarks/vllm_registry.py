@@ -5,8 +5,9 @@
     python benchmarks/vllm_registry.py --json       prints the counts
     python benchmarks/vllm_registry.py --read registry.py    writes the classes of vLLM's registry.py (JSON)
 
-A class is planned from a public config, or from the defaults of transformers' config class. Importing
-transformers is blocked, so the page is that of an installation without extras.
+A class is planned from a public config, from the defaults of a config class, or from a model's known sizes
+(tests/data/SOURCES.md says which). Importing transformers is blocked, so the page is that of an installation
+without extras.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ def page(found: list[ClassRow]) -> str:
         "",
         f"This page lists the {len(found)} model classes in the registry of vLLM {registry['version']}, and",
         "what `tonnage plan` does with each. Classes of drafts, of plugins and of transformers' own modules",
-        "are not listed. Each class is planned from a public config.json, or from the defaults of",
-        "transformers' config class. `python benchmarks/vllm_registry.py` writes the page.",
+        "are not listed. Each class is planned from a public config.json, from the defaults of a config",
+        "class, or from known sizes of one of its models (tests/data/SOURCES.md says which).",
+        "`python benchmarks/vllm_registry.py` writes the page.",
         "",
         "| planned | " + " | ".join(groups) + " | all |",
         "| --- |" + " ---: |" * (len(groups) + 1),

@@ -315,7 +315,7 @@ class Engine(ABC):
         if architecture.kind == "encoder":
             self.check_encoder(architecture)
             return encoder.build_pool(architecture, chosen.flags, chosen.block_size)
-        if architecture.is_classifier:
+        if architecture.is_classifier or architecture.pooled:
             self.check_classifier(architecture)
         return self.decoder_pool(architecture, chosen)
 

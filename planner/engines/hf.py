@@ -71,7 +71,9 @@ class HF(Engine):
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Accept every encoder model that transformers can build."""
+        """Accept every encoder model that transformers can build; it has no class that pools a decoder."""
+        if architecture.pooled:
+            self.check_classifier(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache blocks for a model that generates tokens."""

@@ -147,7 +147,10 @@ FAMILIES = {
     "voxtral": Family(voxtral, ignored=_TOP, files=RENAMED),
     "qwen2_audio": Family(qwen2_audio, ignored=_TOP, files=RENAMED),
     "qwen3_asr": Family(
-        qwen3_asr, ignored=(*_TOP, "timestamp_token_id", "token_classification_bias"), files=RENAMED
+        qwen3_asr,
+        ignored=(*_TOP, "timestamp_token_id", "token_classification_bias"),
+        files=RENAMED,
+        other_classes=("Qwen3ASRRealtimeGeneration",),
     ),
     "audioflamingo3": Family(audioflamingo3, ignored=_TOP, files=RENAMED),
     "glmasr": Family(glmasr, ignored=_TOP, files=RENAMED),

@@ -16,7 +16,7 @@ from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.families.tensors import Tensors
-from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
+from tonnage.planner.model.architecture import CLASSIFIERS, Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count, shown
 from tonnage.planner.model.recipe import Heads
 
@@ -27,6 +27,7 @@ _NO_SHAPE = (
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
     "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds", "output_past", "activation",
 )  # fmt: skip
+_SPLADE = "BertSpladeSparseEmbeddingModel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class EncoderVariant:
             1.
         buckets: whether there is a table of relative positions besides the table of absolute positions.
         masked_head: names of the dense layer, norm and decoder of the pretraining head.
+        rotary: whether the family may have rotary positions instead of a table (Jina's XLM-RoBERTa; vLLM
+            0.32.0, models/bert_with_rope.py).
         shared_bias: parameter of the pretraining head to which the decoder's bias may be tied; None means there
             is none.
         classifier: linear layers of the classifier; all but the last keep the hidden size.
@@ -62,6 +65,7 @@ class EncoderVariant:
     pooled: bool = False
     unused: int | None = 0
     buckets: bool = False
+    rotary: bool = False
     masked_head: tuple[str, str, str] = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
     shared_bias: str | None = "lm_head.bias"
     classifier: tuple[str, ...] = ("classifier.dense", "classifier.out_proj")
@@ -81,15 +85,17 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
     vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")
     positions = fields.integer("max_position_embeddings", limit="positions")
-    if fields.raw("position_embedding_type") not in (None, "absolute"):
+    rotates = variant.rotary and fields.raw("position_embedding_type") == "rotary"
+    if not rotates and fields.raw("position_embedding_type") not in (None, "absolute"):
         raise UnsupportedArchitecture(
             f"{shown(fields.raw('position_embedding_type'))} is not supported; only absolute positions are",
             field="position_embedding_type",
         )
     t = Tensors()
-    headed = not class_name.endswith("Model")
+    masks = class_name.endswith("ForMaskedLM") or class_name == _SPLADE
+    headed = masks or not class_name.endswith("Model")
     at = f"{variant.body}." if headed else ""
-    _embeddings(t, at, fields, variant, (vocab, positions, hidden))
+    _embeddings(t, at, fields, variant, (vocab, positions, hidden), table=not rotates)
     for _, layer in t.layers(layers, f"{at}{variant.layers}"):
         query, key, value, out, norm, up, down, last = (f"{layer}.{name}" for name in variant.names)
         for name in (query, key, value):
@@ -106,12 +112,14 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
         )  # fmt: skip
     if variant.pooler and (not headed or (variant.pooled and class_name.endswith("ForSequenceClassification"))):
         t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
-    if class_name.endswith("ForMaskedLM"):
+    if masks:
         _masked_head(t, fields, variant, vocab, hidden)
     elif headed:
         _classifier(t, fields, variant, hidden, tagger=class_name.endswith("ForTokenClassification"))
-    longest = text_length(fields, positions - _unused(fields, variant))
+    longest = text_length(fields, positions - (0 if rotates else _unused(fields, variant)))
     more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
+    if rotates:
+        more["rotary"] = Rotary(hidden // heads, 1, positions=-(-positions // 8) * 8)
     return common.decoder(
         fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
         inner=inner, vocab=vocab, **more,
@@ -131,6 +139,8 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
                 f"true is not supported: {name} is planned as an encoder only", field=field
             )
     known: dict[str, Kind] = {f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", *CLASSIFIERS)}
+    if name == "Bert":  # vLLM's class for sparse embeddings has the head for masked tokens (models/bert.py)
+        known[_SPLADE] = "encoder"
     return wanted(fields, known, f"{name}Model")
 
 
@@ -156,16 +166,17 @@ def _unused(fields: Fields, variant: EncoderVariant) -> int:
 
 
 def _embeddings(
-    t: Tensors, at: str, fields: Fields, variant: EncoderVariant, sizes: tuple[int, int, int]
+    t: Tensors, at: str, fields: Fields, variant: EncoderVariant, sizes: tuple[int, int, int], *, table: bool
 ) -> None:
     """Add the tensors of the word, position and token-type embeddings and of their norm.
 
-    ``sizes`` is (vocabulary, positions, width).
+    ``sizes`` is (vocabulary, positions, width); ``table`` says whether there is a table of positions.
     """
     vocab, positions, hidden = sizes
     t.vocabulary(f"{at}embeddings.word_embeddings", vocab, hidden)
-    t.embedding(f"{at}embeddings.position_embeddings", positions, hidden)
-    t.buffer(f"{at}embeddings.position_ids", (1, positions), "Embeddings", "int64")
+    if table:
+        t.embedding(f"{at}embeddings.position_embeddings", positions, hidden)
+        t.buffer(f"{at}embeddings.position_ids", (1, positions), "Embeddings", "int64")
     if variant.token_types:
         types = fields.integer("type_vocab_size", 2, limit="vocab")
         t.embedding(f"{at}embeddings.token_type_embeddings", types, hidden)
@@ -221,7 +232,7 @@ FAMILIES = {
         vllm=VLLMTraits(embeddings="RobertaModel", masked="RobertaForMaskedLM"),
     ),
     "xlm-roberta": _family(
-        EncoderVariant("XLMRoberta", "roberta", unused=None).build, hf="encoder",
+        EncoderVariant("XLMRoberta", "roberta", unused=None, rotary=True).build, hf="encoder",
         vllm=VLLMTraits(embeddings="XLMRobertaModel"),
     ),
     "camembert": _family(EncoderVariant("Camembert", "roberta", unused=None).build, hf="encoder"),

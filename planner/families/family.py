@@ -131,6 +131,7 @@ class Family:
             code of both. Most of these fields come from the remote code with which a model was first published.
         refusal: why there is no adapter, for the error message; empty when no reason is known.
         first_class: class name in the first published files, from their remote code.
+        other_classes: further classes of vLLM's registry that build the same tensors and cache.
         reads_class: whether ``build`` reads the config field ``architectures`` itself.
         attentions: attention implementations other than eager that transformers 5.19 supports for the class
             (_supports_sdpa, _supports_flash_attn).
@@ -153,6 +154,7 @@ class Family:
     leftovers: Mapping[str, Values] | None = None
     refusal: str = ""
     first_class: str | None = None
+    other_classes: tuple[str, ...] = ()
     reads_class: bool = False
     attentions: tuple[str, ...] = ("sdpa", "flash")
     final_norm: NormKind = "rms"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tonnage.planner.errors import ConfigError
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import QV, QV_DOWN, Family, GGUFTraits, VLLMTraits
 from tonnage.planner.families.tensors import tensors_of
@@ -178,6 +178,34 @@ _GGUF_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA3 = GemmaVariant(
+    "Gemma3ForCausalLM",
+    {
+        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    },
+    # every sixth layer has full attention unless the file says otherwise (configuration_gemma3.py)
+    _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
+)  # fmt: skip
+
+
+def _gemma3_text(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of Gemma 3's text model, or of RNJ-1, which vLLM runs with a class of its own.
+
+    RNJ-1's class has no sliding windows (models/rnj1.py of vLLM 0.32), so a file with other layers is refused.
+    """
+    kinds = fields.raw("layer_types")
+    if fields.raw("architectures") == ["Rnj1ForCausalLM"] and (
+        not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}
+    ):
+        raise UnsupportedArchitecture(
+            f"{shown(kinds)} is not supported for Rnj1ForCausalLM; full attention in all layers is",
+            field="layer_types",
+        )
+    return _GEMMA3.build(fields, model_type)
+
+
 FAMILIES = {
     "gemma": Family(
         GemmaVariant(
@@ -208,16 +236,7 @@ FAMILIES = {
         gguf=GGUFTraits("gemma2", "Gemma2ForCausalLM", _GGUF_NORMS, window=True),
     ),
     "gemma3_text": Family(
-        GemmaVariant(
-            "Gemma3ForCausalLM",
-            {
-                "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
-                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                "max_position_embeddings": 131_072,
-            },
-            # by default every sixth layer has full attention (configuration_gemma3.py)
-            _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
-        ).build,
+        _gemma3_text, other_classes=("Rnj1ForCausalLM",),
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served", vllm=VLLMTraits(float16=False),
         gguf=GGUFTraits("gemma3", "Gemma3ForCausalLM", _GGUF_NORMS, window=True),
     ),

@@ -182,8 +182,11 @@ def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architect
     return joined(text, model_type, variant.class_name, t)
 
 
-def internvl_chat(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an InternVL 1.5 to 3.5 model with the published field names (llm_config)."""
+def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternVLChatModel") -> Architecture:
+    """Return the architecture of an InternVL 1.5 to 3.5 model with the published field names (llm_config).
+
+    H2OVL and Skywork-R1V have the same parts around other decoders (vLLM 0.32, models/h2ovl.py, skyworkr1v.py).
+    """
     config = fields.mapping("llm_config")
     if config is None:
         raise ConfigError("missing", field="llm_config")
@@ -196,7 +199,7 @@ def internvl_chat(fields: Fields, model_type: str) -> Architecture:
     t.role = "vision"
     hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)
     _connector(t, ("mlp1.0", "mlp1.1", "mlp1.3"), fields, hidden, text.hidden_size)
-    return joined(text, model_type, "InternVLChatModel", t, "language_model.model.")
+    return joined(text, model_type, class_name, t, "language_model.model.")
 
 
 FAMILIES = {
@@ -223,5 +226,18 @@ FAMILIES = {
         ignored=_TOP,
         files=RENAMED,
     ),
+    # Intern-S1 has InternVL's tower and connector in front of a Qwen3 model (models/interns1.py of vLLM 0.32)
+    "interns1": Family(
+        partial(
+            internvl,
+            variant=_Variant("InternS1ForConditionalGeneration", _TRANSFORMERS, "qwen3", False, True),
+        ),
+        ignored=_TOP,
+        files=RENAMED,
+    ),
     "internvl_chat": Family(internvl_chat, ignored=_TOP, files=RENAMED),
+    "h2ovl_chat": Family(partial(internvl_chat, class_name="H2OVLChatModel"), ignored=_TOP, files=RENAMED),
+    "skywork_chat": Family(
+        partial(internvl_chat, class_name="SkyworkR1VChatModel"), ignored=_TOP, files=RENAMED
+    ),
 }

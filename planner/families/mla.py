@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tonnage.planner.errors import ConfigError
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, VLLMTraits
 from tonnage.planner.families.tensors import Tensors, latent, tensors_of
@@ -32,6 +32,8 @@ from tonnage.planner.model.recipe import (
     layer_of,
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
+
+_SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
 
 
 def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> LatentAttention:
@@ -87,6 +89,8 @@ class LatentVariant:
             greedy), False if a sigmoid over groups.
         complex_rope: whether rotary positions are computed as complex numbers.
         mlp_bias: whether the class reads the config field mlp_bias.
+        latent: whether attention is latent; False: ordinary heads, as in the first DeepSeek-MoE.
+        sandwiched: whether the config field sandwich_norm adds norms in front of and behind the MLP.
         taped: whether training activations can be derived from the recipe (the description of layers).
     """
 
@@ -97,6 +101,8 @@ class LatentVariant:
     softmax: bool = False
     complex_rope: bool = False
     mlp_bias: bool = False
+    latent: bool = True
+    sandwiched: bool = False
     taped: bool = True
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
@@ -107,7 +113,7 @@ class LatentVariant:
 def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a model with latent attention and experts; ``v`` describes its family."""
     # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
-    plain = common.heads_of(fields) if fields.boolean("use_mla", True) is False else None
+    plain = common.heads_of(fields) if fields.boolean("use_mla", v.latent) is False else None
     if plain is not None:
         fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
         fields.ignore("lm_head", "rm_head")
@@ -138,7 +144,8 @@ def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
         mixers[True] = replace(d, extra=_index_tensors(d, index_heads, index_size))
     if plain is not None:
         mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
-    norms = tuple(Norm(name, d.hidden) for name in ("input_layernorm", "post_attention_layernorm"))
+    sandwich = v.sandwiched and fields.boolean("sandwich_norm", False)
+    norms = tuple(Norm(name, d.hidden) for name in (_SANDWICH if sandwich else _SANDWICH[:2]))
     act = common.act_of(fields, "silu")
     routed = Experts(
         "mlp", d.hidden, inner, count, chosen, act, _router(fields, v),
@@ -147,7 +154,7 @@ def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     mlps: dict[bool, Mlp | Experts] = {True: routed, False: Mlp("mlp", d.hidden, dense, act, bias=mlp_bias)}
     kinds = {
-        (own, routes): layer_of("pre", mixer, module, norms)
+        (own, routes): layer_of("sandwich" if sandwich else "pre", mixer, module, norms)
         for own, mixer in mixers.items() for routes, module in mlps.items()
     }  # fmt: skip
     recipe = Recipe(
@@ -284,7 +291,9 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     chosen = fields.integer("moe_topk", limit="width")
     bias = fields.boolean("attention_bias", False)
     router_bias = fields.boolean("router_bias", False)
-    fields.ignore("num_hidden_layers", "zero_expert_type")
+    fields.ignore(
+        "num_hidden_layers", "zero_expert_type", "mla_scale_q_lora", "mla_scale_kv_lora", "attention_method"
+    )
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
@@ -312,6 +321,30 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
+def _longcat_ngram(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of LongCat-Flash-Lite: LongCat-Flash with hashed embeddings of n-grams.
+
+    There are emb_split_num x (emb_neighbor_num - 1) tables; table i has ngram_vocab_size_ratio x vocab_size +
+    2 i + 1 rows (models/longcat_flash_ngram.py of vLLM 0.32, which keeps them as one).
+    """
+    found = _longcat(fields, model_type)
+    split = fields.integer("emb_split_num", limit="layers")
+    grams = fields.integer("emb_neighbor_num", limit="layers")
+    ratio = fields.integer("ngram_vocab_size_ratio", limit="width")
+    tables = split * (grams - 1)
+    if tables < 1:
+        raise ConfigError(f"{grams} is not at least 2", field="emb_neighbor_num")
+    common.divisible(found.hidden_size, tables, "hidden_size", "the number of n-gram tables")
+    width = found.hidden_size // tables
+    rows = sum(ratio * found.vocab_size + 2 * i + 1 for i in range(tables))
+    at, owner = "model.ngram_embeddings", "NgramEmbedding"
+    more = (
+        TensorSpec(f"{at}.embedders.weight", (rows, width), "embedding", "Embedding", shard_dim=0),
+        TensorSpec(f"{at}.post_projs", (tables, width, found.hidden_size), "embedding", owner),
+    )
+    return replace(found, class_name="LongcatFlashNgramForCausalLM", tensors=(*more, *found.tensors))
+
+
 def _axk1(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an A.X-K1 model: DeepSeek-V3 with a norm after the experts."""
     found = LatentVariant("AXK1ForCausalLM", 1, taped=False).build(fields, model_type)
@@ -329,7 +362,60 @@ def _axk1(fields: Fields, model_type: str) -> Architecture:
     return replace(found, tensors=(*found.tensors, *norms), recipe=None)
 
 
+def _deepseek_v3(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of DeepSeek-V3, or of Mistral Large 3, whose router has no bias per expert.
+
+    vLLM makes a deepseek_v3 config of Mistral's params.json (transformers_utils/configs/mistral.py, 0.32).
+    """
+    large = fields.config.get("architectures") == ["MistralLarge3ForCausalLM"]
+    corrected = not large or fields.raw("topk_method") == "noaux_tc"
+    return LatentVariant("DeepseekV3ForCausalLM", 3, correction=corrected).build(fields, model_type)
+
+
+def _sarvam(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a Sarvam model with latent attention, whose router has a bias per expert."""
+    inner = fields.optional_integer("moe_intermediate_size", limit="width")
+    shared = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
+    if shared not in (None, inner):
+        raise UnsupportedArchitecture(
+            f"{shared} is not moe_intermediate_size = {inner}", field="moe_shared_expert_intermediate_size"
+        )
+    for name, only in (("moe_router_enable_expert_bias", True), ("use_bias", False), ("use_qkv_bias", False)):
+        if fields.boolean(name, only) is not only:
+            raise UnsupportedArchitecture(f"{shown(not only)} is not supported", field=name)
+    fields.ignore("embedding_dropout", "output_dropout", "max_window_layers", "use_qk_norm", "head_dim")
+    return LatentVariant("SarvamMLAForCausalLM", 1, taped=False).build(fields, model_type)
+
+
+def _pangu(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of an openPangu-Ultra model: DeepSeek-V3 with norms around the MLP.
+
+    The router has a bias per expert only if ``router_enable_expert_bias`` is set (models/openpangu.py of vLLM
+    0.32).
+    """
+    if fields.raw("param_sink_number"):
+        raise UnsupportedArchitecture("learned sinks are not supported", field="param_sink_number")
+    biased = fields.boolean("router_enable_expert_bias", False)
+    return LatentVariant("PanguUltraMoEForCausalLM", 3, correction=biased, sandwiched=True, taped=False).build(
+        fields, model_type
+    )
+
+
 FAMILIES = {
+    "deepseek": Family(
+        # DeepSeek-MoE, the first version: ordinary attention, and no correction bias of the router
+        LatentVariant(
+            "DeepseekForCausalLM", 0, correction=False, softmax=True, latent=False, taped=False
+        ).build,
+    ),
+    "sarvam_mla": Family(
+        _sarvam,
+        aliases={
+            "n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts",
+        },
+        absent={"n_shared_experts": 1}, hf="latent",
+    ),
+    "pangu_ultra_moe": Family(_pangu, hf="latent"),
     "deepseek_v2": Family(
         LatentVariant(
             "DeepseekV2ForCausalLM", 0, correction=False, softmax=True, complex_rope=True, mlp_bias=True,
@@ -337,8 +423,8 @@ FAMILIES = {
         absent={"q_lora_rank": 1536, "n_shared_experts": 2}, hf="latent",
     ),
     "deepseek_v3": Family(
-        LatentVariant("DeepseekV3ForCausalLM", 3).build,
-        absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
+        _deepseek_v3, absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
+        other_classes=("MistralLarge3ForCausalLM",),
     ),
     "deepseek_v32": Family(
         LatentVariant("DeepseekV32ForCausalLM", 3, indexer=True, taped=False).build,
@@ -371,5 +457,12 @@ FAMILIES = {
         hf="latent",
     ),
     "minicpm3": Family(_minicpm3, absent={"q_lora_rank": 768}, hf="latent", vllm=VLLMTraits(expanded_mla=True)),
-    "longcat_flash": Family(_longcat, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent"),
+    "longcat_flash_ngram": Family(
+        _longcat_ngram, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent",
+        vllm=VLLMTraits(wide_router=True),
+    ),
+    "longcat_flash": Family(
+        _longcat, absent={"q_lora_rank": 1536, "zero_expert_num": 256}, hf="latent",
+        vllm=VLLMTraits(wide_router=True),
+    ),
 }  # fmt: skip

@@ -183,7 +183,7 @@ FAMILIES = {
             qk_norm="head", window="pattern",
             ignored=("n_group", "topk_group", "sliding_window_pattern", "first_k_dense_replace"),
         ).build,
-        absent={"num_key_value_heads": 32, "num_shared_experts": 1}, 
+        absent={"num_key_value_heads": 32, "num_shared_experts": 1}, other_classes=("ExaoneMoEForCausalLM",),
         vllm=LORA_ON_VOCABULARY,
     ),
     "hy_v3": Family(

@@ -475,13 +475,16 @@ FAMILIES = {
     "laguna": Family(laguna, absent={"num_key_value_heads": 8, "head_dim": 128}),
     "mimo_v2_flash": Family(
         mimo_v2, absent={"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128}, attentions=("flash",),
-        hf="sinks",
+        hf="sinks", other_classes=("MiMoV2ForCausalLM",),
     ),
     "step3p7_text": Family(
         step3p7, aliases={"num_experts": "n_routed_experts"},
         absent={"num_key_value_heads": 8, "head_dim": 128}, vllm=VLLMTraits(wide_router=True),
     ),
-    "minimax_m3": Family(minimax_m3, absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED),
+    "minimax_m3": Family(
+        minimax_m3, absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
+        other_classes=("MiniMaxM3SparseForCausalLM",),
+    ),
     "dbrx": Family(dbrx, files=RENAMED),
     "jetmoe": Family(jetmoe, files=RENAMED),
 }  # fmt: skip

@@ -279,23 +279,46 @@ _MINISTRAL3 = {
 }  # fmt: skip
 
 
-def mistral3(fields: Fields, model_type: str) -> Architecture:
+# Text defaults of LightOnOcrConfig (transformers 5.19, configuration_lighton_ocr.py)
+_LIGHTON = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}  # fmt: skip
+
+
+def lighton(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of LightOnOCR: Mistral 3's tower and connector in front of a Qwen3 model."""
+    if fields.raw("text_config") is None:
+        fields.config = {**fields.config, "text_config": _LIGHTON}
+    return mistral3(
+        fields, model_type, class_name="LightOnOcrForConditionalGeneration", tied=True,
+        modules=("model.vision_encoder", "model.vision_projection"),
+    )  # fmt: skip
+
+
+def mistral3(
+    fields: Fields, model_type: str, *, class_name: str = "Mistral3ForConditionalGeneration",
+    tied: bool = False,
+    modules: tuple[str, str] = ("model.vision_tower", "model.multi_modal_projector"),
+) -> Architecture:  # fmt: skip
     """Return the architecture of Mistral Small 3.1, 3.2 or a similar model.
 
-    Its Pixtral tower is followed by a projector that merges neighbouring patches.
+    Its Pixtral tower is followed by a projector that merges neighbouring patches. ``tied`` says whether the
+    output head is tied when the file does not. ``modules`` are the names of tower and projector.
     """
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
-    if kind not in ("mistral", "ministral3"):
+    if kind not in ("mistral", "ministral3", "qwen3"):
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; language models of this type are mistral and ministral3",
+            f"{shown(kind)} is not supported; language models of this type are mistral, ministral3 and qwen3",
             field="text_config.model_type",
         )
     if kind == "ministral3":  # same tensors as Mistral, and a sliding window only if the config states it
         config = {**_MINISTRAL3, **(config or {})}
     # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
     # parameters)
-    text = text_of(fields, "mistral", config)
+    text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config, tied=tied)
     if fields.raw("vision_feature_layer") not in (None, -1):
         raise UnsupportedArchitecture(
             f"{shown(fields.raw('vision_feature_layer'))} is not supported; only -1, the last layer, is",
@@ -305,17 +328,17 @@ def mistral3(fields: Fields, model_type: str) -> Architecture:
     t.role = "vision"
     vision = _vision(fields)
     defaults = towers.PIXTRAL if vision else {**towers.PIXTRAL, "patch_size": 14, "image_size": 1540}
-    hidden = towers.pixtral(t, "model.vision_tower", vision, defaults)
+    tower, at = modules
+    hidden = towers.pixtral(t, tower, vision, defaults)
     merge = fields.integer("spatial_merge_size", 2, limit="width")
     t.role = "projector"
-    at = "model.multi_modal_projector"
     bias = fields.boolean("multimodal_projector_bias", False)
     t.norm(f"{at}.norm", hidden)
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
     t.linear(f"{at}.linear_1", text.hidden_size, hidden, bias=bias)
     t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
     seen = image_limits.pixtral(vision, defaults, text.hidden_size, merge, fields)
-    return joined(text, model_type, "Mistral3ForConditionalGeneration", t, vision=seen)
+    return joined(text, model_type, class_name, t, vision=seen)
 
 
 def kimi_vl(fields: Fields, model_type: str) -> Architecture:
@@ -491,16 +514,16 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
 
 
 def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of DeepSeek-OCR-2 from its checked config.
+    """Return the architecture of DeepSeek-OCR or DeepSeek-OCR-2 from its checked config.
 
     The older DeepSeek-VL2 has the same model_type and is refused: its tower comes from the package timm, so
     config.json does not state the tower's shapes.
     """
     names = fields.raw("architectures")
-    if names != ["DeepseekOCR2ForCausalLM"]:
+    if names not in (["DeepseekOCRForCausalLM"], ["DeepseekOCR2ForCausalLM"]):
         raise UnsupportedArchitecture(
-            f"{shown(names)}: of deepseek_vl_v2 only DeepseekOCR2ForCausalLM is planned; DeepSeek-VL2's "
-            "tower is timm's, whose shapes are not in config.json",
+            f"{shown(names)}: of deepseek_vl_v2 only DeepSeek-OCR and DeepSeek-OCR-2 are planned; "
+            "DeepSeek-VL2's tower is timm's, whose shapes are not in config.json",
             field="architectures",
         )
     config = fields.mapping("language_config")
@@ -508,11 +531,14 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "deepseek_v2", config)
     t = Tensors()
     t.role = "vision"
-    hidden = towers.ocr2(t, _vision(fields))
+    first = names == ["DeepseekOCRForCausalLM"]
+    hidden = (towers.ocr if first else towers.ocr2)(t, _vision(fields))
     t.role = "projector"
     t.linear("model.projector.layers", text.hidden_size, hidden, bias=True)
+    if first:
+        t.add("model.image_newline", (text.hidden_size,), "projector", "DeepseekOCRModel")
     t.add("model.view_seperator", (text.hidden_size,), "projector", "DeepseekOCR2Model")
-    return joined(text, model_type, "DeepseekOCR2ForCausalLM", t, "model.")
+    return joined(text, model_type, str(names[0]), t, "model.")
 
 
 # Text defaults of Step3p7Config (transformers 5.23, configuration_step3p7.py). The class uses these defaults
@@ -590,7 +616,10 @@ FAMILIES = {
         ).build,
         files=RENAMED,
     ),
-    "mistral3": _family(mistral3, files=RENAMED),
+    # LightOnOCR has Mistral 3's tower and connector in front of a Qwen3 model
+    "mistral3": _family(mistral3, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)),
+    "lighton_ocr": _family(lighton, files=RENAMED, other_classes=("LightOnOCRForConditionalGeneration",)),
+    "opencua": _qwen_row("OpenCUA", "qwen2", "qwen2_5", kv_heads=8),
     "kimi_vl": _family(kimi_vl, files=RENAMED),
     "qwen2_vl": _qwen_row("Qwen2VL", "qwen2", "qwen2", kv_heads=8, either=True),
     "qwen2_5_vl": _qwen_row("Qwen2_5_VL", "qwen2", "qwen2_5", kv_heads=8, either=True),

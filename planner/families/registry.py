@@ -13,6 +13,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.family import NO_FAMILY, Family
 from tonnage.planner.families.meta import meta_architecture
+from tonnage.planner.families.pooled import base_config, pooled
 from tonnage.planner.folder import modules_in
 from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
 from tonnage.planner.model.fields import Fields, label_count, shown
@@ -22,6 +23,10 @@ from tonnage.planner.model.tensor import TensorSpec
 # (Python 3.11, with cached bytecode); importing llama.py, or the module named like the model type, takes much
 # less.
 _FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
+# Classes whose published files state no model_type
+_BY_CLASS = {
+    "LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
+}  # fmt: skip
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
@@ -117,7 +122,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         ConfigError: values are missing, have the wrong type or contradict each other.
     """
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or family_of(model_type).build is not None:
+    if not isinstance(model_type, str) or family_of(model_type).build is not None or base_config(config):
         return _adapted(config)
     return _ARCHITECTURES.get(config, lambda: _from_modules(config, model_type))
 
@@ -144,7 +149,10 @@ def _declared(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _build(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a config, checking its model_type and class."""
-    model_type = config.get("model_type")
+    if (found := base_config(config)) is not None:
+        row, base = found
+        return pooled(row, config, _build(base))
+    model_type = config.get("model_type") or _untyped(config)
     if model_type is None:
         raise ConfigError("missing", field="model_type", hint="is this the config.json of a language model?")
     if not isinstance(model_type, str):
@@ -158,6 +166,11 @@ def _build(config: Mapping[str, Any]) -> Architecture:
     architecture = replace(architecture, declared=_declared(config), assumed=assumed)
     fields.ignore("is_encoder_decoder")
     return _check_class(config, model_type, family, _checked(fields, model_type, family, architecture))
+
+
+def _untyped(config: Mapping[str, Any]) -> str | None:
+    """Return the model type of a file that states none, by its class (vLLM, transformers_utils/config.py)."""
+    return next((_BY_CLASS[name] for name in _declared(config) if name in _BY_CLASS), None)
 
 
 def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
@@ -221,7 +234,7 @@ def _check_class(
     for suffix in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"):
         body = body.removesuffix(suffix)
     body = body.removesuffix("Model") + "Model"
-    if not names or {architecture.class_name, family.first_class} & set(names):
+    if not names or {architecture.class_name, family.first_class, *family.other_classes} & set(names):
         return architecture
     tensors = tuple(t for t in architecture.tensors if t.role != "head")
     if {body, f"{body.removesuffix('Model')}TextModel"} & set(names):

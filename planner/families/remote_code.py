@@ -7,6 +7,7 @@ tests/data/configs/checkpoint_sizes.tsv.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -14,6 +15,7 @@ from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, LORA_ON_VOCABULARY, Family
 from tonnage.planner.families.gpt import GPT_FIELDS, finish, sizes
 from tonnage.planner.families.tensors import Tensors
+from tonnage.planner.families.towers import conv
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
@@ -99,6 +101,45 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
         fields, model_type, "ChatGLMModel", t, dims, layers, inner, vocab, gated=True, rotary=rotary,
         max_model_len=fields.integer("seq_length", limit="positions"), position_field="seq_length",
     )  # fmt: skip
+
+
+def glm4v(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a ChatGLM model, or of GLM-4V-9B, which has an EVA-CLIP tower beside it.
+
+    The published file of GLM-4V names the class ChatGLMModel; vLLM serves it as GLM4VForCausalLM
+    (--hf-overrides, models/glm4v.py of 0.32).
+    """
+    config = fields.mapping("vision_config")
+    if config is None:
+        if fields.raw("architectures") == ["GLM4VForCausalLM"]:
+            raise ConfigError("missing", field="vision_config")
+        return chatglm(fields, model_type)
+    fields.ignore("boi_token_id", "eoi_token_id")
+    text = chatglm(fields, model_type)
+    v, ffn = Fields(config), fields.integer("ffn_hidden_size", limit="width")
+    hidden, inner = (v.integer(name, limit="width") for name in ("hidden_size", "intermediate_size"))
+    patch, channels = v.integer("patch_size", limit="width"), v.integer("in_channels", 3, limit="width")
+    t, at = Tensors(), "transformer.vision"
+    t.role = "vision"
+    conv(t, f"{at}.patch_embedding.proj", (hidden, channels, patch, patch), True)
+    t.add(f"{at}.patch_embedding.cls_embedding", (1, hidden), "vision", "EVA2CLIPPatchEmbedding")
+    positions = v.integer("num_positions", limit="positions")
+    t.embedding(f"{at}.patch_embedding.position_embedding", positions, hidden)
+    for i in range(v.integer("num_hidden_layers", limit="layers")):
+        here = f"{at}.transformer.layers.{i}"
+        t.norm(f"{here}.input_layernorm", hidden, "layer")
+        t.linear(f"{here}.attention.query_key_value", 3 * hidden, hidden, bias=True, shard="column")
+        t.linear(f"{here}.attention.dense", hidden, hidden, bias=True, shard="row")
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
+        t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+    t.role, width, to = "projector", text.hidden_size, f"{at}.linear_proj"
+    t.linear(f"{to}.linear_proj", width, width)
+    t.norm(f"{to}.norm1", width, "layer")
+    t.gated_mlp(to, width, ffn, names=("gate_proj", "dense_h_to_4h", "dense_4h_to_h"))
+    conv(t, f"{at}.conv", (width, hidden, 2, 2), True)
+    for name in ("boi", "eoi"):
+        t.add(f"{at}.{name}", (1, 1, width), "projector", "EVA2CLIPModel")
+    return replace(text, class_name="GLM4VForCausalLM", tensors=(*t.specs, *text.tensors), recipe=None)
 
 
 def exaone(fields: Fields, model_type: str) -> Architecture:
@@ -295,7 +336,9 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
 _family = partial(Family, ignored=GPT_FIELDS)
 FAMILIES = {
     "qwen": _family(qwen),
-    "chatglm": _family(chatglm, first_class="ChatGLMForConditionalGeneration"),
+    "chatglm": _family(
+        glm4v, first_class="ChatGLMForConditionalGeneration", other_classes=("GLM4VForCausalLM",)
+    ),
     "exaone": _family(exaone, aliases={"num_hidden_layers": "num_layers"}, vllm=LORA_ON_VOCABULARY),
     "mimo": _family(mimo),
     "mixformer-sequential": _family(mixformer, aliases=GPT2_NAMES),

@@ -217,6 +217,40 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
             f"{shown(config.get('model_name'))} is not supported; only deepencoderv2 is",
             field="vision_config.model_name",
         )
+    sam(t, 896)
+    at, dims = "model.qwen2_model", Heads(896, 14, 2, 64)
+    for i in range(24):
+        here = f"{at}.model.model.layers.{i}"
+        t.attention(f"{here}.self_attn", dims, bias=True)
+        t.gated_mlp(f"{here}.mlp", dims.hidden, 4864)
+        t.norm(f"{here}.input_layernorm", dims.hidden)
+        t.norm(f"{here}.post_attention_layernorm", dims.hidden)
+    t.norm(f"{at}.model.model.norm", dims.hidden)
+    t.embedding(f"{at}.query_768", 144, dims.hidden)
+    t.embedding(f"{at}.query_1024", 256, dims.hidden)
+    return dims.hidden
+
+
+def ocr(t: Tensors, config: Mapping[str, Any]) -> int:
+    """Add the tensors of DeepSeek-OCR's tower and return its output width.
+
+    CLIP-L reads the output of SAM ViT-B, and both outputs are joined. The remote code (deeplip_b_l) fixes all
+    sizes.
+    """
+    if config.get("model_name") != "deeplip_b_l":
+        raise UnsupportedArchitecture(
+            f"{shown(config.get('model_name'))} is not supported; only deeplip_b_l is",
+            field="vision_config.model_name",
+        )
+    sam(t, 1024)
+    before = len(t.specs)
+    hidden = clip(t, "model.vision_model", {}, {**LLAVA_CLIP, "image_size": 224})
+    t.specs[before:] = [spec for spec in t.specs[before:] if ".post_layernorm." not in spec.name]
+    return 2 * hidden
+
+
+def sam(t: Tensors, width: int) -> None:
+    """Add the tensors of SAM ViT-B and three convolutions, the last of which has ``width`` outputs."""
     at, hidden, layers, size = "model.sam_model", 768, 12, 64
     conv(t, f"{at}.patch_embed.proj", (hidden, 3, 16, 16), True)
     t.add(f"{at}.pos_embed", (1, 64, 64, hidden), "vision", "ImageEncoderViT")
@@ -232,22 +266,11 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
             t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")
         t.plain_mlp(f"{here}.mlp", hidden, 4 * hidden, bias=True, names=("lin1", "lin2"))
     for name, out, into, kernel in (
-        ("neck.0", 256, hidden, 1), ("neck.2", 256, 256, 3), ("net_2", 512, 256, 3), ("net_3", 896, 512, 3),
+        ("neck.0", 256, hidden, 1), ("neck.2", 256, 256, 3), ("net_2", 512, 256, 3), ("net_3", width, 512, 3),
     ):  # fmt: skip
         conv(t, f"{at}.{name}", (out, into, kernel, kernel), False)
     t.norm(f"{at}.neck.1", 256, "layer")
     t.norm(f"{at}.neck.3", 256, "layer")
-    at, dims = "model.qwen2_model", Heads(896, 14, 2, 64)
-    for i in range(24):
-        here = f"{at}.model.model.layers.{i}"
-        t.attention(f"{here}.self_attn", dims, bias=True)
-        t.gated_mlp(f"{here}.mlp", dims.hidden, 4864)
-        t.norm(f"{here}.input_layernorm", dims.hidden)
-        t.norm(f"{here}.post_attention_layernorm", dims.hidden)
-    t.norm(f"{at}.model.model.norm", dims.hidden)
-    t.embedding(f"{at}.query_768", 144, dims.hidden)
-    t.embedding(f"{at}.query_1024", 256, dims.hidden)
-    return dims.hidden
 
 
 GEMMA4 = {

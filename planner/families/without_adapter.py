@@ -5,7 +5,7 @@ Their plans come from transformers' own modules (planner/families/meta.py).
 
 from __future__ import annotations
 
-from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family, Paged
+from tonnage.planner.families.family import Family, Paged
 
 # "served", or the reason why the Hugging Face engine cannot serve a type -> model types
 _PAGED: dict[Paged, str] = {
@@ -51,6 +51,5 @@ _REFUSED = {
     **dict.fromkeys(("ultrabert", "ultravbert"), _ENCODER),
 }
 FAMILIES = {name: Family(None, hf=hf) for hf, names in _PAGED.items() for name in names.split()} | {
-    **dict.fromkeys(("minicpm", "solar"), Family(None, vllm=LORA_ON_VOCABULARY)),
     **{name: Family(None, refusal=why) for name, why in _REFUSED.items()},
 }

@@ -116,6 +116,7 @@ class Architecture:
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: number of routed experts selected per token.
         index_topk: number of tokens that sparse attention selects for each query; 0 without sparse attention.
+        pooled: whether the class pools the hidden states and has a head of its own (families/pooled.py).
         unread: boolean config fields that no adapter knows, and that may add biases or norms missing in
             `tensors`.
         via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
@@ -142,6 +143,7 @@ class Architecture:
     experts_per_token: int = 0
     index_topk: int = 0
     kind: Literal["decoder", "encoder-decoder", "encoder"] = "decoder"
+    pooled: bool = False
     unread: tuple[str, ...] = ()
     via: Literal["adapter", "meta"] = "adapter"
     recipe: Recipe | None = None

@@ -48,7 +48,6 @@ def beside(text: str, **given: Any) -> dict[str, Any]:
 TOWERS = {
     "aya_vision": beside("cohere2", vision_config={"model_type": "siglip_vision_model", **SEES}),
     "vipllava": beside("llama", vision_config={"model_type": "clip_vision_model", **SEES}),
-    "lighton_ocr": beside("qwen3", vision_config={"model_type": "pixtral", **SEES, "head_dim": 16}),
 }
 GEMMA = {
     **SMALL, "num_hidden_layers": 8, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8,

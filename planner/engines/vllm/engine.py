@@ -34,7 +34,7 @@ from tonnage.planner.engines.vllm.graphs import check as check_graphs
 from tonnage.planner.engines.vllm.graphs import given_sizes
 from tonnage.planner.engines.vllm.pool import DEFAULT_BLOCK, VLLMDeployment, build_pool, capacity
 from tonnage.planner.engines.vllm.repack import kernel_padding, most_kernel_padding, repacking_class
-from tonnage.planner.engines.vllm.tensors import tensors_of
+from tonnage.planner.engines.vllm.tensors import predicts_tokens, tensors_of
 from tonnage.planner.engines.vllm.versions import NEWEST, OLDEST, changes, rules
 from tonnage.planner.errors import DeploymentError, EngineRefusal, UnsupportedArchitecture
 from tonnage.planner.families.registry import families, family_of
@@ -394,8 +394,9 @@ class VLLM(Engine):
     def check_encoder(self, architecture: Architecture) -> None:
         """Raise UnsupportedArchitecture for an encoder model that no release of vLLM supports."""
         traits = family_of(architecture.model_type).vllm
-        known = architecture.class_name in (traits.embeddings, traits.masked)
-        if not known and not architecture.is_classifier:
+        name = architecture.class_name
+        known = name in (traits.embeddings, traits.masked) or predicts_tokens(architecture)
+        if not known and not architecture.is_classifier and not architecture.pooled:
             classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
                 f"vLLM 0.33 is not planned with {architecture.class_name}",
@@ -404,7 +405,7 @@ class VLLM(Engine):
             )
 
     def check_classifier(self, architecture: Architecture) -> None:
-        """Accept every classifier, because vLLM adapts its decoders (model_executor/models/adapters.py)."""
+        """Accept every classifier and pooled class, for which vLLM adapts its decoders (models/adapters.py)."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""

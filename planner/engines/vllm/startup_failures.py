@@ -331,11 +331,11 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
 def is_pooling_class(architecture: Architecture) -> bool:
     """Return whether vLLM runs a decoder as a pooling model by default, without --runner.
 
-    It does so for classifiers and for model classes without an output head, such as LlamaModel.
+    It does so for classifiers, pooled classes and model classes without an output head, such as LlamaModel.
     """
     name = architecture.class_name
-    if architecture.kind != "decoder" or architecture.is_classifier:
-        return architecture.is_classifier
+    if architecture.kind != "decoder" or architecture.is_classifier or architecture.pooled:
+        return architecture.is_classifier or architecture.pooled
     causal = name.removesuffix("Model") + "ForCausalLM"
     return name.endswith("Model") and causal in {*_architectures()["oldest"], *_architectures()["first"]}
 

@@ -22,7 +22,8 @@ _MROPE_FACTOR = 4
 _QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
-_GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias")
+_GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias", ".router.classifier.weight")
+_NGRAMS = ".ngram_embeddings.embedders.weight"
 # Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after it
 # (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
@@ -48,10 +49,13 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
+    if architecture.pooled:  # its head states its dtype
+        pass
+    elif architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
     elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")
+    held = tuple(_served(architecture, tensor) for tensor in held)
     if architecture.model_type == "phi3_v":
         held = tuple(tensor for tensor in held if not any(part in tensor.name for part in _UNREAD))
     kept = _unquantized_towers(architecture, version)
@@ -81,6 +85,17 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         if tensor.role == "buffer" and tensor.name.endswith("correction_bias")
     ]
     return (*held, *biases, *scales)
+
+
+def _served(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
+    """Return ``tensor`` without rows that transformers allocates and vLLM does not, or padded as vLLM pads it.
+
+    LongCat-Flash has empty experts, for which only transformers has matrices (ZeroExpertRouter in
+    layers/fused_moe/router/zero_expert_router.py, 0.32).
+    """
+    if tensor.role == "expert" and tensor.shape[0] > architecture.experts:
+        return replace(tensor, shape=(architecture.experts, *tensor.shape[1:]))
+    return padded_rows(tensor) if tensor.name.endswith(_NGRAMS) else tensor
 
 
 def _unquantized_towers(architecture: Architecture, version: Version) -> frozenset[str]:
@@ -156,12 +171,15 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
             if tensor.name != _SHARED_BIAS:
                 out.append(replace(tensor, tied_to=None))
             continue
+        if architecture.pooled and tensor.role == "head":
+            out.append(tensor)
+            continue
         if (
             tensor.role == "head"
             or "pooler." in tensor.name
             or (tensor.role == "norm" and tensor.name.startswith(("lm_head.", "head.")))
         ):
-            if architecture.is_classifier:
+            if architecture.is_classifier and not architecture.pooled:
                 plain = tags and tensor.name.startswith("head.")
                 out.append(tensor if plain else replace(tensor, dtype="float32"))
             continue
@@ -176,7 +194,7 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
 
 def predicts_tokens(architecture: Architecture) -> bool:
     """Return whether vLLM's class returns logits for every token, as a masked LM (models/bert.py, 0.26 on)."""
-    return architecture.class_name == "BertForMaskedLM"
+    return architecture.class_name in ("BertForMaskedLM", "BertSpladeSparseEmbeddingModel")
 
 
 def _scales(name: str, layer: int) -> TensorSpec:

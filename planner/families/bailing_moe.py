@@ -1,0 +1,124 @@
+"""Ling 1 and 2, Sarvam-MoE and Param-2: experts with a shared one, behind grouped-query attention.
+
+Shapes after vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py), whose modules are those of the
+published files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tonnage.planner.families import common
+from tonnage.planner.families.family import Family
+from tonnage.planner.families.gpt import finish
+from tonnage.planner.families.moe_layers import behind_dense
+from tonnage.planner.families.tensors import Tensors
+from tonnage.planner.model.architecture import Architecture, Rotary
+from tonnage.planner.model.fields import Fields
+
+_NO_SHAPE = (
+    "embedding_dropout", "output_dropout", "norm_head", "norm_softmax", "max_window_layers", "n_group",
+    "topk_group", "num_nextn_predict_layers", "mtp_loss_scaling_factor", "score_function", "router_dtype",
+    "rotary_dim", "output_router_logits", "moe_router_topk_scaling_factor", "use_sliding_window",
+    "num_mtp_layers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """How one family differs from Ling.
+
+    Attributes:
+        class_name: class of the published files.
+        attention: module of attention in a layer, and its output projection.
+        norms: modules of the norms of q and k.
+        rms: whether these norms are RMSNorms whatever ``use_rmsnorm`` says; else they may be LayerNorms.
+        corrected: whether the router has a bias per expert when the file does not say.
+        mlp_bias: whether ``use_bias`` gives the MLP biases too.
+        qkv_bias: config fields of which any gives q, k and v a bias.
+        wide_router: whether the router is in float32 whatever ``router_dtype`` says.
+        multiplied: whether the stated width of the shared expert is that of one of ``num_shared_experts``.
+    """
+
+    class_name: str
+    attention: tuple[str, str] = ("attention", "dense")
+    norms: tuple[str, str] = ("query_layernorm", "key_layernorm")
+    rms: bool = False
+    corrected: bool = False
+    mlp_bias: bool = True
+    qkv_bias: tuple[str, ...] = ("use_bias", "use_qkv_bias")
+    wide_router: bool = False
+    multiplied: bool = True
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of a model of this family from its checked config."""
+        return _build(self, fields, model_type)
+
+
+def _build(v: _Variant, fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of a model; ``v`` says how its family differs from Ling."""
+    dims = common.heads_of(fields)
+    layers = fields.integer("num_hidden_layers", limit="layers")
+    vocab = fields.integer("vocab_size", limit="vocab")
+    count = fields.integer("num_experts", limit="width")
+    chosen = fields.integer("num_experts_per_tok", limit="width")
+    inner = fields.integer("moe_intermediate_size", limit="width")
+    dense = fields.integer("intermediate_size", limit="width")
+    number = fields.integer("num_shared_experts", 1, limit="width", minimum=0)
+    stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
+    shared = (inner if stated is None else stated) * number
+    if number and stated is not None and not v.multiplied:
+        shared = stated
+    sparse = behind_dense(fields, layers, 1)
+    bias = fields.boolean("use_bias", False)
+    qkv_bias = True in {fields.boolean(name, False) for name in v.qkv_bias}
+    normed = fields.boolean("use_qk_norm", False)
+    corrected = fields.boolean("moe_router_enable_expert_bias", v.corrected)
+    tied = fields.boolean("tie_word_embeddings", False)
+    share = common.rotary_share(fields)
+    # GateLinear keeps the router in router_dtype; the weights of published files have the model's dtype
+    router = "float32" if v.wide_router or fields.raw("router_dtype") == "fp32" else None
+    norm = "rms" if v.rms or fields.boolean("use_rmsnorm", False) else "layer"
+    fields.ignore(*_NO_SHAPE)
+    attention, out = v.attention
+    mlp_bias = bias and v.mlp_bias
+    t = Tensors()
+    t.vocabulary("model.word_embeddings", vocab, dims.hidden)
+    for i, at in t.layers(layers, "model.layers"):
+        t.norm(f"{at}.input_layernorm", dims.hidden)
+        t.fused_attention(
+            f"{at}.{attention}", dims, qkv="query_key_value", out=out, bias=qkv_bias, out_bias=bias
+        )
+        if normed:
+            for name in v.norms:
+                t.norm(f"{at}.{attention}.{name}", dims.head_size, norm)
+        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+        if not sparse[i]:
+            t.gated_mlp(f"{at}.mlp", dims.hidden, dense, bias=mlp_bias)
+            continue
+        t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=router)
+        if corrected:
+            t.add(f"{at}.mlp.gate.expert_bias", (count,), "router", "Router", dtype="float32")
+        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+        if shared:
+            t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared, bias=mlp_bias)
+    t.close("model.norm", "model.word_embeddings", vocab, dims.hidden, tied)
+    rotary = Rotary(int(dims.head_size * share), 1)
+    return finish(
+        fields, model_type, v.class_name, t, dims, layers,
+        max(chosen * inner + shared, 0 if all(sparse) else dense), vocab, gated=True, rotary=rotary,
+        experts=count, experts_per_token=chosen,
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "bailing_moe": Family(_Variant("BailingMoeV2ForCausalLM").build, first_class="BailingMoeForCausalLM"),
+    "bailing_moe_v2": Family(_Variant("BailingMoeV2ForCausalLM").build),
+    "sarvam_moe": Family(_Variant("SarvamMoEForCausalLM").build),
+    "param2moe": Family(
+        _Variant(
+            "Param2MoEForCausalLM", ("self_attn", "o_proj"), ("q_layernorm", "k_layernorm"), rms=True,
+            corrected=True, wide_router=True, mlp_bias=False, qkv_bias=("use_qkv_bias",), multiplied=False,
+        ).build
+    ),
+}  # fmt: skip

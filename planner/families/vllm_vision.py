@@ -1,0 +1,137 @@
+"""Vision-language models that only vLLM has a class for: dots.ocr, Step 3 and Eagle 2.5.
+
+Shapes after vLLM 0.32.0 (models/dots_ocr.py, step3_vl.py, eagle2_5_vl.py) and its config classes.
+The KV cache is the text model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import towers
+from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.registry import build_text
+from tonnage.planner.families.tensors import Tensors
+from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.model.fields import Fields, shown
+
+_TOP = (
+    "text_config", "vision_config", "image_token_id", "video_token_id", "image_token_index", "image_token_len",
+    "patch_token_len", "img_start_token_id", "img_end_token_id", "force_image_size", "select_layer", "template",
+    "dynamic_image_size", "use_thumbnail", "min_dynamic_tiles", "max_dynamic_tiles", "pad2square",
+    "mlp_checkpoint", "loss_version", "use_backbone_lora", "use_llm_lora", "hidden_size", "vocab_size",
+    "projector_hidden_act",
+)  # fmt: skip
+_DOTS = {
+    "embed_dim": 1536, "hidden_size": 1536, "intermediate_size": 4224, "num_hidden_layers": 42,
+    "num_attention_heads": 12, "num_channels": 3, "patch_size": 14, "spatial_merge_size": 2,
+}  # fmt: skip
+_STEP3 = {
+    "hidden_size": 1792, "intermediate_size": 3072, "output_hidden_size": 4096, "num_hidden_layers": 63,
+    "num_channels": 3, "image_size": 728, "patch_size": 14,
+}  # fmt: skip
+
+
+def _sizes(fields: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of a tower, with the defaults of its config class."""
+    config = Fields(fields.mapping("vision_config") or {})
+    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
+    return {
+        name: config.integer(name, size, limit=limits.get(name, "width")) for name, size in defaults.items()
+    }
+
+
+def dots(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of dots.ocr: a Qwen2 model, whose fields are at the top level, and a tower."""
+    vision = fields.mapping("vision_config") or {}
+    own = ("architectures", "vision_config", "model_type", "image_token_id", "video_token_id", "auto_map")
+    text = build_text({k: v for k, v in fields.config.items() if k not in own}, "qwen2")
+    fields.ignore(*fields.config)
+    v = _sizes(fields, _DOTS)
+    width, bias = v["embed_dim"], Fields(vision).boolean("use_bias", False)
+    t = Tensors()
+    t.role, at = "vision", "vision_tower"
+    shape = (width, v["num_channels"], v["patch_size"], v["patch_size"])
+    towers.conv(t, f"{at}.patch_embed.patchifier.proj", shape, True)
+    t.norm(f"{at}.patch_embed.patchifier.norm", width)
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.blocks.{i}"
+        t.norm(f"{here}.norm1", width)
+        t.linear(f"{here}.attn.qkv", 3 * width, width, bias=bias, shard="column")
+        t.linear(f"{here}.attn.proj", width, width, bias=bias, shard="row")
+        t.norm(f"{here}.norm2", width)
+        t.gated_mlp(f"{here}.mlp", width, v["intermediate_size"], bias=bias, names=("fc1", "fc3", "fc2"))
+    if Fields(vision).boolean("post_norm", True):
+        t.norm(f"{at}.post_trunk_norm", width)
+    t.role, merged = "projector", width * v["spatial_merge_size"] ** 2
+    t.norm(f"{at}.merger.ln_q", width, "layer")
+    t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True, shard="column")
+    t.linear(f"{at}.merger.mlp.2", v["hidden_size"], merged, bias=True, shard="row")
+    if v["hidden_size"] != text.hidden_size:
+        raise ConfigError(
+            f"{v['hidden_size']} is not the text's {text.hidden_size}", field="vision_config.hidden_size"
+        )
+    return joined(text, model_type, "DotsOCRForCausalLM", t, "model.")
+
+
+def step3(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of the multimodal Step 3 from its checked config."""
+    config = fields.mapping("text_config")
+    if config is None:
+        raise ConfigError("missing", field="text_config")
+    text = build_text(config, "step3_text")
+    v = _sizes(fields, _STEP3)
+    hidden, out = v["hidden_size"], v["output_hidden_size"]
+    t = Tensors()
+    t.role, at = "vision", "vision_model"
+    t.add(f"{at}.embeddings.class_embedding", (1, hidden), "vision", "VisionEmbeddings")
+    shape = (hidden, v["num_channels"], v["patch_size"], v["patch_size"])
+    towers.conv(t, f"{at}.embeddings.patch_embedding", shape, True)
+    t.embedding(f"{at}.embeddings.position_embedding", (v["image_size"] // v["patch_size"]) ** 2 + 1, hidden)
+    for i in range(v["num_hidden_layers"]):
+        here = f"{at}.transformer.layers.{i}"
+        t.norm(f"{here}.layer_norm1", hidden, "layer")
+        t.linear(f"{here}.self_attn.qkv_proj", 3 * hidden, hidden, bias=True, shard="column")
+        t.linear(f"{here}.self_attn.out_proj", hidden, hidden, bias=True, shard="row")
+        t.norm(f"{here}.layer_norm2", hidden, "layer")
+        t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
+    t.role = "projector"
+    towers.conv(t, "vit_downsampler", (out, hidden, 2, 2), True)
+    towers.conv(t, "vit_downsampler2", (2 * out, out, 3, 3), True)
+    bias = fields.boolean("projector_bias", True)
+    t.linear("vit_large_projector", text.hidden_size, 2 * out, bias=bias)
+    fields.ignore("understand_projector_stride")
+    return joined(text, model_type, "Step3VLForConditionalGeneration", t, "model.")
+
+
+def eagle(fields: Fields, model_type: str) -> Architecture:
+    """Return the architecture of Eagle 2.5: SigLIP, pixel shuffling and a Qwen2 model."""
+    config = fields.mapping("text_config")
+    text = text_of(fields, "qwen2", config, either=True)
+    t = Tensors()
+    t.role = "vision"
+    tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
+    if fields.raw("select_layer") not in (None, -1):
+        raise UnsupportedArchitecture(
+            f"{shown(fields.raw('select_layer'))} is not supported", field="select_layer"
+        )
+    hidden = towers.siglip(t, "vision_model.vision_model", tower)
+    ratio = fields.raw("downsample_ratio")
+    if ratio not in (None, 0.5):
+        raise UnsupportedArchitecture(f"{shown(ratio)} is not supported; only 0.5 is", field="downsample_ratio")
+    t.role, merged = "projector", 4 * hidden
+    t.norm("mlp1.0", merged, "layer")
+    t.linear("mlp1.1", text.hidden_size, merged, bias=True)
+    t.linear("mlp1.3", text.hidden_size, text.hidden_size, bias=True)
+    return joined(text, model_type, "Eagle2_5_VLForConditionalGeneration", t, "language_model.model.")
+
+
+_family = partial(Family, ignored=_TOP, files=RENAMED)
+FAMILIES = {
+    "dots_ocr": _family(dots),
+    "step3_vl": _family(step3),
+    "eagle_2_5_vl": _family(eagle),
+}
