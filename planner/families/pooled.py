@@ -177,7 +177,9 @@ def base_config(config: Mapping[str, Any]) -> tuple[PooledClass, dict[str, Any]]
         UnsupportedArchitecture: the class is not known to pool a model of this ``model_type``.
     """
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in CLASSES:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return None
+    if names[0] not in CLASSES:
         return None
     row, model_type = CLASSES[names[0]], config.get("model_type")
     if not isinstance(model_type, str) or model_type not in row.types:

@@ -290,7 +290,7 @@ def _device_memory(deployment: Deployment) -> int:
     if gpu.device == deployment.device:
         return gpu.memory_bytes
     raise DeploymentError(
-        "is required: this machine has no GPU of this kind, so its memory is not known",
+        "is required: this machine has no such GPU",
         field="--device-memory",
         hint="for example --device-memory 80GiB, or --gpu h100-80g",
     )

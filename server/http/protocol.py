@@ -30,7 +30,7 @@ MAX_HEAD_BYTES = 65_536
 MAX_HEADER_FIELDS = 100
 # After its first FREE_PIECES pieces (chunks, reads), a body must have at least PIECE_BYTES per piece on
 # average. Without this limit, one read from a socket can hold 40,000 chunks of one byte.
-FREE_PIECES, PIECE_BYTES = 1024, 16
+FREE_PIECES, PIECE_BYTES = 4096, 16
 # Time limit for a request's head, enough for a slow connection. nginx's client_header_timeout is 60 s, and
 # gunicorn's worker timeout 30 s.
 HEAD_SECONDS = 20.0

@@ -19,6 +19,7 @@ import pytest
 import xxhash
 from invariants import check_invariants
 from kv_calls import commit, extend
+from numba.core.registry import cpu_target
 from own_hash import xxh64_block
 
 from tonnage.cache.blocks.state import BY_RESET, columns
@@ -165,7 +166,8 @@ def test_change_of_any_module_invalidates_the_cached_machine_code(
         assert compiled.COMPILER.folder is None
         return
     folder = Path(compiled.__file__).parent
-    digest = xxhash.xxh3_64(f"{numba.__version__} {folder.absolute()}".encode())
+    target = cpu_target.target_context.codegen().magic_tuple()  # the processor, as in numba's own index
+    digest = xxhash.xxh3_64(f"{numba.__version__} {target} {folder.absolute()}".encode())
     for path in [Path(compiled.__file__), Path(ahead.__file__), *sorted(folder.rglob("*.py"))]:
         digest.update(path.read_bytes())
     assert compiled.COMPILER.folder is not None
