@@ -52,7 +52,7 @@ class HF(Engine):
     }
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Return the tokens per block.
+        """Return the tokens per KV cache block.
 
         Raises:
             DeploymentError: the requested size is not a power of two.
@@ -67,7 +67,7 @@ class HF(Engine):
         return hf.activation_bytes(architecture, chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
-        """Return the host memory of the API process and the engine process."""
+        """Return the host memory of the hf engine's API process and engine process on GPUs."""
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
@@ -82,7 +82,7 @@ class HF(Engine):
         )
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks that fit into free memory, on a CPU at most as many as sequences can use.
+        """Return the number of KV cache blocks in free memory, on a CPU at most as many as sequences can use.
 
         On a CPU the pool takes host memory that other programs need. It is therefore limited to max_num_seqs
         sequences of full length, plus the null block.
@@ -159,12 +159,12 @@ class HF(Engine):
         )  # fmt: skip
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the blocks that a request reserves when it is admitted.
+        """Return the rule for the number of KV cache blocks that a request reserves when it is admitted.
 
         A request reserves the blocks of its whole prompt and its maximum output. A group of sliding-window
-        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). The engine's
-        guaranteed mode admits more requests than this rule. It then stalls some running requests, where this
-        rule leaves requests waiting.
+        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). By default
+        (admission mode "guaranteed"), the engine admits more requests than this rule. It then stalls some
+        running requests, where this rule leaves requests waiting.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)

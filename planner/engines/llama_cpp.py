@@ -153,7 +153,7 @@ class LlamaCpp(Engine):
     def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Return the flags and the tokens of a step, adjusted for encoder models.
+        """Return the plan's flags and the maximum tokens of a step, adjusted for encoder models.
 
         Raises:
             DeploymentError: --n-gpu-layers is given with a CPU or several GPUs.
@@ -181,7 +181,7 @@ class LlamaCpp(Engine):
         return tuple(held)
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """Return a GGUF file's tensors that the device holds; with GPUs, the input layer stays on the host."""
+        """Return the GGUF file's tensors in device memory; with GPUs, the input layer stays in host memory."""
         if flags.device == "cpu":
             return tensors
         kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)
@@ -205,7 +205,7 @@ class LlamaCpp(Engine):
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the cache cells that a request takes.
+        """Return the rule for the number of KV cache cells that a request takes.
 
         By default each sequence has a slot as long as the context. In a unified cache, a request takes one cell
         per token.
@@ -235,7 +235,7 @@ class LlamaCpp(Engine):
         return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the cells of the requested context; llama.cpp allocates them regardless of free memory."""
+        """Return the number of KV cache cells that the requested context needs, regardless of free memory."""
         return _context(chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
@@ -279,7 +279,7 @@ class LlamaCpp(Engine):
         read_figures(self.name, _LOG_LINES, text, out)
         if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
-            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts the cells of all streams
+            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts the KV cache cells of all streams
                 shared = cells[2] not in (None, cells[3])
                 out.cells = max(out.cells, number(cells[1]))
                 out.flags["max_num_seqs"], out.flags["kv_unified"] = cells[2 if shared else 3], str(shared)
@@ -358,7 +358,7 @@ def first_block(layers: int, flags: Deployment) -> int:
 
 
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
-    """Return two copies of the model: one with only the KV caches on the GPU, one with those on the host."""
+    """Return the model twice: with only the KV caches on the GPU, and with only those in host memory."""
     first = first_block(architecture.layers, flags)
     if not first:
         return architecture, replace(architecture, cache_layers=())
@@ -394,7 +394,7 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Return the total bytes of keys, values and states."""
+        """Return the total bytes of keys, values and recurrent states in the KV cache."""
         return self.k_bytes + self.v_bytes + self.state_bytes
 
 

@@ -52,7 +52,7 @@ class LogFigures:
 
 
 def squeezed(line: str) -> str:
-    """Return the line without its blanks."""
+    """Return a log line without its blanks."""
     return "".join(line.split())
 
 
@@ -68,7 +68,7 @@ def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
 
 
 def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
-    """Store the figure ``name``, printed as ``text`` in units of ``unit`` bytes (1 for a count)."""
+    """Store a log's figure ``name`` in ``out``; the log prints it as ``text``, in units of ``unit`` bytes."""
     decimals = len(text.partition(".")[2])
     # Engines round to hundredths and drop a trailing zero: 69.8 means 69.80.
     half = 0.5 * unit * 10.0 ** -max(decimals, 2) if unit > 1 else 0.0

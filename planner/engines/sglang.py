@@ -108,7 +108,7 @@ _WITH_PICTURES = 0.95
 
 
 def _stored_cache_since(stored: StoredCache) -> Version:
-    """Return the first release that supports the KV cache dtype that the checkpoint requests."""
+    """Return the first SGLang release that supports the KV cache dtype that the checkpoint requests."""
     nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
     return _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
 
@@ -122,7 +122,7 @@ class SGLang(Engine):
     oldest = (0, 4, 0)  # first release whose default mem_fraction_static is known
     # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
-    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # the default page_size is 1 token
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # SGLang's default page_size is 1 token
     drafts = True
     fp8_kv_cache = True
     logs = True
@@ -133,9 +133,9 @@ class SGLang(Engine):
         return memory
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
-        """Return the default (max_running_requests, chunked_prefill_size).
+        """Return SGLang's default values (max_running_requests, chunked_prefill_size).
 
-        From 0.5.4 on, it depends on the GPU's memory.
+        From 0.5.4 on, they depend on the GPU's memory.
         """
         sequences, tokens = self.batch[flags.device]
         if flags.device == "cuda" and version >= _BY_DEVICE:
@@ -168,7 +168,7 @@ class SGLang(Engine):
         return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return (version, descriptions) of each release that changed the memory budget.
+        """Return (version, descriptions of changes) of each SGLang release that changed the memory budget.
 
         The releases are those after ``since`` up to and including ``until``.
         """
@@ -204,7 +204,7 @@ class SGLang(Engine):
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
         stored: StoredCache | None,
     ) -> str:  # fmt: skip
-        """Return the dtype of keys and values; ``auto`` takes an FP8 cache that the checkpoint requests.
+        """Return the KV cache dtype; ``auto`` selects an FP8 cache if the checkpoint requests one.
 
         For sparse MLA (with an indexer), the default depends on the GPU instead (arg_groups/overrides.py,
         0.5.23).
@@ -294,7 +294,7 @@ class SGLang(Engine):
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of pages in the token pool, after slots for recurrent states took their bytes."""
+        """Return the number of pages in the token pool, in the memory left by slots for recurrent states."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -304,7 +304,7 @@ class SGLang(Engine):
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """Return the lower and upper bound of the number of pages in the pool.
+        """Return the lower and upper bound of the number of pages in the token pool.
 
         mem_fraction_static is a share of the memory that is free when the model's loading begins. If framework
         memory is allocated before that moment, the share has fewer bytes, which gives the lower bound.
@@ -314,16 +314,16 @@ class SGLang(Engine):
         return (low if given else max(0, low - ceil_div(framework, size))), high
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the pages that fit beside the weights in mem_fraction_static of the device's memory."""
+        """Return the token pool's pages that fit beside the weights in mem_fraction_static of device memory."""
         return max(0, self._static_bytes(chosen) - weights - pool.apart) // size
 
     def _static_bytes(self, chosen: Resolved) -> int:
         share = chosen.flags.mem_fraction_static
-        assert share is not None  # static_share was called when flags were resolved
+        assert share is not None  # it was set to the result of static_share when the flags were resolved
         return int(chosen.device_memory * share)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add pools, states, graphs and server arguments of one start-up log line to ``out``."""
+        """Add the bytes of pools, states and graphs, and server arguments, of one log line to ``out``."""
         text = squeezed(line)
         read_figures(self.name, _LOG_LINES, text, out)
         if "Memorypoolend" in text:
@@ -368,17 +368,17 @@ class SGLang(Engine):
             out.cells = 0.0
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the server is ready."""
+        """Return whether a line of SGLang's log reports that the server is ready."""
         return _LOG_READY in line
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the pool's capacity as SGLang's max_total_num_tokens: all token slots of all pages."""
+        """Return the token pool's capacity as SGLang's max_total_num_tokens: all token slots of all pages."""
         held = super().capacity(pool, chosen, num_blocks)
         most = held.max_concurrency if pool.running is None else min(held.max_concurrency, pool.running)
         return replace(held, tokens=num_blocks * chosen.block_size, max_concurrency=most)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the token slots that a request takes.
+        """Return the rule for the number of token slots that a request takes.
 
         Raises:
             UnsupportedArchitecture: the model has sliding-window layers, for whose pool the rule is not known.
@@ -405,11 +405,14 @@ class SGLang(Engine):
         return sglang_serve.notes(chosen.flags, slots)
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
-        """Return HiCache's tiers in host memory and on disk."""
+        """Return the tiers of HiCache (SGLang's KV offloading) in host memory and on disk."""
         return sglang_tier.tiers(hosted, *self._hicache_sizes(hosted))
 
     def _hicache_sizes(self, hosted: HostInputs) -> tuple[int, int, int]:
-        """Return the bytes on one rank of a token in (full, sliding-window) layers, and of a state slot."""
+        """Return the bytes of HiCache's three units on one rank, or zeros without HiCache.
+
+        They are a token in full-attention layers, a token in sliding-window layers, and a state slot.
+        """
         architecture, flags = hosted.architecture, hosted.chosen.flags
         if not flags.enable_hierarchical_cache:
             return 0, 0, 0
@@ -448,7 +451,7 @@ def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) 
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
-    """Return the bytes per token on one rank in (full, sliding-window) layers.
+    """Return the KV cache bytes per token on one rank, as (full-attention layers, sliding-window layers).
 
     Raises:
         UnsupportedArchitecture: a layer has neither full attention, MLA nor a sliding window.

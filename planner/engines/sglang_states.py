@@ -110,7 +110,7 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
 
 
 def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the number of state slots that fit into the memory (max_mamba_cache_size).
+    """Return the number of recurrent-state slots that fit into memory (SGLang's max_mamba_cache_size).
 
     With speculative decoding, a request needs one more state for each token that a step verifies.
 
@@ -150,12 +150,12 @@ def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def padding(version: Version) -> int:
-    """Return the number of padding slots, which hold no request's state and are subtracted from the budget."""
+    """Return the number of state slots that hold no request's state; SGLang subtracts them from its budget."""
     return int(version >= _PADDED)
 
 
 def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the number of state slots per running request (_calculate_mamba_ratio)."""
+    """Return the number of recurrent-state slots per running request (SGLang's _calculate_mamba_ratio)."""
     if not chosen.flags.enable_prefix_caching:
         return 1
     turns = chosen.version >= _BUFFERED and architecture.class_name in _CLASSES
@@ -163,14 +163,14 @@ def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def most_asked(chosen: Resolved) -> int | None:
-    """Return the requested --max-running-requests, or None if SGLang derives it from the pool."""
+    """Return the requested --max-running-requests, or None if SGLang derives it from the token pool."""
     if chosen.given_max_num_seqs is not None:
         return chosen.given_max_num_seqs
     return _DRAFTED if chosen.flags.speculative_model else None
 
 
 def most_running(tokens: int, chosen: Resolved, held: int | None) -> int:
-    """Return SGLang's max_running_requests for a pool of ``tokens`` tokens.
+    """Return SGLang's max_running_requests for a token pool of ``tokens`` tokens.
 
     ``held`` is the number of requests that the state slots allow; None is unlimited.
     """

@@ -26,7 +26,7 @@ SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
 
 @cache
 def coefficients() -> Coefficients:
-    """Return the shipped coefficients, from fitted.json."""
+    """Return the shipped coefficients of the GPU memory formulas, from fitted.json."""
     return Coefficients(**json.loads((Path(__file__).parent / "fitted.json").read_text())["coefficients"])
 
 
@@ -46,7 +46,7 @@ def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int
 
 
 def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Estimate:
-    """Estimate the activations of one step from the widest layer."""
+    """Estimate the activations of one engine step from the model's widest layer."""
     size, ranks = DTYPE_BYTES[chosen.flags.dtype], chosen.flags.tensor_parallel_size
     forward = forward_bytes(architecture, chosen.max_num_batched_tokens, size, ranks)
     formula = f"forward pass of {chosen.max_num_batched_tokens:,} tokens {forward:,}"

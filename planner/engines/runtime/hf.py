@@ -59,12 +59,12 @@ FLEX_TILE = 16
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Return the bytes of the API process while no large requests are in flight."""
+    """Return the memory of the hf engine's API process in bytes, while no large requests are in flight."""
     return API_PROCESS_BYTES + vocab_size * API_TOKEN_BYTES
 
 
 def framework_bytes(vocab_size: int) -> Estimate:
-    """Estimate the memory of all processes without weights and pool, including client buffers and grammars."""
+    """Estimate the hf engine's memory without weights and KV pool, with client buffers and grammars."""
     return framework(
         api_bytes(vocab_size) + HF_CHILD_BYTES,
         vocab_size,
@@ -87,7 +87,7 @@ def host_memory(hosted: HostInputs) -> HostMemory:
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
-    """Estimate the peak memory besides weights and pool during one step of ``max_num_batched_tokens`` tokens.
+    """Estimate the peak memory, without weights and KV pool, of a step of ``max_num_batched_tokens`` tokens.
 
     The peak is the sum of the larger of attention and MLP in one layer, the residual stream, and the logits of
     ``max_num_seqs`` sequences. A layer's tensors and the logits are not alive together, but they are added
@@ -121,7 +121,7 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
 
 
 def _int8_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the temporary bytes of the largest LLM.int8 layer, or 0 without --quantization int8."""
+    """Return the bytes of temporary tensors in the largest LLM.int8 layer, 0 without --quantization int8."""
     flags, tokens = chosen.flags, chosen.max_num_batched_tokens
     if flags.quantization != "int8":
         return 0

@@ -78,7 +78,7 @@ class ProfilePeak:
 
     @property
     def total(self) -> int:
-        """Return the peak in bytes."""
+        """Return the total memory peak of vLLM's profile run in bytes."""
         encoded = self.encoder.peak if self.encoder else 0
         return max(max(self.forward, self.sampler) + self.experts, encoded) + self.workspace + self._deep
 
@@ -88,7 +88,7 @@ class ProfilePeak:
 
     @property
     def formula(self) -> str:
-        """Return the peak's formula with its numbers, for ``--explain``."""
+        """Return the formula of the profile run's memory peak with its numbers, as ``--explain`` prints it."""
         kept = f" + buffer of the experts {self.experts:,}" if self.experts else ""
         text = f"max(forward pass {self.forward:,}, sampler {self.sampler:,}){kept}"
         if self.encoder and self.encoder.peak:
@@ -102,7 +102,8 @@ class ProfilePeak:
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> ProfilePeak:
     """Return the peak of vLLM's profile run on one rank.
 
-    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the fitted coefficients.
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the coefficients
+    fitted to start-up logs.
     """
     flags, known = chosen.flags, rules(chosen.version)
     size = DTYPE_BYTES[flags.dtype]
@@ -192,7 +193,7 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, 
     of these hidden states. It also holds three float32 tensors of the logits' shape: a copy of the logits, the
     probabilities and the exponential noise. Logs of a float32 model (2.21 GiB) confirm these copies.
     FlashInfer's kernel on logits needs as many bytes, because of its masked logits. A draft model adds the
-    tensors of ``_VERIFIER``.
+    tensors of vLLM's rejection sampler (``_VERIFIER``).
     """
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size

@@ -56,7 +56,8 @@ _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
     """Estimate the memory terms besides weights and pool on one rank of a GPU deployment.
 
-    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` replaces the shipped coefficients.
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` replaces the shipped coefficients
+    of the memory formulas.
     """
     fitted = fitted or coefficients()
     below, above = reach(spread(architecture, chosen, fitted), chosen.device_memory)
@@ -64,8 +65,8 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
-    # Half of the fitted remainder is uncertain, and all of it from 0.33 on. From that version on, vLLM no
-    # longer counts the memory of cuBLAS's handles, which no available log separates from the remainder.
+    # Half of the fitted non-torch memory is uncertain, and all of it from 0.33 on. Since that version, vLLM no
+    # longer counts the memory of cuBLAS's handles, which no available log separates from the rest.
     unsure = held.rest if rules(chosen.version).cublas_first else held.rest // 2
     links = _communication(chosen)
     most = held.total + held.rest + above // 4 + links
@@ -147,7 +148,7 @@ def _unseen_step(architecture: Architecture, chosen: Resolved) -> float:
 def _with_graphs(
     below: int, above: int, size: int, bounds: tuple[int, int], *, small: bool
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the interval (below, above) around the sum of all terms, widened by the bounds of CUDA graphs.
+    """Return the interval (below, above) around the sum of all memory terms, widened for CUDA graphs.
 
     The GPU driver decides the bytes of a graph. In one start of ten, graphs take several times the estimate. If
     few graphs are captured (``small``), their bounds are wide and independent of the other terms. The
@@ -205,13 +206,13 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 
 
 def _is_other_vendor(chosen: Resolved) -> bool:
-    """Return whether the GPU is not from NVIDIA; start-up logs of such GPUs come from a single source."""
+    """Return whether the GPU is from another vendor than NVIDIA."""
     gpu = chosen.flags.gpu
     return gpu is not None and capability_of(gpu) is None
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
-    """Return whether measured starts cover the GPU's compute capability; an unnamed GPU counts as covered."""
+    """Return whether start-up logs cover the GPU's compute capability; an unnamed GPU counts as covered."""
     major, minor = capability_of(chosen.flags.gpu) or (0, 0)
     known = f"{major}.{minor}" in fitted.capabilities.split() or (major, minor) in _PUBLISHED
     return chosen.flags.gpu is None or known
@@ -226,9 +227,9 @@ def is_seen(architecture: Architecture, chosen: Resolved) -> bool:
 
 
 def _is_counted(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether the logged starts cover the model, the GPUs and the version.
+    """Return whether the start-up logs in tests/data/startups cover the plan's model, GPUs and version.
 
-    The logged starts are of decoders without towers and recurrent states, on one to four Hopper GPUs.
+    The logs are of decoders without towers and recurrent states, on one to four Hopper GPUs.
     """
     return (
         capability_of(chosen.flags.gpu) == (9, 0)

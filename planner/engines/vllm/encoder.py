@@ -188,7 +188,7 @@ def _mask(vision: Vision, known: VersionRules, patches: int, size: int) -> int:
 
 
 def _one(vision: Vision, found: Profiled) -> int:
-    """Return the patches of one item: an image, or one frame of a video."""
+    """Return the number of patches in an image, or in one frame of a video."""
     frames = {item.modality: item.frames for item in vision.others}
     return found.patches // frames.get(found.modality, 1)
 

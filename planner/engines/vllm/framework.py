@@ -72,12 +72,12 @@ class NonTorchMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts in bytes."""
+        """Return the sum of all parts of the non-torch memory in bytes."""
         return self.fused + self.counts + self.context + self.embeddings + self.rest
 
     @property
     def formula(self) -> str:
-        """Return the sum with its numbers, for ``--explain``."""
+        """Return the sum of the non-torch memory's parts with its numbers, as ``--explain`` prints it."""
         text = f"non-torch memory {self.rest:,}"
         if self.fused:
             text += f" + workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})"

@@ -95,7 +95,7 @@ def choose(
     flags: Deployment, dtype: str, architecture: Architecture, version: Version,
     stored: StoredCache | None,
 ) -> str:  # fmt: skip
-    """Return the format in which keys and values are cached, after resolving ``auto``.
+    """Return the KV cache format of a deployment, after resolving ``auto``.
 
     ``stored`` is the KV cache format that the checkpoint's config requests, or None.
 
@@ -153,7 +153,7 @@ def _of_sparse(found: str, flags: Deployment, architecture: Architecture, versio
 
 
 def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version: Version) -> None:
-    """Raise DeploymentError for a format that no attention backend supports."""
+    """Raise DeploymentError for a KV cache format that none of vLLM's attention backends supports."""
     if kv_dtype in PLAIN:
         return
     layers = architecture.cache_layers
@@ -207,7 +207,7 @@ def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]
 
 
 def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
-    """Return the bytes of one token in one KV head; ``rotary`` is the number of rotated dimensions of a key."""
+    """Return the KV cache bytes of one token in a KV head; ``rotary`` is a key's number of rotated dimensions."""
     if kv_dtype in PACKED:
         return PACKED[kv_dtype](key, value)
     if kv_dtype in _OCTAVE:
@@ -216,7 +216,7 @@ def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
 
 
 def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
-    """Return the bytes of one token in one KV head of an Octave format.
+    """Return the KV cache bytes of one token in one KV head, in an Octave format.
 
     Rotated dimensions of a key have 4 bits, all others 3. There is one fp16 scale per 64 dimensions of a key
     (in compact form, one per key) and one for the value. The sum is rounded up to 8 bytes (4 in compact form).
@@ -229,5 +229,5 @@ def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
 
 
 def latent_bytes(layer: CacheLayer, kv_dtype: str) -> int:
-    """Return the bytes of one token's latent, which is the same on every rank."""
+    """Return the KV cache bytes of one token's MLA latent, which is the same on every rank."""
     return ROW_BYTES.get(kv_dtype) or layer.head_size * PLAIN[kv_dtype]

@@ -72,7 +72,7 @@ class Profiled:
 
 
 def limits(flags: Deployment) -> dict[str, int]:
-    """Return the configured maximum number of items per prompt, by modality.
+    """Return the configured maximum number of images, videos and audio clips per prompt, by modality.
 
     Raises:
         DeploymentError: --limit-mm-per-prompt is not understood.
@@ -178,7 +178,7 @@ def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:
 
 
 def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
-    """Return the items that the profile run encodes, or None if there are none.
+    """Return the images, videos or audio clips that vLLM's profile run encodes, or None if it encodes none.
 
     Raises:
         DeploymentError: a flag is not understood.
@@ -246,7 +246,7 @@ def _counted(architecture: Architecture, vision: Vision, chosen: Resolved) -> di
 
 
 def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
-    """Return modality -> (embeddings, patches) of the largest item."""
+    """Return modality -> (embeddings, patches) of the largest image or video."""
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":

@@ -19,7 +19,7 @@ from tonnage.planner.plans import Resolved
 
 
 def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-    """Return the rule that gives the KV blocks of a request from its prompt and output lengths.
+    """Return the rule for the number of KV blocks that a request takes, by prompt and output lengths.
 
     Raises:
         UnsupportedArchitecture: the rule is not known for the cache or the deployment.

@@ -34,7 +34,7 @@ _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
 
 
 def error_message(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
-    """Return the message of vLLM ``version`` for ``cause``, or None if it has none."""
+    """Return the error message of vLLM ``version`` for the start-up failure ``cause``, or None without one."""
     found = _MESSAGES.get(cause)
     return None if found is None else found(version, facts)
 
@@ -142,7 +142,7 @@ _MESSAGES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
 def predict_failure(
     architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
 ) -> Failure | None:
-    """Return the first failure that stops vLLM's start, or None.
+    """Return the first failure that, by the plan, stops vLLM's start, or None.
 
     ``rank`` is the rank with the smallest pool.
     """
@@ -195,7 +195,7 @@ def _failures(
 
 
 def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
-    """Return notes on what may still fail although the plan fits into memory, with the memory margin.
+    """Return notes on how vLLM's start may fail although the plan fits, and on the memory margin.
 
     ``beside`` is the bytes of CUDA graphs outside the share of --gpu-memory-utilization.
     """
@@ -518,7 +518,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
 
 
 def _rounded(size: int) -> str:
-    """Return the size in GiB as format_gib prints it (utils/mem_utils.py)."""
+    """Return ``size`` bytes as a text in GiB, as vLLM's format_gib prints it (utils/mem_utils.py)."""
     return f"{round(size / GiB, 2)}"
 
 

@@ -71,7 +71,10 @@ def _native(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
-    """Return the blocks per chunk, from the setting blocks_per_chunk or block_size (offloading/config.py)."""
+    """Return the KV blocks per offloaded chunk, from the connector's blocks_per_chunk or block_size.
+
+    The settings are read in offloading/config.py.
+    """
     blocks, tokens = connector.size("blocks_per_chunk"), connector.size("block_size")
     if blocks is not None and tokens is not None:
         raise DeploymentError("has both block_size and blocks_per_chunk; give one", field=connector.field)
@@ -207,7 +210,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
 def _bounded(
     hosted: HostInputs, connector: Connector, tier: Mapping[str, Any], chunk: int, per_chunk: int
 ) -> KVTier:
-    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most the setting ``size``."""
+    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most ``size`` bytes, a setting."""
     if not tier.get("path") or not tier.get("size"):
         raise DeploymentError("the secondary tier tonnage needs path and size", field=connector.field)
     size = parse_size(str(tier["size"]), connector.field)
@@ -314,7 +317,7 @@ def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _gibibytes(connector: Connector, key: str, default: float) -> int:
-    """Return one of LMCache's sizes, given in GiB, in bytes."""
+    """Return the bytes of LMCache's setting ``key``, which is given in GiB."""
     value = connector.extra.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 30:
         raise DeploymentError(f"{key} is {value!r:.60}, not a size in GiB", field=connector.field)
@@ -368,7 +371,7 @@ def _latent(hosted: HostInputs) -> bool:
 
 
 def _copies(hosted: HostInputs) -> int:
-    """Return how many ranks store their part in a chunk: 1 if all ranks have the same MLA latents, else all.
+    """Return the number of ranks whose KV data a chunk stores: 1 if all have the same MLA latents, else all.
 
     The rule is replicated_layout in kv_connector/v1/offloading/config.py.
     """
@@ -385,7 +388,7 @@ def _group_tokens(hosted: HostInputs, place: int) -> int:
 
 
 def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
-    """Return the chunks that one request of max_model_len tokens needs in each KV cache group.
+    """Return the number of offloaded chunks of a request of max_model_len tokens, per KV cache group.
 
     Sliding layers keep their window, and recurrent states one chunk.
     """
@@ -399,11 +402,10 @@ def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
 
 
 def tokens_held(hosted: HostInputs, chunks: int, per_chunk: int = 1) -> int:
-    """Return the tokens that ``chunks`` chunks hold if every request has max_model_len tokens.
+    """Return the tokens in ``chunks`` chunks of offloaded KV blocks, for requests of max_model_len tokens.
 
-    vLLM 0.33 counts the same way.
-
-    Each chunk belongs to one KV cache group (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py).
+    Each chunk belongs to one KV cache group. vLLM 0.33 counts the same way (_kv_cache_size_tokens in
+    v1/kv_offload/cpu/common.py).
     """
     each = sum(group.chunks for group in _groups(hosted, per_chunk))
     return chunks * hosted.chosen.max_model_len // each
