@@ -22,7 +22,7 @@ LINKS = {
 
 
 def parse_speed(text: str, field: str) -> int:
-    """Return bytes per second for a link's name (`ndr`, `nvlink4`) or a speed (`400Gbps`, `50GB/s`).
+    """Return a link's bytes per second from its name (`ndr`, `nvlink4`) or a speed (`400Gbps`, `50GB/s`).
 
     Raises:
         DeploymentError: for text that is neither a known link nor a speed.

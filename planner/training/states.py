@@ -78,7 +78,7 @@ class States:
 
     @property
     def total(self) -> int:
-        """Return the bytes of weights, master weights, gradients and optimizer states."""
+        """Return the total bytes of weights, master weights, gradients and optimizer states on one rank."""
         return self.weights + self.frozen + self.master + self.gradients + self.optimizer
 
 
@@ -129,7 +129,7 @@ def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, 
 
 
 def _sharded(piece: _Piece, ranks: int, setup: TrainingSetup) -> int:
-    """Return the elements of one tensor's largest shard, after sharding among `ranks` ranks."""
+    """Return the number of elements in one tensor's largest shard, after sharding among `ranks` ranks."""
     return shard_elements(piece.shape, ranks, setup.is_fsdp and setup.fsdp_version == 2)
 
 
@@ -218,7 +218,7 @@ def states_on_rank(
 
 
 def _units(pieces: list[_Piece], ranks: int) -> int:
-    """Return the elements that one rank holds of FSDP1's flat parameters.
+    """Return the number of elements of FSDP1's flat parameters on one rank.
 
     FSDP1 has one flat parameter per layer, and one for all tensors outside the layers.
     """
@@ -234,7 +234,7 @@ def _units(pieces: list[_Piece], ranks: int) -> int:
 def _trained_bytes(
     held: TensorGroup, convention: Convention, setup: TrainingSetup
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of one trained parameter's weight, fp32 copy, gradient and single optimizer state."""
+    """Return the bytes of a trained parameter's weight, fp32 copy, gradient and single optimizer state."""
     if held.adapter:
         size = adapter_bytes(setup)
         return size, 0, size, size
@@ -242,7 +242,7 @@ def _trained_bytes(
 
 
 def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
-    """Return the bytes of the 16-bit copies that autocast makes of a group's fp32 matrices.
+    """Return the bytes of the 16-bit copies that autocast makes of `held`, a group of fp32 tensors.
 
     The result is 0 for norms and embeddings, which autocast does not cast.
     """

@@ -207,7 +207,7 @@ def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]
 
 
 def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
-    """Return the KV cache bytes of one token in a KV head; ``rotary`` is a key's number of rotated dimensions."""
+    """Return the KV cache bytes of one token in a KV head; ``rotary`` is the rotated dimensions of a key."""
     if kv_dtype in PACKED:
         return PACKED[kv_dtype](key, value)
     if kv_dtype in _OCTAVE:
