@@ -70,8 +70,8 @@ def hub_gguf(model: HubModel) -> ModelSource:
 
     Raises:
         ModelNotFound: the file cannot be found or fetched.
-        CheckpointError: its header is broken.
-        UnsupportedArchitecture: the architecture is not supported.
+        CheckpointError: the file's header is broken.
+        UnsupportedArchitecture: the model's architecture is not supported.
     """
     if (cached := _cached(model)) is not None:
         return _source(model, [read_gguf(path) for path in cached])
@@ -93,14 +93,14 @@ def hub_gguf(model: HubModel) -> ModelSource:
 
 
 def _tag(gguf: str) -> str:
-    """Return the GGUF file type (such as Q4_K_M) that a tag names, or the end of a file's name."""
+    """Return the GGUF file type (such as Q4_K_M) in a model's tag, or at the end of a file's name."""
     stem = _SHARD.sub("", gguf).removesuffix(".gguf")
     found = re.search(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32))$", stem, re.IGNORECASE)
     return found[1] if found else stem
 
 
 def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
-    """Return the names of the GGUF file that a model's tag or path selects, or of its shards in order.
+    """Return the name of the GGUF file that a model's tag or path selects, or the names of its shards.
 
     Raises:
         ModelNotFound: no file has this tag.
@@ -124,7 +124,7 @@ def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
 
 
 def _cached(model: HubModel) -> list[Path] | None:
-    """Return the paths of a model's GGUF file in huggingface_hub's cache, or None if it has none."""
+    """Return the paths of a model's GGUF shards in huggingface_hub's cache, or None if there are none."""
     folder = hub_cache() / ("models--" + model.repo.replace("/", "--"))
     try:
         commit = (folder / "refs" / model.revision).read_text().strip()
