@@ -95,7 +95,7 @@ class Engine(ABC):
     def chunks_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
-        """Return whether a prompt may be computed in several steps (chunked prefill)."""
+        """Return whether the engine may compute a prompt in several steps (chunked prefill)."""
         return True
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
@@ -156,7 +156,7 @@ class Engine(ABC):
         return None
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
-        """Return whether prefix caching is on by default."""
+        """Return whether the engine's ``version`` has prefix caching on by default for this model."""
         return True
 
     def draft_note(self, method: str) -> str:
@@ -252,13 +252,13 @@ class Engine(ABC):
         return self.kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None."""
+        """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for default kernels."""
         return None
 
     def allocator_rounding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the bytes that the GPU memory allocator adds to the weights by rounding allocations up."""
+        """Return the bytes that the GPU's memory allocator adds to a rank's weights by rounding up."""
         return 0
 
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
@@ -275,7 +275,7 @@ class Engine(ABC):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of activations, framework and CUDA graphs on a GPU.
+        """Return the estimated bytes of activations, framework and CUDA graphs of one rank on a GPU.
 
         ``fitted`` replaces the shipped coefficients of the memory formulas. Cross-validation passes
         coefficients that were fitted without one source of measurements.
@@ -434,7 +434,7 @@ class Engine(ABC):
         return ()
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
-        """Return the host memory of all processes of one replica on GPUs."""
+        """Return the host memory of all engine processes of one replica on GPUs."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
     # -- Differences between versions of the engine.

@@ -107,7 +107,7 @@ class LlamaCpp(Engine):
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
         stored: StoredCache | None,
     ) -> str:  # fmt: skip
-        """Return the cache types of K and V in llama.cpp's names, such as f16 or q8_0/f16.
+        """Return the KV cache types of K and V in llama.cpp's names, such as f16 or q8_0/f16.
 
         Raises:
             DeploymentError: a type is unknown, or V is quantized without flash attention.
@@ -231,7 +231,7 @@ class LlamaCpp(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of driver context and compute buffer on a GPU; CUDA graphs count as 0 bytes."""
+        """Return the estimated bytes of driver context and compute buffer on a GPU, and 0 for CUDA graphs."""
         return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
@@ -294,7 +294,7 @@ class LlamaCpp(Engine):
         _read_devices(text, out)
 
     def finish_log(self, out: LogFigures) -> None:
-        """Derive the maximum length, and the totals of weights and compute buffers, from the logged figures.
+        """Derive the maximum length and the totals of weights and compute buffers from the log's figures.
 
         In a log without cache cells, the maximum length is the context of one sequence. Totals count only the
         GPUs if the log has any.
@@ -311,7 +311,7 @@ class LlamaCpp(Engine):
                 out.rounding[term] = MiB / 200 * max(1, len(gpus))  # llama.cpp prints each buffer to 0.01 MiB
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the server listens for requests."""
+        """Return whether a line of llama.cpp's log reports that the server listens for requests."""
         return any(mark in line for mark in _LOG_READY)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
@@ -399,7 +399,7 @@ class Cache:
 
 
 def check_cache_types(text: str) -> str:
-    """Return the cache types in llama.cpp's names: one type, or K and V as in ``q8_0/f16``.
+    """Return the KV cache types in llama.cpp's names: one type, or K and V as in ``q8_0/f16``.
 
     Names of torch dtypes are translated, and ``auto`` means f16.
 
@@ -419,7 +419,7 @@ def check_cache_types(text: str) -> str:
 
 
 def cache_types(text: str) -> tuple[str, str]:
-    """Return the (K, V) cache types in ``text``: ``f16`` sets both, ``q8_0/f16`` sets them separately."""
+    """Return the KV cache types (K, V) in ``text``: ``f16`` sets both, ``q8_0/f16`` sets them separately."""
     k, _, v = text.partition("/")
     return k, v or k
 
@@ -489,7 +489,7 @@ def size_cache(
 
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the cache bytes of one sequence in sliding-window and recurrent layers, 0 without such layers.
+    """Return the KV cache bytes of one sequence in sliding-window and recurrent layers, 0 without any.
 
     llama.cpp cannot roll these layers back to an earlier token. Its context checkpoints therefore copy their
     cache.

@@ -78,7 +78,7 @@ class PoolSpec:
         return sum(demand.blocks(tokens) for demand in self.demands)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Return the tokens of the longest sequence that fits into ``blocks`` blocks, at most ``limit``."""
+        """Return the tokens of the longest sequence in ``blocks`` KV cache blocks, at most ``limit`` tokens."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -134,7 +134,7 @@ def heads_per_rank(heads: int, ranks: int) -> int:
     """Return the KV heads of one rank, at least one: with fewer heads than ranks, heads are replicated.
 
     Raises:
-        DeploymentError: neither number divides the other.
+        DeploymentError: neither of the numbers of heads and ranks divides the other.
     """
     if heads >= ranks and heads % ranks:
         raise DeploymentError(

@@ -114,7 +114,7 @@ def _stored_cache_since(stored: StoredCache) -> Version:
 
 
 class SGLang(Engine):
-    """SGLang, which divides a share of the device (``mem_fraction_static``) between weights and token pools."""
+    """The SGLang engine, which divides mem_fraction_static of device memory between weights and token pools."""
 
     name = "sglang"
     title = "SGLang"
@@ -231,7 +231,7 @@ class SGLang(Engine):
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the token pool of a model that generates tokens."""
+        """Return SGLang's token pool of one rank, for a model that generates tokens."""
         flags = chosen.flags
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
         if len(attention) < len(architecture.cache_layers):
@@ -362,7 +362,7 @@ class SGLang(Engine):
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Set the token count to that of the largest pool, if the log has no scheduler line with the count."""
+        """Set the logged token count to the largest pool's, if the log has no scheduler line with the count."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0
@@ -426,7 +426,7 @@ class SGLang(Engine):
         return (sglang_serve.serve_line(plan),)
 
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Return a reason if the log names another quantization than the plan's weights, else None."""
+        """Return a text if the start-up log names another quantization than the plan's weights, else None."""
         if quantization in (None, flags.quantization):
             return None
         return f"the log's are {quantization}, the config says nothing of it"
@@ -476,7 +476,7 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
 
 
 def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> int:
-    """Return the cache bytes per token of one layer, with an indexer key of ``index`` elements (0: none)."""
+    """Return the KV cache bytes per token of one layer, with an indexer key of ``index`` elements or 0."""
     size = KV_DTYPE_BYTES[kv_dtype]
     if layer.kind == "mla" and index:
         # The indexer's key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's

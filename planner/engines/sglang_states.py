@@ -41,7 +41,7 @@ _DRAFTED = 48  # default of --max-running-requests with speculative decoding (ha
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
-    """Return the bytes of one state slot on one rank, summed over all layers (mamba_cache_per_req).
+    """Return the bytes of one slot of recurrent states on one rank, over all layers (mamba_cache_per_req).
 
     The result is 0 for a model without recurrent layers.
     """
@@ -86,7 +86,7 @@ def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
 
 
 def check(architecture: Architecture, chosen: Resolved) -> None:
-    """Raise UnsupportedArchitecture for a model with recurrent states whose pools are not known."""
+    """Raise UnsupportedArchitecture for a model with recurrent states whose SGLang pools are not known."""
     kinds = {layer.kind for layer in architecture.cache_layers}
     if any(layer.compression > 1 for layer in architecture.cache_layers):
         raise UnsupportedArchitecture(
@@ -140,7 +140,7 @@ def verified_tokens(chosen: Resolved) -> int:
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the bytes of ``count`` state slots, plus the bytes of states for verifying draft tokens.
+    """Return the bytes of ``count`` slots of recurrent states, and of states for verifying draft tokens.
 
     ``slot`` is the bytes of one slot, ``each`` the slots per request.
     """

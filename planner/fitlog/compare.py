@@ -303,7 +303,7 @@ def _gpu_hint(candidates: Sequence[Gpu], found: StartLog) -> str:
 def _size(
     source: ModelSource, flags: Deployment, found: StartLog, candidates: Sequence[Gpu], notes: list[str]
 ) -> tuple[Size, bool]:
-    """Return the plan's sizes, and whether the planned KV pool can be compared with the log.
+    """Return the memory plan for a log's flags, and whether its KV pool can be compared with the log.
 
     If the log names neither the GPU nor its memory, the plan takes the pool size from the log, which makes such
     a comparison useless. Notes are appended to `notes`.

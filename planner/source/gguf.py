@@ -30,7 +30,7 @@ _MOST_BYTES = 100 << 20
 
 
 def as_gguf(source: ModelSource, kind: str) -> ModelSource:
-    """Return the GGUF model that llama.cpp's quantization would make of an unquantized model.
+    """Return config and headers of the GGUF file that llama.cpp would make of an unquantized model.
 
     Args:
         source: the model, with an unquantized config.
@@ -63,7 +63,7 @@ def as_gguf(source: ModelSource, kind: str) -> ModelSource:
 
 
 def hub_gguf(model: HubModel) -> ModelSource:
-    """Return the model of a GGUF file on the hub, from the file's header.
+    """Return the config and tensor headers of a GGUF file on the hub, from the file's header.
 
     The header is read from the local hub cache if the file is there, else from the hub. If the hub does not
     answer, the tensors are computed from the file type and the base model's config.json that Tonnage ships.
@@ -187,7 +187,7 @@ def _header(remote: Remote, name: str) -> GGUFHeader:
 
 
 def _source(model: HubModel, headers: Sequence[GGUFHeader]) -> ModelSource:
-    """Return the model of a GGUF file, from the headers of its shards.
+    """Return the config and tensor headers of a GGUF model, from the headers of its shards.
 
     The first shard has the metadata, and every shard has tensors.
     """

@@ -127,7 +127,7 @@ def _demo() -> ModelSource:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a folder, extended by other files that affect memory.
+    """Return config.json of a model's folder, extended by other files that affect memory.
 
     These are ModelOpt's hf_quant_config.json, which states the quantization if config.json does not;
     sentence_*_config.json, which limits the length of an encoder's texts; and the image processor's files,

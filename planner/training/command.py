@@ -85,7 +85,7 @@ def parser() -> Parser:
 
 
 def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
-    """Return the `TrainingSetup` of the parsed flags, with the field values in `changes` applied.
+    """Return the training setup of the parsed flags, with the field values in `changes` applied.
 
     Raises:
         DeploymentError: for a flag with a wrong value; the error names the flag.

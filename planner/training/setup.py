@@ -183,7 +183,7 @@ class TrainingSetup:
 
     @property
     def world(self) -> int:
-        """Return the number of GPUs over all nodes."""
+        """Return the number of GPUs on all nodes together."""
         return self.gpus * self.nodes
 
     @property
@@ -234,7 +234,7 @@ class TrainingSetup:
 
     @property
     def mixed(self) -> bool:
-        """Return whether the precision is mixed (bf16-mixed, fp16-mixed or fp8)."""
+        """Return whether --precision is a mixed one: bf16-mixed, fp16-mixed or fp8."""
         return self.precision in ("bf16-mixed", "fp16-mixed", "fp8")
 
 
@@ -277,7 +277,7 @@ def _check_precision(setup: TrainingSetup) -> None:
 
 
 def _check_ranks(setup: TrainingSetup) -> None:
-    """Raise DeploymentError if parallel sizes do not divide the GPUs, or are too small for a flag."""
+    """Raise DeploymentError if parallel sizes do not divide the GPUs or contradict another flag."""
     per_copy = setup.model_ranks * setup.context_parallel
     if setup.world % per_copy:
         raise DeploymentError(

@@ -46,7 +46,7 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
     """Check that tensor, pipeline and expert parallel sizes divide the model's dimensions.
 
     Raises:
-        DeploymentError: a size does not divide one; the error names the flag and the dimension.
+        DeploymentError: a size does not divide a dimension; the error names both.
     """
     tp, pp = setup.tensor_parallel, setup.pipeline_parallel
     if architecture.heads % tp:

@@ -99,7 +99,7 @@ class _Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of one tensor of the group, before sharding."""
+        """Return the number of elements of one tensor of the group on a rank, before sharding."""
         n = 1
         for side in self.shape:
             n *= side

@@ -89,7 +89,7 @@ class Tape:
         self.saved.setdefault(id(storage), storage)
 
     def _keep(self, value: Value) -> None:
-        """Record the operand of a pointwise operation as kept, unless torch.compile recomputes it."""
+        """Record a pointwise operation's operand as kept for training, unless torch.compile recomputes it."""
         if not (self.kernels.compiled and value.pointwise):
             self.save(value)
 
@@ -191,7 +191,7 @@ class Tape:
         return self.new(out, x.width, x.grad or self.trains)
 
     def _save_input(self, x: Value) -> None:
-        """Record the input of a linear layer as kept, in fp8 if Transformer Engine runs the layer."""
+        """Record a linear layer's input as kept for training, in fp8 if Transformer Engine runs the layer."""
         if self.fp8:  # Transformer Engine keeps the quantized input
             x = self.like(x, 1)
         if not (self.kernels.compiled == "least" and x.pointwise):

@@ -14,7 +14,7 @@ from tonnage.planner.units import gib
 
 
 def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
-    """Return whether a training plan fits into the given GPU and CPU memory, and the reasons if not.
+    """Return whether a training plan fits into the given GPU, CPU and NVMe memory, and why not.
 
     The first value is None if no memory size was given.
 

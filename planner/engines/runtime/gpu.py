@@ -69,7 +69,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
 
 
 def reach(shares: tuple[float, float], memory: int) -> tuple[int, int]:
-    """Return how far an estimate's interval extends below and above it, in bytes.
+    """Return the bytes by which an estimate's interval extends below and above the estimate.
 
     Both are ``shares`` of the device's ``memory`` bytes. They are at least 1/3 GiB, because libraries and
     kernels take as much memory on a small device as on a large one.

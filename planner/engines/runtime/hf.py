@@ -168,7 +168,7 @@ def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of K and V that the reference attention copies out of the pool, and of its mask.
+    """Return the bytes of K and V that the reference attention copies out of the KV pool, and of its mask.
 
     The copy holds one sequence of max_model_len tokens, or GATHERED_TOKENS tokens of several sequences. The
     mask has shape [queries, query heads per KV head, max_model_len]. Each of its elements takes one byte plus

@@ -100,7 +100,7 @@ class ProfilePeak:
 
 
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> ProfilePeak:
-    """Return the peak of vLLM's profile run on one rank.
+    """Return the memory peak of vLLM's profile run on one rank.
 
     ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the coefficients
     fitted to start-up logs.
@@ -290,7 +290,7 @@ def _allocates_inside(chosen: Resolved) -> bool:
 
 
 def _widest(architecture: Architecture, role: str) -> int:
-    """Return the elements of all matrices with ``role`` in one layer, for the layer that has the most."""
+    """Return the elements of a layer's matrices with ``role``, for the layer that has the most."""
     layers: dict[int, int] = {}
     for tensor in architecture.tensors:
         if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):

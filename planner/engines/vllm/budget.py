@@ -54,7 +54,7 @@ _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
-    """Estimate the memory terms besides weights and pool on one rank of a GPU deployment.
+    """Estimate vLLM's memory besides weights and KV pool on one rank of a GPU deployment.
 
     ``architecture`` is the rank's share of one pipeline stage. ``fitted`` replaces the shipped coefficients
     of the memory formulas.
@@ -212,7 +212,7 @@ def _is_other_vendor(chosen: Resolved) -> bool:
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
-    """Return whether start-up logs cover the GPU's compute capability; an unnamed GPU counts as covered."""
+    """Return whether start-up logs cover the GPU's compute capability, as is assumed without a named GPU."""
     major, minor = capability_of(chosen.flags.gpu) or (0, 0)
     known = f"{major}.{minor}" in fitted.capabilities.split() or (major, minor) in _PUBLISHED
     return chosen.flags.gpu is None or known

@@ -130,7 +130,7 @@ class VLLM(Engine):
     def chunks_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
-        """Return whether a prompt may be computed in several steps (chunked prefill).
+        """Return whether vLLM may compute a prompt in several steps (chunked prefill).
 
         vLLM's V0 engine chunked prompts only for long contexts, and never with sliding windows, LoRA, drafts or
         pooling (create_engine_config in engine/arg_utils.py of 0.7).
@@ -170,7 +170,7 @@ class VLLM(Engine):
         return rules(version).default_utilization
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
-        """Return whether prefix caching is on by default.
+        """Return whether the vLLM version has prefix caching on by default for this model.
 
         The rule is ModelConfig.is_prefix_caching_supported (config/model.py, 0.20 to 0.33).
         """
@@ -302,7 +302,7 @@ class VLLM(Engine):
         return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None."""
+        """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's kernels."""
         return repacking_class(gpu)
 
     def allocator_rounding(
@@ -318,7 +318,7 @@ class VLLM(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of framework, activations and CUDA graphs of one rank on a GPU."""
+        """Return the estimated bytes of framework, activations and CUDA graphs of one rank on a GPU."""
         return budget.terms(architecture, chosen, fitted)
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
@@ -326,7 +326,7 @@ class VLLM(Engine):
         return tier.tiers(hosted)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
-        """Return the host memory of all processes of one replica on GPUs."""
+        """Return the host memory of all vLLM processes of one replica on GPUs."""
         return host.host_memory(hosted)
 
     def own_flags(self, flags: Deployment) -> list[str]:

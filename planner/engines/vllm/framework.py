@@ -91,7 +91,7 @@ class NonTorchMemory:
 
 
 def non_torch_memory(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> NonTorchMemory:
-    """Return the memory of one rank outside PyTorch's allocator, part by part."""
+    """Return the GPU memory of one rank outside PyTorch's allocator, part by part."""
     return NonTorchMemory(
         fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
         _embeddings(architecture, chosen), _rest(chosen, fitted),

@@ -85,7 +85,7 @@ _SM10X = 10  # major compute capability of data centre GPUs with Blackwell
 
 
 def _grid(most: int) -> tuple[int, ...]:
-    """Return the default batch sizes: 1, 2, 4, multiples of 8 below 256, then of 16, up to ``most``."""
+    """Return the default CUDA graph sizes: 1, 2, 4, multiples of 8 below 256, then of 16, up to ``most``."""
     small = (size for size in (1, 2, 4) if size <= most)
     return (*small, *range(8, min(most, 255) + 1, 8), *range(256, most + 1, 16))
 
@@ -140,7 +140,7 @@ def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
 
 
 def subtracted(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether vLLM subtracts its estimate of CUDA graphs from the pool.
+    """Return whether vLLM subtracts its estimate of CUDA graphs from the KV pool.
 
     In older versions, vLLM's V2 model runner estimated 0 bytes, although it captures as many graphs as the V1
     model runner (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).

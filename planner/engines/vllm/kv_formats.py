@@ -131,7 +131,7 @@ def sparse_latent(architecture: Architecture) -> bool:
 
 
 def _of_sparse(found: str, flags: Deployment, architecture: Architecture, version: Version) -> str:
-    """Return the cache format of sparse MLA (an indexer selects the latents to read), by GPU and version.
+    """Return the KV cache format of sparse MLA (an indexer selects the latents to read), by GPU and version.
 
     FlashMLA converts any 8-bit format to fp8_ds_mla. FlashInfer on SM10x keeps plain fp8, and SM12x supports
     only fp8_ds_mla (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py, _get_backend_priorities in
@@ -186,7 +186,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
 
 
 def packs_whole_layers(kv_dtype: str) -> bool:
-    """Return whether the cache format ``kv_dtype`` stores K and V of a head together in one slot.
+    """Return whether the KV cache format ``kv_dtype`` stores K and V of a head together in one slot.
 
     With such a format, the first and last layers of a model without recurrent states are cached in the model's
     own dtype (get_boundary_skip_layers in engine/arg_utils.py).
@@ -195,7 +195,7 @@ def packs_whole_layers(kv_dtype: str) -> bool:
 
 
 def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
-    """Return the layers whose cache stays in the model's dtype if ``kv_dtype`` is a packed format.
+    """Return the indices of layers cached in the model's dtype if ``kv_dtype`` is a packed format.
 
     They are two layers at each end, at most half of all layers, and none in a model with recurrent states.
     """

@@ -98,7 +98,7 @@ def _known() -> tuple[str, ...]:
 
 
 def _given(text: str) -> Connector | None:
-    """Return the connector of a --kv-transfer-config, or None for an empty object."""
+    """Return the KV connector that a --kv-transfer-config names, or None for an empty object."""
     try:
         record = json.loads(text)
     except ValueError as error:

@@ -94,7 +94,7 @@ def limits(flags: Deployment) -> dict[str, int]:
 
 
 def check(architecture: Architecture, flags: Deployment) -> None:
-    """Raise DeploymentError for an image flag with an unknown effect on the model."""
+    """Raise DeploymentError for an image flag whose effect on the model's memory is not known."""
     given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
     if not given:
         return
@@ -161,7 +161,7 @@ def drops_towers(architecture: Architecture, flags: Deployment, version: Version
 
 
 def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
-    """Return whether the tensor belongs to a tower in ``lost``, or to that tower's projector."""
+    """Return whether a tensor belongs to a tower in ``lost``, which vLLM does not load, or to its projector."""
     role = tensor.role
     if role == "projector":
         role = "audio" if "audio" in tensor.name else "vision"
@@ -237,7 +237,7 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
 
 
 def _counted(architecture: Architecture, vision: Vision, chosen: Resolved) -> dict[str, tuple[int, int]]:
-    """Return modality -> (tokens, patches) of the largest item, with tokens as the vLLM version counts them."""
+    """Return modality -> (tokens, patches) of the largest image or video, as the vLLM version counts them."""
     found = _largest(vision, chosen.max_model_len)
     if rules(chosen.version).formatted_videos and architecture.model_type.startswith("qwen3_vl"):
         tokens, patches = found["video"]

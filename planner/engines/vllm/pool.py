@@ -220,7 +220,7 @@ def _caches_states(flags: VLLMDeployment) -> bool:
 
 
 def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
-    """Return the block size for a packed cache format, of which some layers are not packed.
+    """Return the tokens per block with a packed KV cache format, if some layers are cached unpacked.
 
     These layers cache keys and values in the model's own dtype. The result is the smallest block size for which
     a packed page has at least the bytes of an unpacked page of one kernel block. The rule is

@@ -49,7 +49,7 @@ def mxfp4_kernel(flags: Deployment) -> Kernel:
 
 
 def repacking_class(gpu: str) -> str | None:
-    """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's."""
+    """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's kernels."""
     if is_amd(gpu):
         return "r9700-32g"
     capability = capability_of(gpu) or (9, 0)

@@ -54,8 +54,8 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
 def _note(chosen: Resolved, aligned: bool) -> str:
     """Return a note if the planned vLLM version's KV cache manager differs from 0.32's, or may differ.
 
-    It may differ in versions whose source code was not read; 0.30 to 0.33 were read. Before 0.32, prompts of
-    hybrid models are chunked at other positions (get_mamba_prefill_checkpoint_position).
+    The manager may differ in versions whose source code was not read; 0.30 to 0.33 were read. Before 0.32,
+    prompts of hybrid models are chunked at other positions (get_mamba_prefill_checkpoint_position).
     """
     version = chosen.version
     if version >= (0, 32, 0) or (version >= (0, 30, 0) and not aligned):

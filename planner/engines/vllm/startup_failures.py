@@ -207,7 +207,7 @@ def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: 
 
 
 def _fallback_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
-    """Return a note if vLLM runs transformers' modules because it has no class of its own."""
+    """Return a note if vLLM runs transformers' modules because it has no own class for the model."""
     if class_of(architecture, version) is not None or not _runs_modules(architecture, version):
         return ()
     return (
@@ -303,7 +303,7 @@ _SUFFIXES = (
 
 
 def class_of(architecture: Architecture, version: Version) -> str | None:
-    """Return vLLM's class of the model, or None if this version has none.
+    """Return the name of vLLM's class for the model, or None if this vLLM version has none.
 
     It is the first class in the config's ``architectures`` that vLLM's registry has. If the registry has none
     of them, it is the first that the registry has with another suffix, such as ForCausalLM. If the config
@@ -365,7 +365,7 @@ def _runs_modules(architecture: Architecture, version: Version) -> bool:
 
 
 def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:
-    """Yield a failure for sparse MLA (an indexer selects the latents to read) on a CPU.
+    """Yield a start-up failure for sparse MLA (an indexer selects the latents to read) on a CPU.
 
     DeepSeek-V4 does not fail, because vLLM has a CPU class for it. The check is get_attn_backend_cls in
     platforms/cpu.py.
@@ -427,7 +427,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
 
 
 def _in_use(chosen: Resolved) -> Iterator[Failure]:
-    """Yield a failure if other programs use GPU memory that vLLM requires to be free at the start.
+    """Yield a start-up failure if other programs use GPU memory that vLLM requires to be free.
 
     With --kv-cache-memory-bytes, vLLM does not check the free memory before it allocates.
     """
@@ -450,7 +450,7 @@ def _in_use(chosen: Resolved) -> Iterator[Failure]:
 
 
 def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
-    """Return vLLM's message for a pool of --kv-cache-memory-bytes that does not fit into memory.
+    """Return vLLM's error message if a KV pool of --kv-cache-memory-bytes does not fit into memory.
 
     With this flag, vLLM runs no memory profile. On a GPU it allocates the pool and then warms up the sampler,
     so one of these allocations fails. On a CPU, vLLM checks before the allocation that the memory is free.

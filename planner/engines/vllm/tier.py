@@ -96,7 +96,7 @@ def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
 
 
 def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
-    """Return the host tier that lies in one region of /dev/shm, mapped by all ranks (CPUOffloadingSpec)."""
+    """Return the host KV tier in one region of /dev/shm, which all ranks map (CPUOffloadingSpec)."""
     asked = connector.size("cpu_bytes_to_use")
     if asked is None:
         raise DeploymentError(
@@ -122,7 +122,7 @@ def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
 
 
 def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
-    """Return the host tier that lies in pinned tensors of each rank, rounded up to powers of two by PyTorch.
+    """Return the host KV tier in pinned tensors of each rank, which PyTorch rounds up to powers of two.
 
     A rank has one tensor per layer slot of a block. Since 0.12, a model with a single group of full-attention
     layers has one tensor per rank, because the connector selects a layout with all layers in one block.
@@ -168,7 +168,7 @@ def _check_chunks(chunks: int, asked: int, chunk: int, connector: Connector) -> 
 
 
 def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk: int) -> tuple[KVTier, ...]:
-    """Return the tiers behind the host tier, on disk or in an object store (v1/kv_offload/tiering).
+    """Return the KV tiers behind the host tier, on disk or in an object store (v1/kv_offload/tiering).
 
     vLLM's own tiers of this kind have no upper bound.
     """
@@ -228,7 +228,7 @@ def _bounded(
 
 
 def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the tiers of SimpleCPUOffloadConnector: pinned tensors on each rank, or files with buffers.
+    """Return the KV tiers of SimpleCPUOffloadConnector: pinned tensors on each rank, or files with buffers.
 
     The tensors are pinned after their allocation, so PyTorch does not round their size to a power of two
     (simple_kv_offload/worker.py).
@@ -280,7 +280,7 @@ def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the tiers that LMCache keeps inside the engine; max_local_cpu_size is in GiB per rank.
+    """Return the KV tiers that LMCache keeps in the engine; max_local_cpu_size is in GiB per rank.
 
     With MLA, only the first rank stores blocks, because all ranks have the same latents (save_only_first_rank
     in cache_engine.py).
@@ -325,7 +325,7 @@ def _gibibytes(connector: Connector, key: str, default: float) -> int:
 
 
 def _lmcache_server(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the first-level tier of an LMCache server; --l1-size-gb is in GiB for all ranks together."""
+    """Return the first-level KV tier of an LMCache server; --l1-size-gb is in GiB for all ranks together."""
     size = connector.extra.get("l1_size")
     if size is None:
         raise DeploymentError(

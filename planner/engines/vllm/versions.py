@@ -17,7 +17,7 @@ from tonnage.planner.model.architecture import Architecture
 class VersionRules:
     """The memory rules and flag defaults that differ between vLLM versions.
 
-    The default values are the rules of 0.7.
+    The default values are the rules of vLLM 0.7.
     """
 
     # Devices that have larger batch defaults: "hopper" is H100 and H200, "memory" all devices of 70 GiB and
@@ -272,7 +272,7 @@ NEWEST = _CHANGES[-1][0]
 
 
 def releases() -> list[str]:
-    """Return the vLLM releases that changed a rule, newest first."""
+    """Return the vLLM releases that changed a memory rule or a flag's default, newest first."""
     return [".".join(map(str, since)) for since, _ in reversed(_CHANGES)]
 
 
@@ -372,7 +372,7 @@ _WORDS: dict[str, str] = {
 
 
 def changes(since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-    """Return the releases after ``since`` up to ``until``, each with descriptions of its changes."""
+    """Return the vLLM releases after ``since`` up to ``until``, each with descriptions of its changes."""
     return tuple(
         (version, tuple(_WORDS.get(name, name.replace("_", " ")) for name in changed))
         for version, changed in _CHANGES

@@ -91,7 +91,7 @@ def _targets(group: dict[str, Any], where: str) -> list[str]:
 
 
 def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tuple[str, LinearFormat]:
-    """Return the scheme's name and the format of a config group; `width` is the bytes of a scale."""
+    """Return scheme name and format of a group of modules in the config; `width` is the bytes of a scale."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ConfigError(f"{shown(weights)} is not an object", field=f"{where}.weights")
