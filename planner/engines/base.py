@@ -37,7 +37,7 @@ class Engine(ABC):
     Class attributes describe the engine. Methods return what the engine does for one deployment.
     """
 
-    name: str  # value of --engine
+    name: str  # the engine's value of --engine
     title: str  # name of the engine as its project spells it
     newest: Version = (0, 0, 0)  # version assumed when neither a flag nor an installed package gives one
     oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows

@@ -70,7 +70,10 @@ def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
 
 
 def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
-    """Store a log's figure ``name``, printed as ``text`` in units of ``unit`` bytes (1 for a count), in ``out``."""
+    """Store a log's figure ``name`` in ``out``.
+
+    The log prints the figure as ``text``, in units of ``unit`` bytes (1 for a count).
+    """
     decimals = len(text.partition(".")[2])
     # Engines round to hundredths and drop a trailing zero: 69.8 means 69.80.
     half = 0.5 * unit * 10.0 ** -max(decimals, 2) if unit > 1 else 0.0

@@ -53,15 +53,15 @@ _LOG_LINES = (
 )
 # SGLang logs "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21
 # GB".
-# With latent attention it logs "KV size: 9.10 GB" instead. Releases up to 0.4 log no tokens.
+# With latent attention, SGLang logs "KV size: 9.10 GB" instead. Releases up to 0.4 log no tokens.
 _LOG_POOL = (
     rf"KV Cache is allocated\.(?:.*?#tokens: (\d[\d,]*),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
 )
 _LOG_STATES = rf"Mamba Cache is allocated\..*?conv_state size: {NUMBER}GB.*?ssm_state size: {NUMBER}GB"
 _LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
 _LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
-# SGLang 0.5.23 allocates the pool after it captured graphs. The "VA upper bound" that it logs before is only
-# reserved address space.
+# SGLang 0.5.23 allocates the token pool after it captured CUDA graphs. The "VA upper bound" that SGLang logs
+# before the capture is only reserved address space.
 _LOG_MAPPED = rf"Post-capture KV sizing: KV cache allocated\..*?#tokens: (\d[\d,]*), KV size: {NUMBER}GB"
 _LOG_ARGUMENTS = (("server_args=ServerArgs(", "="), ("server_args={", ":"))
 _LOG_NAMES = {
@@ -79,10 +79,9 @@ _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
 _SPARSE_ROW = 656  # bytes of a sparse MLA row: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 0.4)
-# From 0.5.4 on (pull request 10975), chunked prefill, graphs and mem_fraction_static depend on the device's
-# memory.
-# A row is (upper bound of the memory in GiB, chunked_prefill_size, tokens of the largest decode graph with TP
-# below 4, tokens of that graph with TP from 4 on).
+# From 0.5.4 on (pull request 10975), the defaults of chunked prefill, graphs and mem_fraction_static depend on
+# the device's memory. A row is (upper bound of the memory in GiB, chunked_prefill_size, tokens of the largest
+# decode graph with TP below 4, tokens of that graph with TP from 4 on).
 # Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Where the table has 48, earlier
 # releases have 24.
 _BY_DEVICE = (0, 5, 4)
@@ -97,9 +96,10 @@ _PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills by de
 _CAPTURED = (
     (4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 1 << 20, 512),
 )  # fmt: skip
-# First release in which --kv-cache-dtype auto follows the checkpoint (configure_kv_cache_dtype), by tool. That
-# function reads kv_cache_quant_algo of the quantization's class. NVFP4's class has it from 0.5.3 on, the others
-# of ModelOpt from 0.5.4, fp8 and mxfp8 from 0.5.18, and compressed-tensors from 0.5.19 (layers/quantization).
+# First release in which --kv-cache-dtype auto follows the checkpoint, by quantization tool.
+# configure_kv_cache_dtype reads kv_cache_quant_algo of the quantization's class. NVFP4's class has this
+# attribute from 0.5.3 on, the others of ModelOpt from 0.5.4, fp8 and mxfp8 from 0.5.18, and compressed-tensors
+# from 0.5.19 (layers/quantization).
 _STORED_CACHE = {"modelopt": (0, 5, 4), "fp8": (0, 5, 18), "compressed-tensors": (0, 5, 19)}
 _STORED_CACHE_NVFP4 = (0, 5, 3)
 # SGLang multiplies mem_fraction_static by this factor for a multimodal model whose image encoder is as large as

@@ -555,7 +555,7 @@ def _deciding(found: StartLog) -> str:
 
 def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
     if found.failure is not None:
-        return ()  # The start failed before the engine logged these terms.
+        return ()  # The start failed before the engine logged these memory terms.
     said = {name for rank in found.ranks.values() for name in rank.figures} | set(found.figures)
     out = [
         f"{name} ({how})" if how else name

@@ -15,7 +15,7 @@ from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 _DATA = Path(__file__).parent / "data"
 _FIELD = "--build"
 _KEEPER = "offline.js"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # A fixed time stamp makes the archive reproducible.
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # A fixed time stamp makes the zip archive reproducible.
 
 
 def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> None:

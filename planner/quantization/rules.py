@@ -17,8 +17,7 @@ from tonnage.planner.model.fields import shown
 _PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
 # Regular expressions in published files use only these characters. Expressions with repeated groups are
-# refused,
-# because they can take exponential time.
+# refused, because matching can take exponential time.
 _PLAIN_REGEX = r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}"
 _NESTED = r"[)\]}*+?]\s*[*+{]"
 MAX_PATTERNS = 200_000

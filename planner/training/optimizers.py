@@ -17,7 +17,7 @@ from tonnage.planner.units import ceil_div
 BNB_MIN_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MAPS_BYTES = 2 * 256 * 4
-STEP_BYTES = 4  # torch.optim's fp32 step counter per tensor, on the host unless fused or capturable
+STEP_BYTES = 4  # bytes of torch.optim's fp32 step counter per tensor, in host memory unless fused or capturable
 
 
 class Optimizer(NamedTuple):

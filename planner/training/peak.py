@@ -281,8 +281,7 @@ def peak_of(
     head_gradient = matrix if head_trained else 0
     tied_here = tied and head_trained and stage.embedding and stage.head
     persistent = gradients.full if gradients.held else 0
-    # With tied weights, the gradient from the head stays allocated until the embedding's gradient is added to
-    # it.
+    # With tied weights, the gradient from the head stays allocated until the embedding's gradient is added.
     unsummed = head_gradient if tied_here and not gradients.held else 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width

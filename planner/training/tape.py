@@ -19,7 +19,7 @@ IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 
 
 # Activation functions composed of single operations (transformers 5.19, activations.py) -> number of tensors
-# that they keep besides their input
+# that each function keeps besides its input
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
 CLAMPED = "clamped-swiglu"  # The activation of gpt-oss's experts is not in ACT2FN.
 ACTIVATIONS = frozenset(

@@ -26,12 +26,12 @@ HF_INTERVAL = (0.85, 1.25)
 
 # Two copies of the logits are alive at once: the model's own and an fp32 copy. The hf engine's sampler adds a
 # few copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
-# number.
+# number of copies.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
 # Tokens that the hf engine's reference attention gathers at a time for decodes. Contexts are padded to the
-# longest of a batch, so one long context in a large batch would cost its length for every sequence.
+# longest of a batch, so one long context in a large batch would cost memory of its length for every sequence.
 GATHERED_TOKENS = 16384
 
 # Temporary bytes of one LLM.int8 layer (bitsandbytes 0.50.2): per input value while the input is quantized, and
@@ -53,7 +53,7 @@ _INT8_FLOAT32 = 4
 # FlashInfer's workspace for partial results: 128 MiB, as in its documentation and in vLLM's attention backend
 # (flashinfer/prefill.py; vllm/v1/attention/backends/flashinfer.py).
 FLASHINFER_WORKSPACE_BYTES = 128 * MiB
-# Number of queries in one FlexAttention tile. A sequence's last tile is padded to it
+# Number of queries in one FlexAttention tile. A sequence's last tile is padded to this number
 # (server/engines/hf/attention/flex.py).
 FLEX_TILE = 16
 

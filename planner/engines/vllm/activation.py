@@ -39,8 +39,9 @@ from tonnage.planner.units import MiB
 # 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
 _CUBLAS, _CUBLAS_BEFORE_HOPPER = 32 * MiB, 8 * MiB + 128 * 1024
 # Inductor's autotuning flushes the L2 cache with a buffer of its size: 50 MiB on an H100
-# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With it, the first pipeline stages of Llama-3.1-8B in
-# 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without it (Qwen2.5-3B: 0.17 GiB).
+# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With this buffer, the first pipeline stages of
+# Llama-3.1-8B in 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without the buffer
+# (Qwen2.5-3B: 0.17 GiB).
 _L2 = 50 * MiB
 _TIMED_SINCE = (0, 15, 0)
 # The top-k/top-p kernel's buffer has one row per multiprocessor, 132 on an H100
@@ -51,9 +52,9 @@ _MULTIPROCESSORS = 132
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
 # With a draft model, vLLM's V1 model runner also profiles its rejection sampler, with one drafted token per
-# sequence. The two numbers count its tensors of [sequences, vocabulary]. 3 are in the model's dtype: the logits
-# of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next token's
-# returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise
+# sequence. The two numbers count that sampler's tensors of [sequences, vocabulary]. 3 are in the model's dtype:
+# the logits of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next
+# token's returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise
 # and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
 _VERIFIER = 3, 6
 

@@ -27,7 +27,7 @@ _ROUND = 512  # kMinBlockSize: requests are rounded up to a multiple of these by
 _SMALL = MiB  # kSmallSize: requests up to this size use a pool whose blocks are always split
 _LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: segment for requests below kMinLargeAlloc
 _MIN_LARGE = 10 * MiB  # kMinLargeAlloc: smallest request with a segment of its own
-_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one request is rounded up to a multiple of it
+_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one request is rounded up to a multiple of this size
 
 _MERGED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",

@@ -21,8 +21,9 @@ _ENCODER = 0.15, 0.3
 # times the fitted spread.
 #
 # Published starts that were not used in the fit (published.jsonl) cover two more capabilities. On 8.0, the
-# errors of eleven starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 12.0, those of twelve
-# starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12 to 0.27) are within 0.7 %. The fitted spread exceeds both.
+# errors of eleven starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 12.0, the errors of
+# twelve starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12 to 0.27) are within 0.7 %. The fitted spread exceeds
+# both errors.
 #
 # If the fit leaves out the GPU type of one source, the largest error over eight sources is 1.5 % of the GPU's
 # memory. The other predictions are within 1.8 % (pool_from_flags).
@@ -46,9 +47,9 @@ _BEYOND_DENSE, _BEYOND = 0.15, 0.5
 # Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
 _PCIE, _NCCL = 4 * GiB // 10, GiB
 # On AMD GPUs, memory outside PyTorch that no source explains: four starts on an R9700 on one day have 1.7 to
-# 1.9 GiB more than seven later ones with the same flags (tests/data/startups/published.jsonl). Two of the later
-# ones also compile, with the same build of vLLM. The machine's kernel got another argument between them. V0,
-# which these GPUs ran before 0.10, does not compile.
+# 1.9 GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). Two of the
+# later starts also compile, with the same build of vLLM. The machine's kernel got another argument between the
+# four and the seven starts. V0, which these GPUs ran before 0.10, does not compile.
 _UNEXPLAINED_ON_AMD = 19 * GiB // 10
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
@@ -84,7 +85,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if rules(chosen.version).unsorted_if_installed and not is_amd(chosen.flags.gpu):
         saved = activation.unsorted(peak, architecture, chosen, fitted)
         below = max(below, saved)
-    # The plan assumes a start that finds the compiled model in its cache. The lower bound of its pool is for a
+    # The plan assumes a start that finds the compiled model in its cache. The pool's lower bound is for a
     # start that compiles the model.
     compiling = activation.compiling(architecture, chosen)
     above += max(0, compiling - peak.total)

@@ -165,7 +165,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
     if version < since:
         refuse(f"vLLM has it from {since[0]}.{since[1]} on")
     if kv_dtype == "fp8_ds_mla" and any(layer.compression > 1 for layer in layers):
-        return  # DeepSeek-V4 has its own cache, on a CPU too
+        return  # DeepSeek-V4 has its own cache format, also on a CPU
     if flags.device == "cpu":
         refuse("vLLM's CPU attention has no such cache")
     if kv_dtype in ROW_BYTES:

@@ -61,8 +61,8 @@ _LINES = (
     ("device_bytes", GiB, rf"(?:Explicitly|Auto) set \([\d.]+/{NUMBER}\)GiB for KV cache"),
 )
 # "worker init memory snapshot: torch_peak=0.0GiB, free_memory=77.71GiB, total_memory=79.19GiB, ..." is taken
-# before the model is loaded. Its non_torch_memory is CUDA's context and NCCL, another figure than the one
-# below.
+# before the model is loaded. The non_torch_memory of this line is CUDA's context and NCCL. The figure of
+# that name below is another one.
 _SNAPSHOT = (
     ("free_bytes", GiB, rf"free_memory={NUMBER}GiB"),
     ("device_bytes", GiB, rf"total_memory={NUMBER}GiB"),
@@ -143,7 +143,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # each replica's engine logs 1, not the flag's value
+                continue  # every replica logs a data-parallel size of 1, not the flag's value
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":

@@ -146,7 +146,8 @@ def lost_towers(architecture: Architecture, flags: Deployment, version: Version)
     """
     if not rules(version).drops_towers or not (flags.language_model_only or flags.limit_mm_per_prompt != "{}"):
         return frozenset()
-    # Whether a tower without known image sizes reads videos is not known, so both limits must be zero.
+    # Whether a tower without known image sizes reads videos is not known, so the limits of images and videos
+    # must be zero.
     sees = ("image", "video") if architecture.vision is None else architecture.vision.modalities
     reads = {"vision": tuple(name for name in sees if name != "audio"), "audio": ("audio",)}
     given = limits(flags)

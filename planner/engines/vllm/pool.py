@@ -30,7 +30,7 @@ CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platf
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 _MAMBA1_CHUNK = 2048  # assumed chunk size in tokens of Mamba-1 (get_mamba_chunk_size in config/model.py)
-HYBRID_MLA_BLOCK = 128  # blocks of hybrids with MLA are multiples of it (platforms/interface.py)
+HYBRID_MLA_BLOCK = 128  # divides the block size of hybrids with MLA (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
     "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "
@@ -62,7 +62,7 @@ class VLLMDeployment:
     amx: bool = False
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
     ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's dtype
-    native_layers: frozenset[int] = frozenset()  # layers not in the packed format
+    native_layers: frozenset[int] = frozenset()  # layers whose cache is not in the packed format
     rotary: int = 0  # rotated dimensions of a key
     float32_states: bool = False  # recurrent states are float32, by flag or by default
 

@@ -70,7 +70,7 @@ def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
 
 def _length(version: Version, facts: Mapping[str, Any]) -> str:
     own = facts["own"]
-    # vLLM multiplies the length by a RoPE factor, 1.0 for most models, which makes it a float.
+    # vLLM multiplies the length by a RoPE factor, 1.0 for most models, so the length in the message is a float.
     if version >= (0, 12, 0) and facts["rope"]:
         own = float(own)
     text = (
@@ -418,7 +418,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
-    # The message names the first local rank without a GPU. Its index equals the number of GPUs.
+    # The message names the first local rank without a GPU. The index of that rank equals the number of GPUs.
     if version >= (0, 24, 0):
         return f"AssertionError: DP adjusted local rank {here} is out of bounds for {here} devices."
     if version >= (0, 11, 0):

@@ -195,7 +195,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
             found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
         if kind not in ("fs", "obj"):
             continue
-        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes it
+        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes a chunk
         found.append(
             KVTier(
                 kind, "disk", None, None, 0, None, None, 1, False, False, chunk, None, None,

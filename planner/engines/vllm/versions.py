@@ -32,10 +32,10 @@ class VersionRules:
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # If FlashInfer is installed (as in vLLM's image), its kernel on logits replaces the sampler that sorts.
+    # If FlashInfer is installed (as in vLLM's image), this package's kernel on logits replaces the sort.
     unsorted_if_installed: bool = False
     # Model classes that run on the V2 model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
-    # is whether all dense models without recurrent states run on it.
+    # is whether all dense models without recurrent states run on the V2 model runner.
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
     runner_v2_encodes: bool = False  # the V2 runner's profile run encodes images too
@@ -78,7 +78,7 @@ class VersionRules:
     cpu_states: bool = False  # hybrid models with recurrent states run on a CPU too
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
-    padded_pages: bool = False  # attention pages that do not divide the largest are padded to it
+    padded_pages: bool = False  # attention pages that do not divide the largest page are padded to its size
     cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so the pool is larger
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
     # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
