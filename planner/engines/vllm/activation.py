@@ -54,8 +54,8 @@ _HOPPER = (9, 0)
 # With a draft model, vLLM's V1 model runner also profiles its rejection sampler, with one drafted token per
 # sequence. The two numbers count that sampler's tensors of [sequences, vocabulary]. 3 are in the model's dtype:
 # the logits of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next
-# token's returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise
-# and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
+# token's returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential
+# noise and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
 _VERIFIER = 3, 6
 
 
