@@ -37,7 +37,7 @@ class Engine(ABC):
     Class attributes describe the engine. Methods return what the engine does for one deployment.
     """
 
-    name: str  # value of --engine
+    name: str  # the engine's value of --engine
     title: str  # name of the engine as its project spells it
     newest: Version = (0, 0, 0)  # version assumed when neither a flag nor an installed package gives one
     oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows
@@ -85,7 +85,7 @@ class Engine(ABC):
     # -- Flags: planning/deployment.py uses these methods to fill in defaults and to reject invalid flags.
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
-        """Return the default (max_num_seqs, max_num_batched_tokens).
+        """Return the engine's default values (max_num_seqs, max_num_batched_tokens).
 
         ``memory`` is the device's memory in bytes. The default of max_num_batched_tokens applies only with
         chunked prefill.
@@ -95,7 +95,7 @@ class Engine(ABC):
     def chunks_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
-        """Return whether a prompt may be computed in several steps (chunked prefill)."""
+        """Return whether the engine may compute a prompt in several steps (chunked prefill)."""
         return True
 
     def check_length(self, asked: int, architecture: Architecture) -> None:
@@ -122,7 +122,7 @@ class Engine(ABC):
     def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Return the flags and the maximum tokens per step, adjusted for encoder models.
+        """Return the plan's flags and the maximum tokens per step, adjusted for encoder models.
 
         An encoder computes a whole text in one step, so a step must hold ``max_model_len`` tokens.
 
@@ -156,7 +156,7 @@ class Engine(ABC):
         return None
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
-        """Return whether prefix caching is on by default."""
+        """Return whether the engine's ``version`` has prefix caching on by default for this model."""
         return True
 
     def draft_note(self, method: str) -> str:
@@ -168,7 +168,7 @@ class Engine(ABC):
         return False
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Return the tokens per block, where ``asked`` is the requested size or None for the default.
+        """Return the tokens per KV cache block; ``asked`` is the requested number, or None for the default.
 
         Raises:
             DeploymentError: the engine does not support the requested block size.
@@ -184,7 +184,7 @@ class Engine(ABC):
         return auto if flags.dtype == "auto" else flags.dtype
 
     def check_version(self, flags: Deployment, version: Version) -> None:
-        """Raise DeploymentError for flags that the version does not have, or that contradict each other."""
+        """Raise DeploymentError for flags that the engine's version lacks, or that contradict each other."""
         return
 
     def check_quantization(self, name: str, version: Version) -> None:
@@ -224,7 +224,7 @@ class Engine(ABC):
         return architecture.tensors
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """Return the tensors of a GGUF file that the engine keeps in their stored types (``keeps_gguf``)."""
+        """Return the tensors of a GGUF file that the engine keeps in device memory in their GGML types."""
         return tensors
 
     def whole_towers(self, architecture: Architecture, flags: Deployment) -> bool:
@@ -232,7 +232,7 @@ class Engine(ABC):
         return False
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-        """Return the bytes that kernels add to the weights after loading (padding, copies in another type)."""
+        """Return the bytes that kernels add to a rank's weights after loading: padding, and copies."""
         return 0
 
     def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
@@ -245,20 +245,20 @@ class Engine(ABC):
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the largest result that `kernel_padding` may have, in bytes.
+        """Return the upper bound of the bytes that kernels add to a rank's weights after loading.
 
-        It is larger than `kernel_padding` if the engine may select another kernel while it loads the weights.
+        It exceeds the result of `kernel_padding` if the engine may select another kernel while loading.
         """
         return self.kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None."""
+        """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for default kernels."""
         return None
 
     def allocator_rounding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the bytes that the GPU memory allocator adds to the weights by rounding allocations up."""
+        """Return the bytes that the GPU's memory allocator adds to a rank's weights by rounding up."""
         return 0
 
     def runtime_terms(self, architecture: Architecture, chosen: Resolved) -> Runtime:
@@ -275,10 +275,10 @@ class Engine(ABC):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of activations, framework and CUDA graphs on a GPU.
+        """Return the estimated bytes of activations, framework and CUDA graphs of one rank on a GPU.
 
-        ``fitted`` replaces the shipped coefficients. Cross-validation passes coefficients that were fitted
-        without one source of measurements.
+        ``fitted`` replaces the shipped coefficients of the memory formulas. Cross-validation passes
+        coefficients that were fitted without one source of measurements.
         """
         fitted = fitted or gpu.coefficients()
         activation = self.gpu_activation(architecture, chosen)
@@ -310,7 +310,7 @@ class Engine(ABC):
         """Return the pool of KV cache blocks of one rank.
 
         Raises:
-            UnsupportedArchitecture: the engine or this planner does not support the model's cache.
+            UnsupportedArchitecture: the engine or this planner does not support the model's KV cache.
         """
         if architecture.kind == "encoder":
             self.check_encoder(architecture)
@@ -346,11 +346,11 @@ class Engine(ABC):
         return pool
 
     def most_running(self, chosen: Resolved, pool: PoolSpec, held: PoolCapacity) -> int:
-        """Return the maximum number of running sequences for a pool with capacity ``held``."""
+        """Return the maximum number of running sequences, for a KV cache pool of capacity ``held``."""
         return chosen.max_num_seqs
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks of ``size`` bytes in the pool.
+        """Return the number of KV cache blocks of ``size`` bytes in a rank's pool.
 
         The pool takes --kv-cache-memory-bytes if set, or else the memory left beside ``fixed`` bytes. ``fixed``
         counts everything except the pool, ``weights`` included.
@@ -361,7 +361,7 @@ class Engine(ABC):
         return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks of ``size`` bytes that fit into the memory left beside ``fixed`` bytes.
+        """Return the number of KV cache blocks of ``size`` bytes that fit into memory beside ``fixed`` bytes.
 
         This number is the pool's size if no flag sets it. ``fixed`` includes the ``weights`` bytes.
         """
@@ -371,7 +371,7 @@ class Engine(ABC):
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """Return the lower and upper bound of the number of blocks in the pool.
+        """Return the lower and upper bound of the number of blocks in the KV cache pool.
 
         ``fixed`` and ``weights`` are (low, high) bounds in bytes. They are equal where files or flags determine
         the value. ``framework`` is the upper bound of the framework's bytes.
@@ -380,7 +380,7 @@ class Engine(ABC):
         return low, self.num_blocks(chosen, pool, size, fixed[0], weights[0])
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the capacity of a pool of ``num_blocks`` blocks.
+        """Return the capacity of a KV cache pool of ``num_blocks`` blocks.
 
         Tokens and concurrency are counted as in the engine's start-up log.
         """
@@ -392,7 +392,7 @@ class Engine(ABC):
         return PoolCapacity(num_blocks, usable, per_sequence, tokens, usable / per_sequence)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule that gives the blocks of a request from its prompt and output lengths.
+        """Return the rule for the number of KV cache blocks that a request takes, by prompt and output lengths.
 
         Raises:
             UnsupportedArchitecture: the rule is not known for this model.
@@ -422,7 +422,7 @@ class Engine(ABC):
         return 0
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of the disk tier's index that count as device memory, as on a CPU."""
+        """Return the bytes of the disk KV tier's in-memory index that count as device memory (on a CPU)."""
         return 0
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
@@ -434,13 +434,13 @@ class Engine(ABC):
         return ()
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
-        """Return the host memory of all processes of one replica on GPUs."""
+        """Return the host memory of all engine processes of one replica on GPUs."""
         return HostMemory(unknown=f"what {self.title} holds beside its GPUs was not measured or read")
 
     # -- Differences between versions of the engine.
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return (version, descriptions) of each release that changed a planned figure.
+        """Return (version, descriptions of changes) of each engine release that changed a figure of a plan.
 
         The releases are those after ``since`` up to and including ``until``.
         """
@@ -464,7 +464,7 @@ class Engine(ABC):
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return notes on risks of a start that fits into memory, and on settings the command cannot express.
+        """Return notes on risks of a start that fits into memory, and on settings without a serve option.
 
         ``beside`` is the bytes that the engine takes outside the plan's memory limit.
         """
@@ -482,7 +482,7 @@ class Engine(ABC):
         return ()
 
     def machines_note(self, machines: int) -> str:
-        """Return how the engine's command starts one replica over several machines, or an empty text."""
+        """Return a text on how to start one replica over several machines with the engine's command, or ""."""
         return ""
 
     def own_flags(self, flags: Deployment) -> list[str]:
@@ -498,19 +498,19 @@ class Engine(ABC):
         return ()
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add the figures of one start-up log line to ``out``, which belongs to the rank that printed it."""
+        """Add the memory figures of one start-up log line to ``out``, which is for the line's rank."""
         return
 
     def log_rank(self, line: str) -> tuple[str, str]:
-        """Return the (rank, process) prefix of a log line, with "" for a missing part."""
+        """Return the (rank, process) prefix of a start-up log line, with "" for a missing part."""
         return "", ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Add figures that follow from other figures of a rank, after the whole log was read."""
+        """Derive further memory figures of a rank in ``out``, after its whole start-up log was read."""
         return
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the engine is ready to serve."""
+        """Return whether a line of the engine's log reports that the engine is ready to serve."""
         return False
 
     def logged_pool(self, chosen: Resolved, rank: RankPlan) -> int:

@@ -36,7 +36,7 @@ def build_pool(architecture: Architecture, flags: Deployment, block_size: int) -
 
 
 def capacity(max_num_seqs: int) -> PoolCapacity:
-    """Return the capacity for an encoder: ``max_num_seqs`` texts at once, and a pool of one null block."""
+    """Return an encoder's pool capacity: ``max_num_seqs`` texts at once, and only the null block (block 0)."""
     return PoolCapacity(1, 0, 0, 0, float(max_num_seqs))
 
 

@@ -45,7 +45,7 @@ class LayerPages:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Return the values that must be equal for two layers to share a group."""
+        """Return the values that must be equal for two layers to share a KV cache group."""
         return self.kind, self.block_size, self.page_bytes, self.shape, self.window, self.fixed
 
 
@@ -82,7 +82,7 @@ def _uniform_type(pages: list[LayerPages]) -> bool:
 
 
 def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
-    """Return the pages, each enlarged to the bytes of the largest page.
+    """Return the layers' KV cache pages, each enlarged to the bytes of the largest page.
 
     A page whose bytes divide those of the largest page gets more tokens per block. Any other page is padded.
     """
@@ -113,7 +113,7 @@ def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
 
 
 def _equal_groups(pages: list[LayerPages]) -> Groups:
-    """Split the pages into groups of (nearly) equal size, each of one kind.
+    """Split the layers' KV cache pages into groups of (nearly) equal size, each of one kind of layer.
 
     A group has as many layers as the rarest kind. If the most frequent kind has less than PADDING_LIMIT times
     as many, a group has as many layers as the most frequent kind. Layer i of a kind goes to group i mod (groups
@@ -132,12 +132,12 @@ def _equal_groups(pages: list[LayerPages]) -> Groups:
 
 
 def block_bytes(groups: Groups) -> int:
-    """Return the bytes of one block: the largest sum of page bytes over the groups."""
+    """Return the bytes of one KV cache block: the largest sum of page bytes of any KV cache group."""
     return max(sum(page.page_bytes for page in group) for group in groups)
 
 
 def bucket_pages(pages: list[LayerPages]) -> list[list[LayerPages]]:
-    """Collect the pages of layers that keep the same tokens into buckets, in the order of their first layer."""
+    """Divide KV cache pages into buckets of layers that keep the same tokens, in order of the first layer."""
     buckets: list[list[LayerPages]] = []
     for page in pages:
         home = next((bucket for bucket in buckets if _uniform_type([*bucket, page])), None)

@@ -52,7 +52,7 @@ class HF(Engine):
     }
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Return the tokens per block.
+        """Return the tokens per KV cache block.
 
         Raises:
             DeploymentError: the requested size is not a power of two.
@@ -63,11 +63,11 @@ class HF(Engine):
         return size
 
     def gpu_activation(self, architecture: Architecture, chosen: Resolved) -> Estimate | None:
-        """Estimate the activations of one step on a GPU."""
+        """Estimate the activations of one step of the hf engine on a GPU."""
         return hf.activation_bytes(architecture, chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
-        """Return the host memory of the API process and the engine process."""
+        """Return the host memory of the hf engine's API process and engine process on GPUs."""
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
@@ -76,13 +76,13 @@ class HF(Engine):
             self.check_classifier(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the pool of KV cache blocks for a model that generates tokens."""
+        """Return the hf engine's pool of KV cache blocks, for a model that generates tokens."""
         return build_pool(
             architecture, chosen.flags.kv_cache_dtype, chosen.block_size, chosen.max_num_batched_tokens
         )
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks that fit into free memory, on a CPU at most as many as sequences can use.
+        """Return the number of KV cache blocks in free memory, on a CPU at most as many as sequences can use.
 
         On a CPU the pool takes host memory that other programs need. It is therefore limited to max_num_seqs
         sequences of full length, plus the null block.
@@ -123,7 +123,7 @@ class HF(Engine):
         return size // block * block
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of the disk tier's in-memory index when --kv-offloading-disk is full."""
+        """Return the bytes of the disk KV tier's in-memory index when --kv-offloading-disk is full."""
         flags = chosen.flags
         if flags.kv_offloading_disk is None:
             return 0
@@ -159,12 +159,12 @@ class HF(Engine):
         )  # fmt: skip
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the blocks that a request reserves when it is admitted.
+        """Return the rule for the number of KV cache blocks that a request reserves when it is admitted.
 
         A request reserves the blocks of its whole prompt and its maximum output. A group of sliding-window
-        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). The engine's
-        guaranteed mode admits more requests than this rule. It then stalls some running requests, where this
-        rule leaves requests waiting.
+        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). By default
+        (admission mode "guaranteed"), the engine admits more requests than this rule. It then stalls some
+        running requests, where this rule leaves requests waiting.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -255,7 +255,7 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
 
 
 def _stored_heads(layer: CacheLayer) -> int:
-    """Return the KV heads that a layer caches; some transformers models repeat K and V before caching them."""
+    """Return the number of KV heads that a layer caches; some models repeat K and V before caching them."""
     return layer.kv_heads if layer.transformers_kv_heads is None else layer.transformers_kv_heads
 
 
@@ -279,7 +279,7 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
 
 
 def _groups(layers: tuple[CacheLayer, ...], block_size: int) -> tuple[KVGroup, ...]:
-    """Group the layers by kind of attention and window size; the pages of all layers have equal bytes."""
+    """Return the KV cache groups: layers of one attention kind and window size, with pages of equal bytes."""
     pages = [LayerPages(layer.layer, layer.kind, block_size, 1, (), layer.window) for layer in layers]
     return tuple(
         KVGroup(group[0].kind, tuple(page.layer for page in group), group[0].window)

@@ -107,7 +107,7 @@ class LlamaCpp(Engine):
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
         stored: StoredCache | None,
     ) -> str:  # fmt: skip
-        """Return the cache types of K and V in llama.cpp's names, such as f16 or q8_0/f16.
+        """Return the KV cache types of K and V in llama.cpp's names, such as f16 or q8_0/f16.
 
         Raises:
             DeploymentError: a type is unknown, or V is quantized without flash attention.
@@ -153,7 +153,7 @@ class LlamaCpp(Engine):
     def adjust_step(
         self, flags: Deployment, architecture: Architecture, max_model_len: int, tokens: int
     ) -> tuple[Deployment, int]:
-        """Return the flags and the tokens of a step, adjusted for encoder models.
+        """Return the plan's flags and the maximum tokens of a step, adjusted for encoder models.
 
         Raises:
             DeploymentError: --n-gpu-layers is given with a CPU or several GPUs.
@@ -181,7 +181,7 @@ class LlamaCpp(Engine):
         return tuple(held)
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:
-        """Return a GGUF file's tensors that the device holds; with GPUs, the input layer stays on the host."""
+        """Return the GGUF file's tensors in device memory; with GPUs, the input layer stays in host memory."""
         if flags.device == "cpu":
             return tensors
         kept = () if any(t.name == "output.weight" for t in tensors) else ("token_embd.weight",)
@@ -205,7 +205,7 @@ class LlamaCpp(Engine):
         return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the cache cells that a request takes.
+        """Return the rule for the number of KV cache cells that a request takes.
 
         By default each sequence has a slot as long as the context. In a unified cache, a request takes one cell
         per token.
@@ -231,11 +231,11 @@ class LlamaCpp(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of driver context and compute buffer on a GPU; CUDA graphs count as 0 bytes."""
+        """Return the estimated bytes of driver context and compute buffer on a GPU, and 0 for CUDA graphs."""
         return Runtime(llama_cpp.context_memory(chosen), self.cpu_activation(architecture, chosen), NOTHING)
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the cells of the requested context; llama.cpp allocates them regardless of free memory."""
+        """Return the number of KV cache cells that the requested context needs, regardless of free memory."""
         return _context(chosen)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
@@ -279,7 +279,7 @@ class LlamaCpp(Engine):
         read_figures(self.name, _LOG_LINES, text, out)
         if match := compiled(_LOG_POOL).search(text):
             out.engine, out.pools = self.name, out.pools + number(match[1]) * MiB
-            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts the cells of all streams
+            if cells := compiled(_LOG_CELLS).search(text):  # n_ctx counts the KV cache cells of all streams
                 shared = cells[2] not in (None, cells[3])
                 out.cells = max(out.cells, number(cells[1]))
                 out.flags["max_num_seqs"], out.flags["kv_unified"] = cells[2 if shared else 3], str(shared)
@@ -294,7 +294,7 @@ class LlamaCpp(Engine):
         _read_devices(text, out)
 
     def finish_log(self, out: LogFigures) -> None:
-        """Derive the maximum length, and the totals of weights and compute buffers, from the logged figures.
+        """Derive the maximum length and the totals of weights and compute buffers from the log's figures.
 
         In a log without cache cells, the maximum length is the context of one sequence. Totals count only the
         GPUs if the log has any.
@@ -311,7 +311,7 @@ class LlamaCpp(Engine):
                 out.rounding[term] = MiB / 200 * max(1, len(gpus))  # llama.cpp prints each buffer to 0.01 MiB
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the server listens for requests."""
+        """Return whether a line of llama.cpp's log reports that the server listens for requests."""
         return any(mark in line for mark in _LOG_READY)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
@@ -358,7 +358,7 @@ def first_block(layers: int, flags: Deployment) -> int:
 
 
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
-    """Return two copies of the model: one with only the KV caches on the GPU, one with those on the host."""
+    """Return the model twice: with only the KV caches on the GPU, and with only those in host memory."""
     first = first_block(architecture.layers, flags)
     if not first:
         return architecture, replace(architecture, cache_layers=())
@@ -394,12 +394,12 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Return the total bytes of keys, values and states."""
+        """Return the total bytes of keys, values and recurrent states in the KV cache."""
         return self.k_bytes + self.v_bytes + self.state_bytes
 
 
 def check_cache_types(text: str) -> str:
-    """Return the cache types in llama.cpp's names: one type, or K and V as in ``q8_0/f16``.
+    """Return the KV cache types in llama.cpp's names: one type, or K and V as in ``q8_0/f16``.
 
     Names of torch dtypes are translated, and ``auto`` means f16.
 
@@ -419,7 +419,7 @@ def check_cache_types(text: str) -> str:
 
 
 def cache_types(text: str) -> tuple[str, str]:
-    """Return the (K, V) cache types in ``text``: ``f16`` sets both, ``q8_0/f16`` sets them separately."""
+    """Return the KV cache types (K, V) in ``text``: ``f16`` sets both, ``q8_0/f16`` sets them separately."""
     k, _, v = text.partition("/")
     return k, v or k
 
@@ -489,7 +489,7 @@ def size_cache(
 
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the cache bytes of one sequence in sliding-window and recurrent layers, 0 without such layers.
+    """Return the KV cache bytes of one sequence in sliding-window and recurrent layers, 0 without any.
 
     llama.cpp cannot roll these layers back to an earlier token. Its context checkpoints therefore copy their
     cache.

@@ -52,12 +52,14 @@ class LogFigures:
 
 
 def squeezed(line: str) -> str:
-    """Return the line without its blanks."""
+    """Return a log line without its blanks."""
     return "".join(line.split())
 
 
 def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
-    """Add the figures in the squeezed log line ``line`` to ``out``, by the patterns in ``lines``.
+    """Add the memory figures in a log line to ``out``, by the patterns in ``lines``.
+
+    ``line`` is the log line without its blanks.
 
     If a figure is printed more than once, the value with the most decimals is kept, else the last one.
     """
@@ -68,7 +70,10 @@ def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
 
 
 def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
-    """Store the figure ``name``, printed as ``text`` in units of ``unit`` bytes (1 for a count)."""
+    """Store a log's figure ``name`` in ``out``.
+
+    The log prints the figure as ``text``, in units of ``unit`` bytes (1 for a count).
+    """
     decimals = len(text.partition(".")[2])
     # Engines round to hundredths and drop a trailing zero: 69.8 means 69.80.
     half = 0.5 * unit * 10.0 ** -max(decimals, 2) if unit > 1 else 0.0
@@ -78,7 +83,7 @@ def keep(out: LogFigures, name: str, text: str, unit: float) -> None:
 
 
 def number(text: str) -> float:
-    """Return the number in ``text``, which may have thousands separators."""
+    """Return the number in ``text`` from a log, which may have thousands separators."""
     return float(text.replace(",", ""))
 
 

@@ -29,7 +29,7 @@ _MOST_RANKS = 64  # Error messages suggest rank counts up to this one.
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The sizes of the parallel groups and the rules for dividing tensors.
+    """The numbers of ranks by kind of parallelism, and the rules for dividing a model's tensors among them.
 
     Attributes:
         tensor: Number of tensor-parallel ranks.
@@ -51,7 +51,7 @@ class Parallel:
 
     @property
     def trivial(self) -> bool:
-        """Return whether there is only one rank."""
+        """Return whether the model is on a single rank, so that nothing is divided."""
         return self.tensor == self.pipeline == self.data == 1
 
 

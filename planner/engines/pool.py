@@ -32,7 +32,7 @@ class Demand:
     shards: int = 1
 
     def blocks(self, tokens: int) -> int:
-        """Return the blocks of one sequence of ``tokens`` tokens."""
+        """Return the most KV cache blocks that a sequence of ``tokens`` tokens holds in this KV cache group."""
         if self.fixed is not None:
             return self.fixed
         if self.shards > 1:
@@ -42,11 +42,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """The layout of a pool and the blocks that a sequence needs in each of its groups.
+    """The layout of a KV cache pool, and the number of blocks of a sequence in each KV cache group.
 
     Attributes:
         layout: Groups, shapes and dtype of the cache.
-        demands: Blocks that a sequence needs, for each of ``layout.groups``.
+        demands: Number of blocks that a sequence needs, for each of ``layout.groups``.
         notes: Notes for the plan.
         pages: Bytes of one block in each layer, group by group; empty if all layers have equal bytes.
         apart: Bytes of the pool outside its blocks, for recurrent states of all requests.
@@ -61,9 +61,9 @@ class PoolSpec:
     running: int | None = None
 
     def stage_bytes(self, layers: frozenset[int]) -> int:
-        """Return the bytes of one block on a pipeline stage that holds only ``layers``.
+        """Return the bytes of one KV cache block on a pipeline stage that holds only ``layers``.
 
-        A block serves one group at a time, so its size is the maximum over the KV cache groups.
+        A block serves one KV cache group at a time, so its size is the maximum over the groups.
         """
         widest = 0
         for place, group in enumerate(self.layout.groups):
@@ -74,11 +74,11 @@ class PoolSpec:
         return widest
 
     def sequence_blocks(self, tokens: int) -> int:
-        """Return the most blocks that one sequence of ``tokens`` tokens ever holds, over all groups."""
+        """Return the most KV cache blocks that a sequence of ``tokens`` tokens holds in all groups together."""
         return sum(demand.blocks(tokens) for demand in self.demands)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Return the longest sequence in tokens that fits into ``blocks`` blocks, from 0 to ``limit``."""
+        """Return the tokens of the longest sequence in ``blocks`` KV cache blocks, at most ``limit`` tokens."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -111,7 +111,7 @@ class PoolCapacity:
 def token_pool(
     architecture: Architecture, size: int, dtype: str, dtype_bytes: int, block_size: int = 1
 ) -> PoolSpec:
-    """Return the pool of an engine that sizes its KV cache in tokens, such as SGLang.
+    """Return the KV cache pool of an engine that sizes its cache in tokens, such as SGLang.
 
     A block is ``block_size`` token slots in every layer. ``size`` is the bytes of one token in all layers
     together. ``dtype_bytes`` is the bytes of one value of ``dtype``.
@@ -134,7 +134,7 @@ def heads_per_rank(heads: int, ranks: int) -> int:
     """Return the KV heads of one rank, at least one: with fewer heads than ranks, heads are replicated.
 
     Raises:
-        DeploymentError: neither number divides the other.
+        DeploymentError: neither of the numbers of heads and ranks divides the other.
     """
     if heads >= ranks and heads % ranks:
         raise DeploymentError(

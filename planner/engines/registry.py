@@ -16,7 +16,7 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine called ``name``.
+    """Return the object of the inference engine called ``name``, such as vllm.
 
     Raises:
         DeploymentError: ``name`` is not one of ENGINES.

@@ -30,7 +30,7 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
 
 
 def model_and_revision(name: str) -> tuple[str, ...]:
-    """Return the arguments for a model ``org/name@revision``, for engines whose command has --revision."""
+    """Return the arguments that name a model ``org/name@revision`` in a command that has --revision."""
     if "@" not in name or os.path.exists(name):
         return (name,)
 
@@ -39,7 +39,7 @@ def model_and_revision(name: str) -> tuple[str, ...]:
 
 
 def changed(flags: Deployment, names: Iterable[str]) -> list[str]:
-    """Return the command options for those flags in ``names`` that differ from their defaults."""
+    """Return the serve command's options for those flags in ``names`` that differ from their defaults."""
     line = []
     for name in names:
         flag, value = flags_of(Deployment)[name], getattr(flags, name)
@@ -72,5 +72,5 @@ def common_flags(plan: Plan) -> list[str]:
 
 
 def prefix_flags(flags: Deployment) -> list[str]:
-    """Return --no-enable-prefix-caching if prefix caching is off."""
+    """Return the option --no-enable-prefix-caching if prefix caching is off, else no option."""
     return [] if flags.enable_prefix_caching else ["--no-enable-prefix-caching"]

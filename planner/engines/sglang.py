@@ -53,15 +53,15 @@ _LOG_LINES = (
 )
 # SGLang logs "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 148717, K size: 10.21 GB, V size: 10.21
 # GB".
-# With latent attention it logs "KV size: 9.10 GB" instead. Releases up to 0.4 log no tokens.
+# With latent attention, SGLang logs "KV size: 9.10 GB" instead. Releases up to 0.4 log no tokens.
 _LOG_POOL = (
     rf"KV Cache is allocated\.(?:.*?#tokens: (\d[\d,]*),)?.*?KV? size: {NUMBER}GB(?:, V size: {NUMBER}GB)?"
 )
 _LOG_STATES = rf"Mamba Cache is allocated\..*?conv_state size: {NUMBER}GB.*?ssm_state size: {NUMBER}GB"
 _LOG_WINDOWS = rf"swa size: {NUMBER}, full size: {NUMBER}"
 _LOG_FORMAT = r"Load weight end\..*quant=(\w+)"
-# SGLang 0.5.23 allocates the pool after it captured graphs. The "VA upper bound" that it logs before is only
-# reserved address space.
+# SGLang 0.5.23 allocates the token pool after it captured CUDA graphs. The "VA upper bound" that SGLang logs
+# before the capture is only reserved address space.
 _LOG_MAPPED = rf"Post-capture KV sizing: KV cache allocated\..*?#tokens: (\d[\d,]*), KV size: {NUMBER}GB"
 _LOG_ARGUMENTS = (("server_args=ServerArgs(", "="), ("server_args={", ":"))
 _LOG_NAMES = {
@@ -79,10 +79,9 @@ _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
 _SPARSE_ROW = 656  # bytes of a sparse MLA row: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 0.4)
-# From 0.5.4 on (pull request 10975), chunked prefill, graphs and mem_fraction_static depend on the device's
-# memory.
-# A row is (upper bound of the memory in GiB, chunked_prefill_size, tokens of the largest decode graph with TP
-# below 4, tokens of that graph with TP from 4 on).
+# From 0.5.4 on (pull request 10975), the defaults of chunked prefill, graphs and mem_fraction_static depend on
+# the device's memory. A row is (upper bound of the memory in GiB, chunked_prefill_size, tokens of the largest
+# decode graph with TP below 4, tokens of that graph with TP from 4 on).
 # Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Where the table has 48, earlier
 # releases have 24.
 _BY_DEVICE = (0, 5, 4)
@@ -97,9 +96,10 @@ _PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills by de
 _CAPTURED = (
     (4, 33, 4), (48, 257, 16), (288, 513, 32), (576, 1025, 64), (1280, 4097, 256), (4608, 1 << 20, 512),
 )  # fmt: skip
-# First release in which --kv-cache-dtype auto follows the checkpoint (configure_kv_cache_dtype), by tool. That
-# function reads kv_cache_quant_algo of the quantization's class. NVFP4's class has it from 0.5.3 on, the others
-# of ModelOpt from 0.5.4, fp8 and mxfp8 from 0.5.18, and compressed-tensors from 0.5.19 (layers/quantization).
+# First release in which --kv-cache-dtype auto follows the checkpoint, by quantization tool.
+# configure_kv_cache_dtype reads kv_cache_quant_algo of the quantization's class. NVFP4's class has this
+# attribute from 0.5.3 on, the others of ModelOpt from 0.5.4, fp8 and mxfp8 from 0.5.18, and compressed-tensors
+# from 0.5.19 (layers/quantization).
 _STORED_CACHE = {"modelopt": (0, 5, 4), "fp8": (0, 5, 18), "compressed-tensors": (0, 5, 19)}
 _STORED_CACHE_NVFP4 = (0, 5, 3)
 # SGLang multiplies mem_fraction_static by this factor for a multimodal model whose image encoder is as large as
@@ -108,13 +108,13 @@ _WITH_PICTURES = 0.95
 
 
 def _stored_cache_since(stored: StoredCache) -> Version:
-    """Return the first release that supports the KV cache dtype that the checkpoint requests."""
+    """Return the first SGLang release that supports the KV cache dtype that the checkpoint requests."""
     nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
     return _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
 
 
 class SGLang(Engine):
-    """SGLang, which divides a share of the device (``mem_fraction_static``) between weights and token pools."""
+    """The SGLang engine, which divides mem_fraction_static of device memory between weights and token pools."""
 
     name = "sglang"
     title = "SGLang"
@@ -122,7 +122,7 @@ class SGLang(Engine):
     oldest = (0, 4, 0)  # first release whose default mem_fraction_static is known
     # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
-    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # the default page_size is 1 token
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # SGLang's default page_size is 1 token
     drafts = True
     fp8_kv_cache = True
     logs = True
@@ -133,9 +133,9 @@ class SGLang(Engine):
         return memory
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
-        """Return the default (max_running_requests, chunked_prefill_size).
+        """Return SGLang's default values (max_running_requests, chunked_prefill_size).
 
-        From 0.5.4 on, it depends on the GPU's memory.
+        From 0.5.4 on, they depend on the GPU's memory.
         """
         sequences, tokens = self.batch[flags.device]
         if flags.device == "cuda" and version >= _BY_DEVICE:
@@ -168,7 +168,7 @@ class SGLang(Engine):
         return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return (version, descriptions) of each release that changed the memory budget.
+        """Return (version, descriptions of changes) of each SGLang release that changed the memory budget.
 
         The releases are those after ``since`` up to and including ``until``.
         """
@@ -204,7 +204,7 @@ class SGLang(Engine):
         self, flags: Deployment, dtype: str, architecture: Architecture, version: Version,
         stored: StoredCache | None,
     ) -> str:  # fmt: skip
-        """Return the dtype of keys and values; ``auto`` takes an FP8 cache that the checkpoint requests.
+        """Return the KV cache dtype; ``auto`` selects an FP8 cache if the checkpoint requests one.
 
         For sparse MLA (with an indexer), the default depends on the GPU instead (arg_groups/overrides.py,
         0.5.23).
@@ -231,7 +231,7 @@ class SGLang(Engine):
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the token pool of a model that generates tokens."""
+        """Return SGLang's token pool of one rank, for a model that generates tokens."""
         flags = chosen.flags
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
         if len(attention) < len(architecture.cache_layers):
@@ -294,7 +294,7 @@ class SGLang(Engine):
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of pages in the token pool, after slots for recurrent states took their bytes."""
+        """Return the number of pages in the token pool, in the memory left by slots for recurrent states."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -304,7 +304,7 @@ class SGLang(Engine):
         self, chosen: Resolved, pool: PoolSpec, size: int, fixed: tuple[int, int], weights: tuple[int, int],
         framework: int,
     ) -> tuple[int, int]:  # fmt: skip
-        """Return the lower and upper bound of the number of pages in the pool.
+        """Return the lower and upper bound of the number of pages in the token pool.
 
         mem_fraction_static is a share of the memory that is free when the model's loading begins. If framework
         memory is allocated before that moment, the share has fewer bytes, which gives the lower bound.
@@ -314,16 +314,16 @@ class SGLang(Engine):
         return (low if given else max(0, low - ceil_div(framework, size))), high
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the pages that fit beside the weights in mem_fraction_static of the device's memory."""
+        """Return the token pool's pages that fit beside the weights in mem_fraction_static of device memory."""
         return max(0, self._static_bytes(chosen) - weights - pool.apart) // size
 
     def _static_bytes(self, chosen: Resolved) -> int:
         share = chosen.flags.mem_fraction_static
-        assert share is not None  # static_share was called when flags were resolved
+        assert share is not None  # it was set to the result of static_share when the flags were resolved
         return int(chosen.device_memory * share)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add pools, states, graphs and server arguments of one start-up log line to ``out``."""
+        """Add the bytes of pools, states and graphs, and server arguments, of one log line to ``out``."""
         text = squeezed(line)
         read_figures(self.name, _LOG_LINES, text, out)
         if "Memorypoolend" in text:
@@ -362,23 +362,23 @@ class SGLang(Engine):
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Set the token count to that of the largest pool, if the log has no scheduler line with the count."""
+        """Set the logged token count to the largest pool's, if the log has no scheduler line with the count."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the server is ready."""
+        """Return whether a line of SGLang's log reports that the server is ready."""
         return _LOG_READY in line
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the pool's capacity as SGLang's max_total_num_tokens: all token slots of all pages."""
+        """Return the token pool's capacity as SGLang's max_total_num_tokens: all token slots of all pages."""
         held = super().capacity(pool, chosen, num_blocks)
         most = held.max_concurrency if pool.running is None else min(held.max_concurrency, pool.running)
         return replace(held, tokens=num_blocks * chosen.block_size, max_concurrency=most)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the token slots that a request takes.
+        """Return the rule for the number of token slots that a request takes.
 
         Raises:
             UnsupportedArchitecture: the model has sliding-window layers, for whose pool the rule is not known.
@@ -405,11 +405,14 @@ class SGLang(Engine):
         return sglang_serve.notes(chosen.flags, slots)
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
-        """Return HiCache's tiers in host memory and on disk."""
+        """Return the tiers of HiCache (SGLang's KV offloading) in host memory and on disk."""
         return sglang_tier.tiers(hosted, *self._hicache_sizes(hosted))
 
     def _hicache_sizes(self, hosted: HostInputs) -> tuple[int, int, int]:
-        """Return the bytes on one rank of a token in (full, sliding-window) layers, and of a state slot."""
+        """Return the bytes of HiCache's three units on one rank, or zeros without HiCache.
+
+        They are a token in full-attention layers, a token in sliding-window layers, and a state slot.
+        """
         architecture, flags = hosted.architecture, hosted.chosen.flags
         if not flags.enable_hierarchical_cache:
             return 0, 0, 0
@@ -423,7 +426,7 @@ class SGLang(Engine):
         return (sglang_serve.serve_line(plan),)
 
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
-        """Return a reason if the log names another quantization than the plan's weights, else None."""
+        """Return a text if the start-up log names another quantization than the plan's weights, else None."""
         if quantization in (None, flags.quantization):
             return None
         return f"the log's are {quantization}, the config says nothing of it"
@@ -448,7 +451,7 @@ def _prefill_graphs(architecture: Architecture, flags: Deployment, tokens: int) 
 
 
 def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[int, int]:
-    """Return the bytes per token on one rank in (full, sliding-window) layers.
+    """Return the KV cache bytes per token on one rank, as (full-attention layers, sliding-window layers).
 
     Raises:
         UnsupportedArchitecture: a layer has neither full attention, MLA nor a sliding window.
@@ -473,7 +476,7 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
 
 
 def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> int:
-    """Return the cache bytes per token of one layer, with an indexer key of ``index`` elements (0: none)."""
+    """Return the KV cache bytes per token of one layer, with an indexer key of ``index`` elements or 0."""
     size = KV_DTYPE_BYTES[kv_dtype]
     if layer.kind == "mla" and index:
         # The indexer's key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's

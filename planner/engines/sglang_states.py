@@ -41,7 +41,7 @@ _DRAFTED = 48  # default of --max-running-requests with speculative decoding (ha
 
 
 def slot_bytes(architecture: Architecture, ranks: int) -> int:
-    """Return the bytes of one state slot on one rank, summed over all layers (mamba_cache_per_req).
+    """Return the bytes of one slot of recurrent states on one rank, over all layers (mamba_cache_per_req).
 
     The result is 0 for a model without recurrent layers.
     """
@@ -86,7 +86,7 @@ def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
 
 
 def check(architecture: Architecture, chosen: Resolved) -> None:
-    """Raise UnsupportedArchitecture for a model with recurrent states whose pools are not known."""
+    """Raise UnsupportedArchitecture for a model with recurrent states whose SGLang pools are not known."""
     kinds = {layer.kind for layer in architecture.cache_layers}
     if any(layer.compression > 1 for layer in architecture.cache_layers):
         raise UnsupportedArchitecture(
@@ -110,7 +110,7 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
 
 
 def slots(rest: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the number of state slots that fit into the memory (max_mamba_cache_size).
+    """Return the number of recurrent-state slots that fit into memory (SGLang's max_mamba_cache_size).
 
     With speculative decoding, a request needs one more state for each token that a step verifies.
 
@@ -140,7 +140,7 @@ def verified_tokens(chosen: Resolved) -> int:
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the bytes of ``count`` state slots, plus the bytes of states for verifying draft tokens.
+    """Return the bytes of ``count`` slots of recurrent states, and of states for verifying draft tokens.
 
     ``slot`` is the bytes of one slot, ``each`` the slots per request.
     """
@@ -150,12 +150,12 @@ def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def padding(version: Version) -> int:
-    """Return the number of padding slots, which hold no request's state and are subtracted from the budget."""
+    """Return the number of state slots that hold no request's state; SGLang subtracts them from its budget."""
     return int(version >= _PADDED)
 
 
 def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the number of state slots per running request (_calculate_mamba_ratio)."""
+    """Return the number of recurrent-state slots per running request (SGLang's _calculate_mamba_ratio)."""
     if not chosen.flags.enable_prefix_caching:
         return 1
     turns = chosen.version >= _BUFFERED and architecture.class_name in _CLASSES
@@ -163,14 +163,14 @@ def slots_per_request(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def most_asked(chosen: Resolved) -> int | None:
-    """Return the requested --max-running-requests, or None if SGLang derives it from the pool."""
+    """Return the requested --max-running-requests, or None if SGLang derives it from the token pool."""
     if chosen.given_max_num_seqs is not None:
         return chosen.given_max_num_seqs
     return _DRAFTED if chosen.flags.speculative_model else None
 
 
 def most_running(tokens: int, chosen: Resolved, held: int | None) -> int:
-    """Return SGLang's max_running_requests for a pool of ``tokens`` tokens.
+    """Return SGLang's max_running_requests for a token pool of ``tokens`` tokens.
 
     ``held`` is the number of requests that the state slots allow; None is unlimited.
     """

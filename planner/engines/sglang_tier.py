@@ -55,14 +55,14 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
             wanted = int(count * ratio)
         else:
             wanted = int(flags.hicache_size * (count * size / device) * _GB // size)
-        held[kind] = (wanted // paged + 1) * paged  # SGLang adds one page of padding
+        held[kind] = (wanted // paged + 1) * paged  # SGLang adds one page of padding to a host pool
         rank += held[kind] * size
         parts.append(f"{held[kind]:,} {'slots' if kind == 'state' else 'tokens'} x {size:,} ({kind})")
     latent = all(layer.kind == "mla" for layer in hosted.architecture.cache_layers if layer.kind != "state")
     once = latent and not slot and hosted.chosen.version >= _ONE_COPY
     ranks = 1 if once else len(hosted.ranks)
     low = high = rank
-    if flags.hicache_size is None and tokens:  # the device's pool is an estimate, and the ratio multiplies it
+    if flags.hicache_size is None and tokens:  # the ratio multiplies the device pool's estimate
         low, high = (rank * bound // tokens for bound in hosted.token_bounds)
     kept = held.get("full", held.get("sliding", 0))
     groups = tuple(
@@ -115,7 +115,7 @@ def _check(hosted: HostInputs, slot: int) -> None:
 
 
 def _files(chunk: int, groups: tuple[TierGroup, ...]) -> KVTier:
-    """Return the disk tier of --hicache-storage-backend file (HiCacheFile), unlimited in size by default."""
+    """Return the disk KV tier of --hicache-storage-backend file (HiCacheFile), by default without a limit."""
     return KVTier(
         "HiCacheFile", "disk", None, None, 0, None, None, 1, False, False, chunk, None, None, groups,
         f"files of {chunk:,} bytes for each page", "mem_cache/hicache_storage.py",

@@ -90,7 +90,7 @@ NOTHING = Support()
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the content of support.json: what engines support, by GPU, weight format and KV cache format."""
+    """Return support.json: the GPUs, weight formats and KV cache formats that each engine supports."""
     found: dict[str, Any] = json.loads((Path(__file__).parent / "support.json").read_text())
     return found
 
@@ -258,7 +258,7 @@ def _attention(layer: Any) -> tuple[str, int]:
 
 
 def _span(engine: str, part: str = "weights") -> str:
-    """Return the engine releases whose source was read, such as "; read in 0.20.0 to 0.33.0", or "".
+    """Return a text on the releases that support.json covers, such as "; read in 0.20.0 to 0.33.0", or "".
 
     ``part`` is the section of support.json, such as weights or cache.
     """

@@ -12,7 +12,7 @@ VOCABULARY_PADDING = 64
 
 
 def padded_rows(tensor: TensorSpec) -> TensorSpec:
-    """Return ``tensor`` with its number of rows rounded up to a multiple of 64."""
+    """Return a vocabulary's tensor with its number of rows rounded up to a multiple of 64."""
     rows = -(-tensor.shape[0] // VOCABULARY_PADDING) * VOCABULARY_PADDING
     return replace(tensor, shape=(rows, *tensor.shape[1:]))
 

@@ -29,13 +29,16 @@ def parse_version(text: str) -> Version:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of an installed distribution, or None; ``name`` may have dashes or underscores."""
+    """Return the version of the Python distribution ``name``, or None if it is not installed.
+
+    The name may have dashes or underscores.
+    """
     return _installed().get(name.lower().replace("_", "-"))
 
 
 @cache
 def _installed() -> dict[str, str]:
-    """Return the version of every distribution on sys.path, from the names of the .dist-info folders.
+    """Return the version of every Python distribution on sys.path, from the names of the .dist-info folders.
 
     importlib.metadata is not used because its import takes 30 ms.
     """

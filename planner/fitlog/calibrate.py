@@ -22,7 +22,7 @@ _TERMS = {
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
-    """Add the memory figures of start-up logs to a calibration file; return how many starts the file then has.
+    """Add the memory figures of start-up logs to a calibration file, and return its number of logs.
 
     If the file already has an entry from the same log, the new entry replaces it.
 

@@ -25,7 +25,7 @@ _LEAST_LOGS = 3  # leave-one-out validation needs at least two other logs
 
 
 def parser() -> Parser:
-    """Return the parser of `tonnage fit-log`."""
+    """Return the argument parser of the command `tonnage fit-log`."""
     p = Parser(
         "tonnage fit-log",
         "Compare an engine's start-up log with the plan, term by term; with several logs, fit the terms.",
@@ -141,9 +141,9 @@ def _print(comparison: Comparison) -> None:
 
 
 def _print_rows(shown: Sequence[Row]) -> None:
-    """Print the compared terms as a table.
+    """Print the comparison of a start-up log's memory terms with the plan as a table.
 
-    Terms that were computed from the KV pool in the log, not from the plan, follow below a title.
+    Terms that are compared with values from the log's own KV pool, not from the plan, follow below a title.
     """
     several = len({row.rank for row in shown}) > 1
     titles = ["", *(["rank"] if several else []), "planned", "interval", "logged", "differs", "plan"]

@@ -1,4 +1,4 @@
-"""Comparison of a start-up log with the plan for the log's flags, for each memory term of each rank."""
+"""Comparison of an engine's start-up log with the plan for the log's flags, by rank and memory term."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tonnage.planner.quantization.read import read_quantization
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 from tonnage.planner.units import GiB, gib
 
-# ASKED lists the flags of `tonnage plan` that fit-log accepts. _LOGGED lists the flags that a start-up log may
-# contain.
+# ASKED lists the flags of `tonnage plan` that `tonnage fit-log` accepts. _LOGGED lists the flags that a
+# start-up log may contain.
 ASKED = (
     "gpu", "device_memory", "engine_version", "tensor_parallel_size", "gpu_memory_utilization", "dtype",
     "kv_cache_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_gpus",
@@ -81,12 +81,12 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        """Return whether the planned value is exact, without an interval."""
+        """Return whether the planned value of this memory term is exact, without an interval."""
         return self.low is None or self.high is None or self.low == self.high
 
     @property
     def agrees(self) -> bool:
-        """Return whether the logged value, within its rounding, lies in the planned interval."""
+        """Return whether the term's logged value, within its rounding, lies in the planned interval."""
         low = self.planned if self.low is None else self.low
         high = self.planned if self.high is None else self.high
         rounding = self.rounding + (_EXACT * abs(self.logged) if self.term == "weights_bytes" else 0.0)
@@ -94,7 +94,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Return the comparison's result as text: `agrees`, `planned too high` or `planned too low`."""
+        """Return the result for this memory term as text: `agrees`, `planned too high` or `planned too low`."""
         if self.agrees:
             return "agrees"
         return "planned too high" if self.planned > self.logged else "planned too low"
@@ -127,7 +127,7 @@ class Comparison:
 
     @property
     def shown(self) -> tuple[Row, ...]:
-        """Return the compared terms as printed: for several ranks one row per term and figure."""
+        """Return the rows of compared memory terms as printed, with ranks of equal figures in one row."""
         if len({row.rank for row in self.ranks}) < 2:
             return self.rows
         by_rank = {row.term for row in self.ranks}
@@ -135,7 +135,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return one sentence that says how well the plan agrees with the log."""
+        """Return a sentence on how well the plan agrees with the start-up log."""
         start = "the start failed; " if self.failure else ""
         if not self.rows:
             return f"{start}nothing to compare"
@@ -191,7 +191,7 @@ def word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return the compared terms, with a single row for all ranks that have the same figures of a term."""
+    """Return the rows of compared memory terms, with one row for all ranks with the same figures."""
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
         out.setdefault((row.term, row.planned, row.logged), []).append(row)
@@ -204,7 +204,7 @@ def _merged(rows: Sequence[Row]) -> list[Row]:
 
 
 def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
-    """Return the known GPUs that have the memory of a log's device, and the GPUs that may have it.
+    """Return the GPU types that have `device_bytes` of memory (a log's figure), and those that may have it.
 
     The first list is empty if no GPU has this memory, or GPUs with different plans have it. It has several GPUs
     only if they all have the same plan. Memory sizes that a driver reported are compared more strictly than
@@ -228,7 +228,7 @@ def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
 
 
 def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
-    """Compute the plan for a start-up log's flags and compare its memory terms with the log.
+    """Compute the plan for a start-up log's flags and compare the plan's memory terms with the log.
 
     Raises:
         TonnageError: the log lacks a required value, or the deployment is not supported; the message says
@@ -284,14 +284,14 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
 
 
 def _asks_gpu(found: StartLog, args: argparse.Namespace, flags: Deployment) -> bool:
-    """Return whether the plan depends on the GPU although the log has only the GPU's total memory."""
+    """Return whether the plan depends on the GPU type, of which the start-up log has only the memory size."""
     if args.gpu is not None or args.device_memory is not None or flags.device == "cpu":
         return False
     return "device_bytes" in found.figures and not engine_of(flags.engine).sized_by_context
 
 
 def _gpu_hint(candidates: Sequence[Gpu], found: StartLog) -> str:
-    """Return the hint that asks for --gpu, with the GPUs whose memory matches the total in the log."""
+    """Return the text that asks for --gpu and lists the GPUs with the memory size in the start-up log."""
     if "device_bytes" not in found.figures:
         return "--gpu"
     total = gib(int(found.figures["device_bytes"]))
@@ -303,7 +303,7 @@ def _gpu_hint(candidates: Sequence[Gpu], found: StartLog) -> str:
 def _size(
     source: ModelSource, flags: Deployment, found: StartLog, candidates: Sequence[Gpu], notes: list[str]
 ) -> tuple[Size, bool]:
-    """Return the plan's sizes, and whether the planned KV pool can be compared with the log.
+    """Return the memory plan for a log's flags, and whether its KV pool can be compared with the log.
 
     If the log names neither the GPU nor its memory, the plan takes the pool size from the log, which makes such
     a comparison useless. Notes are appended to `notes`.
@@ -366,7 +366,10 @@ def _logged_flags(found: StartLog | LogFigures) -> dict[str, Any]:
 
 
 def _option_notes(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
-    """Yield a note for each command-line option that contradicts the log; `auto` contradicts nothing."""
+    """Yield a note for each command-line option that contradicts a flag in the start-up log.
+
+    The value `auto` contradicts nothing.
+    """
     asked, said = given(args, Deployment), _logged_flags(found)
     for name in asked:
         if name in said and asked[name] not in ("auto", said[name]):
@@ -377,7 +380,7 @@ def _option_notes(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _logged(name: str, said: Mapping[str, str]) -> Any:
-    """Return the value of a flag in a log, or None if it is absent or invalid."""
+    """Return the parsed value of a flag in a start-up log, or None if it is absent or invalid."""
     flag, text = flags_of(Deployment)[name], said.get(_OTHER_NAMES.get(name, name))
     if text is None or text in ("None", "null"):
         return None
@@ -390,7 +393,7 @@ def _logged(name: str, said: Mapping[str, str]) -> Any:
 
 
 def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tuple[Deployment, list[str]]:
-    """Return the flags with the quantization that the engine applied while loading, and notes about it.
+    """Return the flags with the quantization that the engine applied while loading, and notes on it.
 
     The flags are unchanged if the checkpoint itself is quantized, because its config then states the format.
     """
@@ -403,7 +406,7 @@ def _with_format(flags: Deployment, found: StartLog, source: ModelSource) -> tup
 
 
 def _draft(found: StartLog) -> tuple[str, int] | None:
-    """Return (draft model, draft tokens per step) that a log names, None without speculative decoding."""
+    """Return (draft model, draft tokens per step) in a start-up log, None without speculative decoding."""
     text = found.flags.get("speculative_config", "")
     method = re.search(r"'?method'?[:=]\s*'(\w+)'", text)
     tokens = re.search(r"'?num_spec(?:ulative)?_tokens'?[:=]\s*(\d+)", text)
@@ -475,9 +478,10 @@ def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float,
 
 
 def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
-    """Yield the compared rows of KV blocks, tokens and concurrency.
+    """Yield rows that compare the number of KV blocks, tokens and sequences of the pool, plan with log.
 
-    Each figure in the log is compared twice: with the plan, and with the figure computed from the logged pool.
+    Each figure in the log is compared twice: with the plan, and with the figure computed from the bytes of the
+    logged pool.
     """
     held = size.held
     planned = {"num_blocks": held.num_blocks, "tokens": held.tokens, "max_concurrency": held.max_concurrency}
@@ -511,9 +515,9 @@ def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> It
 
 
 def _half_digit(name: str) -> float:
-    """Return the rounding error of a logged figure: half of its last printed digit.
+    """Return the rounding error of a figure in a start-up log: half of its last printed digit.
 
-    Concurrency is printed with two decimals, so it is 0.005. Counts are exact, so it is 0.
+    Concurrency is printed with two decimals, so its error is 0.005. Counts are exact.
     """
     return 0.005 if name == "max_concurrency" else 0.0
 
@@ -530,7 +534,7 @@ def _held(size: Size, engine: Engine, pools: Mapping[str, tuple[float, float]], 
 
 
 def _stage(size: Size, rank: str) -> Stage:
-    """Return the pipeline stage of a rank, by the rank's name in the log such as `PP1_TP0`.
+    """Return the plan of a rank's pipeline stage, by the rank's name in the log such as `PP1_TP0`.
 
     A name without a stage means the first stage.
     """
@@ -551,7 +555,7 @@ def _deciding(found: StartLog) -> str:
 
 def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
     if found.failure is not None:
-        return ()  # The start failed before the engine logged these terms.
+        return ()  # The start failed before the engine logged these memory terms.
     said = {name for rank in found.ranks.values() for name in rank.figures} | set(found.figures)
     out = [
         f"{name} ({how})" if how else name

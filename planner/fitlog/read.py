@@ -35,7 +35,7 @@ _BEGINS = re.compile(
 _FAILURE = re.compile(
     r"(?:^|[\]:)] |\s)((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory\w*|Interrupt)|AssertionError): (.+)"
 )
-_GENERIC = (  # Errors with these words only report that another error occurred.
+_GENERIC = (  # Error messages with these words only report that another error occurred.
     "initialization failed", "core proc", "failed to start", "KeyboardInterrupt", "died unexpectedly",
     "engine is dead", "Engine core",
 )  # fmt: skip
@@ -49,7 +49,7 @@ _LEAST = ("tokens", "num_blocks", "max_concurrency")  # figures of which the sma
 
 @dataclass(slots=True)
 class StartLog:
-    """The figures in the start-up log of an engine.
+    """The memory figures and flags in the start-up log of an engine.
 
     Attributes:
         ranks: figures of each rank, by the rank's name in the log ("" if the log names none).
@@ -97,7 +97,7 @@ def read_log(path: Path) -> StartLog:
 
 
 def parse_log(text: str) -> StartLog:
-    """Return the figures of the last engine start in the text of a log."""
+    """Return the memory figures of the last engine start in the text of a start-up log."""
     reader = _Reader()
     for record in records(text.splitlines()):
         reader.read(record)
@@ -107,7 +107,7 @@ def parse_log(text: str) -> StartLog:
 
 
 def records(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the records of a log, without colour codes and with wrapped lines joined."""
+    """Yield the records of a start-up log, without colour codes and with wrapped lines joined."""
     held: list[str] = []
     for raw in lines:
         line = _COLOURS.sub("", raw)
@@ -139,7 +139,7 @@ class _Reader:
         self._ready = False
 
     def read(self, record: str) -> None:
-        """Parse one record of a start-up log and store its figures under its rank."""
+        """Parse one record of a start-up log and store its memory figures under the record's rank."""
         if self._is_another_start(record):
             self._starts += 1
             self._begin()
@@ -160,7 +160,7 @@ class _Reader:
     def _rank(self, name: str, process: str) -> str:
         """Return the key under which the figures of a log record are collected.
 
-        It is the name of the rank that wrote the record, or its process while the log has not named the rank.
+        The key is the name of the rank that wrote the record, or its process until the log names the rank.
         """
         if not process:
             return name
@@ -176,7 +176,7 @@ class _Reader:
         return begins and any("weights_bytes" in rank.figures for rank in self._ranks.values())
 
     def settle(self) -> StartLog:
-        """Return the figures of the last engine start, after all records were read."""
+        """Return the memory figures of the log's last engine start, after all records were read."""
         whole = StartLog(flags=self._flags, ready=self._ready, starts=self._starts)
         for rank in self._ranks.values():
             for engine in self._engines:

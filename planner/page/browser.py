@@ -51,7 +51,7 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
 
 
 def choices() -> str:
-    """Return as JSON the entries of each selection list on the page."""
+    """Return as JSON the entries of each selection list on the web page, such as models and GPUs."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
@@ -70,13 +70,13 @@ def choices() -> str:
 
 
 def forget_model(path: str) -> None:
-    """Drop the cached config and headers of a model, because its files are about to be replaced."""
+    """Drop the cached config and headers of the model at `path`, whose files will be replaced."""
     forget(path)
     forget(str(Path(path).parent))
 
 
 def register_partial(path: str, size: int) -> bool:
-    """Register a file that holds the first bytes of a checkpoint and return whether its header is complete.
+    """Register a file with the first bytes of a checkpoint; return whether they hold the whole header.
 
     A safetensors header states its length, so the page always provides the whole header. A GGUF header does
     not, so it may need more bytes than the file has.
@@ -96,10 +96,10 @@ def register_partial(path: str, size: int) -> bool:
 
 
 def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes, str]]) -> str:
-    """Return, as JSON, the HTTP requests to make next for a hub model, or its name, or an error.
+    """Return as JSON the HTTP requests that the browser must make next for a hub model, or the outcome.
 
     The browser makes the requests and calls this function again with the answers. Once config and headers are
-    complete, the result is the model's name.
+    complete, the result is the model's name. It may also be an error.
 
     Args:
         name: the model's name or address.
@@ -136,13 +136,13 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
 
 
 def costs(gpus: int) -> str:
-    """Return as JSON the lowest listed hourly price in USD of `gpus` GPUs of each type, and its source."""
+    """Return as JSON the lowest listed hourly price in USD of `gpus` GPUs, and its source, by GPU type."""
     found = {gpu.name: cost_of(gpu.name, gpus) for gpu in catalogue()}
     return json.dumps({name: None if cost is None else [cost.usd, cost.source] for name, cost in found.items()})
 
 
 def _versions() -> dict[str, list[str]]:
-    """Return the versions of each engine that the page offers; engines without versions are absent."""
+    """Return the versions of each engine that the web page offers, without engines that have no versions."""
     newest = {name: engine_of(name).newest for name in ENGINES}
     found = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
     return found | {"vllm": releases()}

@@ -15,7 +15,7 @@ from tonnage.planner.page.pyodide import FILES, PageError, pyodide_folder
 _DATA = Path(__file__).parent / "data"
 _FIELD = "--build"
 _KEEPER = "offline.js"
-_EPOCH = (1980, 1, 1, 0, 0, 0)  # A fixed time stamp makes the archive reproducible.
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # A fixed time stamp makes the zip archive reproducible.
 
 
 def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> None:
@@ -44,7 +44,7 @@ def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> No
             if kept:
                 _keep(made)
             (folder / "pyodide").mkdir(parents=True, exist_ok=True)
-            for path in [path for path in made.rglob("*") if path.is_file()]:  # Other files in the folder stay.
+            for path in [path for path in made.rglob("*") if path.is_file()]:  # Other files stay in the folder.
                 os.replace(path, folder / path.relative_to(made))
     except OSError as error:
         raise PageError(f"cannot be written: {error.strerror}", field=_FIELD, hint=str(folder)) from None
@@ -59,7 +59,7 @@ def _write(made: Path) -> None:
 
 
 def _keep(made: Path) -> None:
-    """Add a service worker that stores the page's files in the browser, and register it in the page."""
+    """Add a service worker to the web page in `made`, so that the browser stores the page's files."""
     names = ["./", *sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())]
     for path, empty, full in (
         (_DATA / _KEEPER, "const FILES = [];", f"const FILES = {json.dumps(names)};"),
@@ -71,7 +71,7 @@ def _keep(made: Path) -> None:
 
 
 def planner_files() -> dict[str, bytes]:
-    """Return the planner's modules and data files by archive path, without the page's own files."""
+    """Return the planner's Python and data files by path in the page's archive, without the page's files."""
     root = Path(tonnage.planner.__file__).parent
     files = {
         f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()

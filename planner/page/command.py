@@ -23,7 +23,7 @@ examples:
 
 
 def parser() -> Parser:
-    """Return the parser of `tonnage page`."""
+    """Return the argument parser of the command `tonnage page`."""
     p = Parser(
         "tonnage page", "Run tonnage plan and train on a page in the browser; no data leaves it.", _EPILOG
     )
@@ -60,7 +60,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def server(folder: Path, host: str, port: int) -> ThreadingHTTPServer:
-    """Return an HTTP server of a folder's files, which is not started yet.
+    """Return an HTTP server, not started yet, for the files of the web page in `folder`.
 
     Raises:
         DeploymentError: the address or port cannot be used.

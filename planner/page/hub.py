@@ -40,7 +40,7 @@ class BrowserResponse:
 
 
 class _Pending(Exception):
-    """Signal that the browser has not yet made a required request."""
+    """Signal that the browser has not yet made an HTTP request for a required model file."""
 
 
 class _NoRange(Exception):
@@ -64,7 +64,9 @@ class BrowserRemote(Remote):
         self._headers: dict[str, tuple[HeaderTensor, ...]] = {}
 
     def advance(self, answers: list[BrowserResponse]) -> bool:
-        """Process the responses to the requests in `wanted`; return whether config and headers are complete.
+        """Process the browser's responses to the HTTP requests in `wanted`.
+
+        Returns whether the model's config and headers are complete.
 
         Raises:
             TonnageError: the model cannot be fetched.
@@ -87,13 +89,13 @@ class BrowserRemote(Remote):
         return True
 
     def headers(self, names: list[str]) -> list[tuple[HeaderTensor, ...]]:
-        """Return the tensors of several safetensors files; request all missing headers at once."""
+        """Return the tensors in the headers of safetensors files; request all missing headers at once."""
         for name in names:
             if name not in self._headers:
                 try:
                     self._headers[name] = self.header(name)
                 except _Pending:
-                    continue  # The missing headers are requested together.
+                    continue  # All missing headers are requested at once.
         if self.wanted:
             raise _Pending
         return [self._headers[name] for name in names]

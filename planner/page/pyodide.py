@@ -27,11 +27,11 @@ SHIPPED = Path(__file__).parent / "data" / "pyodide"
 
 
 class PageError(TonnageError):
-    """Error for a page that cannot be written or Pyodide files that are missing."""
+    """Error for a web page that cannot be written, or for missing Pyodide files."""
 
 
 def pyodide_folder(given: str | None = None) -> Path:
-    """Return a folder with Pyodide's files: `given`, else the shipped folder, else the cache.
+    """Return a folder with Pyodide's files: `given`, else the shipped folder, else the user's cache.
 
     Raises:
         PageError: a file is missing or of another version, or npm is needed and missing.
@@ -64,7 +64,7 @@ def _cached() -> Path:
 
 
 def checked(folder: Path) -> Path:
-    """Return `folder` if it has all files of the required version; raise PageError otherwise."""
+    """Return `folder` if it has all Pyodide files of the required version; raise PageError otherwise."""
     for name, digest in FILES.items():
         try:
             content = (folder / name).read_bytes()
@@ -96,7 +96,7 @@ def fetch(folder: Path) -> None:
     print(f"Fetching Pyodide {VERSION} (6 MB, once) into {folder}", file=sys.stderr, flush=True)
     try:
         _fill(folder, npm)
-    except OSError as error:  # the folder may lack permission or space
+    except OSError as error:  # the user may lack permission, or the disk space
         raise PageError(
             f"{folder} cannot be written: {error.strerror}", field="--pyodide",
             hint="set TONNAGE_CACHE to a folder that can be written",

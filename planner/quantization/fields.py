@@ -12,7 +12,7 @@ AT = "quantization_config"
 
 
 def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
-    """Return the bit width in field `name`, one of `allowed`."""
+    """Return the bit width in field `name` of a `quantization_config`, one of `allowed`."""
     bits = found.get(name)
     if isinstance(bits, bool) or bits not in allowed:
         listed = ", ".join(map(str, allowed[:-1])) + (" or " if len(allowed) > 1 else "") + str(allowed[-1])
@@ -21,7 +21,7 @@ def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
 
 
 def group_of(found: dict[str, Any], default: int) -> int:
-    """Return the quantization group size in values, -1 for one group per row."""
+    """Return a `quantization_config`'s group size, the values that share a scale; -1 is a whole row."""
     name = "q_group_size" if "q_group_size" in found else "group_size"
     group = found.get(name, default)
     if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 0 < group <= 1 << 20):
@@ -30,7 +30,7 @@ def group_of(found: dict[str, Any], default: int) -> int:
 
 
 def size_of(found: dict[str, Any], name: str, default: int | None, where: str = AT) -> int:
-    """Return the positive integer in field `name`, the number of values that share a scale."""
+    """Return field `name` of a `quantization_config`, the number of values that share a scale."""
     size = found.get(name, default)
     if type(size) is not int or not 0 < size <= 1 << 20:
         raise ConfigError(f"{shown(size)} is not a positive integer", field=f"{where}.{name}")
@@ -38,7 +38,7 @@ def size_of(found: dict[str, Any], name: str, default: int | None, where: str = 
 
 
 def flag(found: dict[str, Any], name: str, default: bool) -> bool:
-    """Return the boolean in field `name`, `default` if it is missing."""
+    """Return the boolean in field `name` of a `quantization_config`, `default` if it is missing."""
     value = found.get(name)
     if value is None:
         return default
@@ -48,7 +48,7 @@ def flag(found: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def names_in(found: dict[str, Any], name: str) -> list[str] | None:
-    """Return the list of module names in field `name`, None if it is missing."""
+    """Return the module names in field `name` of a `quantization_config`, None if it is missing."""
     value = found.get(name)
     if value is None:
         return None
@@ -58,7 +58,10 @@ def names_in(found: dict[str, Any], name: str) -> list[str] | None:
 
 
 def skipped(found: dict[str, Any], *names: str) -> Patterns | None:
-    """Return the modules left unquantized, from the first of the fields `names` that exists."""
+    """Return the modules that a `quantization_config` leaves unquantized.
+
+    They are in the first of the fields `names` that exists. Returns None if no field exists.
+    """
     for name in names:
         values = names_in(found, name)
         if values is not None:

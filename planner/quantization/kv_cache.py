@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StoredCache:
-    """The KV cache's format that a checkpoint requests.
+    """The KV cache format that a quantized checkpoint requests.
 
     Attributes:
         method: the tool that wrote the checkpoint: modelopt, compressed-tensors or fp8.
-        dtype: the dtype by vLLM's names, None if vLLM ignores the request.
+        dtype: the cache's dtype by vLLM's names, None if vLLM ignores the request.
         static_fp8: whether SGLang stores the cache as 8-bit floating point values with scales from the
             checkpoint.
         algorithm: ModelOpt's quant_algo, empty for other tools.
@@ -26,7 +26,7 @@ class StoredCache:
 
 
 def stored_cache(config: Mapping[str, Any]) -> StoredCache | None:
-    """Return the KV cache that the checkpoint requests, None if it requests none.
+    """Return the KV cache format that a checkpoint's config requests, None if it requests none.
 
     ModelOpt states it as kv_cache_quant_algo or kv_cache_scheme, compressed-tensors as kv_cache_scheme.
     Sources, vLLM 0.32.0: utils/torch_utils.py get_kv_cache_quant_algo_string,
@@ -53,7 +53,7 @@ def stored_cache(config: Mapping[str, Any]) -> StoredCache | None:
 
 
 def _is_static_tensor(scheme: object) -> bool:
-    """Return whether a scheme is static, symmetric 8-bit floating point with one scale per tensor."""
+    """Return whether a KV cache scheme is static, symmetric fp8 with one scale per tensor."""
     return (
         isinstance(scheme, Mapping)
         and scheme.get("type") == "float"

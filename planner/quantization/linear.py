@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class LinearFormat:
-    """The storage format of one linear layer.
+    """The storage format of one linear layer's quantized weight.
 
     Attributes:
         kind: the kind of format.
@@ -77,15 +77,15 @@ class LinearFormat:
     code: str = "nf4"
 
     def parts(self, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each stored tensor of a matrix [out, into] after load."""
+        """Return the bytes of each stored tensor of a quantized matrix [out, into] after load."""
         return self.kind.parts(self, out, into, where)
 
     def loaded_by(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each stored tensor once an engine with `kernel` has loaded the matrix."""
+        """Return the bytes of each stored tensor of a matrix [out, into] loaded by an engine with `kernel`."""
         return self.kind.loaded.get(kernel or "", self.kind.parts)(self, out, into, where)
 
     def after_warmup(self, kernel: str | None, out: int, into: int, where: str = "") -> Storages:
-        """Return the bytes of each stored tensor after `kernel` has run once.
+        """Return the bytes of each stored tensor of a matrix [out, into] after `kernel` has run once.
 
         Without a kernel they are the bytes after load.
         """
@@ -94,5 +94,5 @@ class LinearFormat:
 
     @property
     def extra_in_file(self) -> int:
-        """Return the bytes per matrix that are in the file but not in the loaded model."""
+        """Return the bytes per quantized matrix that the checkpoint has and the loaded model has not."""
         return self.kind.extra_in_file(self) if self.kind.extra_in_file else 0

@@ -23,12 +23,12 @@ _FIRST = ("bitsandbytes", "gptq", "fp8", "compressed_tensors", "microscaling", "
 
 
 def _modules() -> Iterator[Any]:
-    """Yield the modules of formats/."""
+    """Yield the Python modules of quantization/formats, one per quantization tool."""
     return modules_in("tonnage.planner.quantization.formats", _FIRST)
 
 
 def flag_formats() -> dict[str, LinearFormat]:
-    """Return the formats into which engines convert 16-bit weights, by value of --quantization."""
+    """Return the formats to which engines quantize 16-bit weights on load, by value of --quantization."""
     return {name: made for module in _modules() for name, made in module.FLAGS.items()}
 
 

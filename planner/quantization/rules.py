@@ -17,8 +17,7 @@ from tonnage.planner.model.fields import shown
 _PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
 # Regular expressions in published files use only these characters. Expressions with repeated groups are
-# refused,
-# because they can take exponential time.
+# refused, because matching can take exponential time.
 _PLAIN_REGEX = r"[\w\s.\\*+?$^()|\[\]{},:!=-]{1,2000}"
 _NESTED = r"[)\]}*+?]\s*[*+{]"
 MAX_PATTERNS = 200_000
@@ -26,7 +25,7 @@ MAX_PATTERNS = 200_000
 
 @cache
 def spelling(name: str) -> str:
-    """Return the normalized spelling of a module's name: wrapper prefixes removed, MLPs renamed to `mlp`."""
+    """Return a module's name in normalized spelling: wrapper prefixes removed, MLPs renamed to `mlp`."""
     cut = True
     while cut:
         cut = False
@@ -41,7 +40,7 @@ def spelling(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """Module names, globs and regular expressions, compiled so that a match takes few dictionary look-ups.
+    """Patterns of module names, compiled so that a match takes few dictionary look-ups.
 
     Attributes:
         names: names of modules; every module below such a module matches too.
@@ -56,7 +55,7 @@ class Patterns:
     regex: re.Pattern[str] | None = None
 
     def match(self, module: str) -> bool:
-        """Return whether a pattern matches the module or a module above it."""
+        """Return whether one of the patterns matches the module's name or the name of a module above it."""
         name = spelling(module)
         if name in self.names or name.startswith(self.starts):
             return True
@@ -69,7 +68,7 @@ class Patterns:
 
 
 def compile_patterns(values: Iterable[str], field: str) -> Patterns:
-    """Compile names (`lm_head`), globs (`*.attn.*`) and regular expressions (`re:...`) into `Patterns`.
+    """Compile a quantization config's module names, globs (`*.attn.*`) and regular expressions (`re:...`).
 
     Raises:
         UnsupportedArchitecture: an entry has another form, or is a regular expression that could run endlessly.
@@ -97,7 +96,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
 
 
 def _regex(text: str, field: str) -> str:
-    """Return the regular expression `text`, or raise an error if it could run for unbounded time."""
+    """Return the regular expression `text` of a config, or raise an error if it could run endlessly."""
     if not re.fullmatch(_PLAIN_REGEX, text, re.ASCII) or re.search(_NESTED, text.replace(".*", ".")):
         raise UnsupportedArchitecture(f"{shown(text)} is not a simple regular expression", field=field)
     try:

@@ -42,7 +42,7 @@ class Quantization:
     method: str | None = None
 
     def format_of(self, tensor: TensorSpec) -> LinearFormat | None:
-        """Return the quantization format of this weight, or None if the weight stays in its dtype."""
+        """Return the quantization format of the weight `tensor`, or None if it stays in its dtype."""
         if self.scheme == "none" or tensor.role in ("norm", "buffer", "embedding"):
             return None
         kind = self._default().kind
@@ -91,11 +91,11 @@ class Quantization:
         return chosen
 
     def _default(self) -> LinearFormat:
-        """Return the format that stands for the scheme: `linear`, else `experts`, else the first in `named`."""
+        """Return the scheme's main format: of linear layers, else of experts, else of its first module."""
         return self.linear or self.experts or next(iter(self.named.values()))
 
     def converts(self, tensor: TensorSpec) -> bool:
-        """Return whether the scheme quantizes this weight."""
+        """Return whether the scheme quantizes the weight `tensor`."""
         return self.format_of(tensor) is not None
 
     def bytes_after_load(self, tensor: TensorSpec, dtype: str) -> int:
@@ -108,7 +108,7 @@ class Quantization:
         return self._bytes(tensor, found)
 
     def loaded_parts(self, tensor: TensorSpec, kernels: Mapping[str, str]) -> dict[str, int]:
-        """Return name -> bytes of the tensors that store one converted weight after an engine has loaded it.
+        """Return name -> bytes of the tensors that store one quantized weight after an engine has loaded it.
 
         `kernels` maps the name of a format to the kernel that repacks it.
         """
@@ -130,7 +130,7 @@ class Quantization:
         return self.bytes_after_load(tensor, dtype) + extra
 
     def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
-        """Return the bytes of `tensor` after the first forward pass with `kernel`."""
+        """Return the bytes of `tensor` in memory after the first forward pass with `kernel`."""
         found = self.format_of(tensor) if tensor.tied_to is None else None
         if found is None:
             return self.bytes_after_load(tensor, dtype)
@@ -138,7 +138,7 @@ class Quantization:
         return count * sum(found.after_warmup(kernel, out, into, tensor.module).values())
 
     def parts(self, tensor: TensorSpec) -> dict[str, int]:
-        """Return name -> bytes of the tensors that store one converted weight [out, in]."""
+        """Return name -> bytes of the tensors that store one quantized weight [out, in]."""
         found = self.format_of(tensor) or self.linear
         if found is None:
             raise DeploymentError(f"{tensor.name} is not quantized", field=self.origin)
@@ -167,7 +167,7 @@ class Quantization:
 
 
 def matrices(tensor: TensorSpec) -> tuple[int, int, int]:
-    """Return (count, out, in): how many matrices store this weight, and their shape [out, in].
+    """Return (count, out, in): the number of matrices that store a weight, and their shape [out, in].
 
     Each expert is stored as a matrix of its own.
     """

@@ -30,7 +30,7 @@ _MOST_BYTES = 100 << 20
 
 
 def as_gguf(source: ModelSource, kind: str) -> ModelSource:
-    """Return the GGUF model that llama.cpp's quantization would make of an unquantized model.
+    """Return config and headers of the GGUF file that llama.cpp would make of an unquantized model.
 
     Args:
         source: the model, with an unquantized config.
@@ -63,15 +63,15 @@ def as_gguf(source: ModelSource, kind: str) -> ModelSource:
 
 
 def hub_gguf(model: HubModel) -> ModelSource:
-    """Return the model of a GGUF file on the hub, from the file's header.
+    """Return the config and tensor headers of a GGUF file on the hub, from the file's header.
 
     The header is read from the local hub cache if the file is there, else from the hub. If the hub does not
     answer, the tensors are computed from the file type and the base model's config.json that Tonnage ships.
 
     Raises:
         ModelNotFound: the file cannot be found or fetched.
-        CheckpointError: its header is broken.
-        UnsupportedArchitecture: the architecture is not supported.
+        CheckpointError: the file's header is broken.
+        UnsupportedArchitecture: the model's architecture is not supported.
     """
     if (cached := _cached(model)) is not None:
         return _source(model, [read_gguf(path) for path in cached])
@@ -93,14 +93,14 @@ def hub_gguf(model: HubModel) -> ModelSource:
 
 
 def _tag(gguf: str) -> str:
-    """Return the GGUF file type (such as Q4_K_M) that a tag names, or the end of a file's name."""
+    """Return the GGUF file type (such as Q4_K_M) in a model's tag, or at the end of a file's name."""
     stem = _SHARD.sub("", gguf).removesuffix(".gguf")
     found = re.search(r"[-.]((?:UD-)?(?:I?Q\d\w*|BF16|F16|F32))$", stem, re.IGNORECASE)
     return found[1] if found else stem
 
 
 def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
-    """Return the names of the GGUF file that a model's tag or path selects, or of its shards in order.
+    """Return the name of the GGUF file that a model's tag or path selects, or the names of its shards.
 
     Raises:
         ModelNotFound: no file has this tag.
@@ -124,7 +124,7 @@ def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
 
 
 def _cached(model: HubModel) -> list[Path] | None:
-    """Return the paths of a model's GGUF file in huggingface_hub's cache, or None if it has none."""
+    """Return the paths of a model's GGUF shards in huggingface_hub's cache, or None if there are none."""
     folder = hub_cache() / ("models--" + model.repo.replace("/", "--"))
     try:
         commit = (folder / "refs" / model.revision).read_text().strip()
@@ -187,7 +187,7 @@ def _header(remote: Remote, name: str) -> GGUFHeader:
 
 
 def _source(model: HubModel, headers: Sequence[GGUFHeader]) -> ModelSource:
-    """Return the model of a GGUF file, from the headers of its shards.
+    """Return the config and tensor headers of a GGUF model, from the headers of its shards.
 
     The first shard has the metadata, and every shard has tensors.
     """

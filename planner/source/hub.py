@@ -23,7 +23,7 @@ _HINT = "give a local folder with config.json, or a name the hub knows"
 
 
 def cached_snapshot(model: HubModel) -> Path | None:
-    """Return the local folder of a model's revision if the hub cache has its config.json, else None."""
+    """Return the folder of a model's revision in the local hub cache, None without a config.json there."""
     if modelscope():
         revision = revision_of(model)
         folders = modelscope_caches(model.repo, revision)[: None if revision == "master" else 1]
@@ -38,7 +38,7 @@ def cached_snapshot(model: HubModel) -> Path | None:
 
 
 def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
-    """Return config.json and the tensor headers (or index) of a model, fetched from the hub.
+    """Return a model's config.json and tensor headers (or checkpoint index), fetched from the hub.
 
     Raises:
         HubUnreachable: the hub does not answer, or access to it is disabled.
@@ -102,7 +102,7 @@ def _last(name: str) -> str:
 
 
 def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple[str, ...]]:
-    """Return a model as `fetch` does, or its shipped config.json if the hub cannot be reached.
+    """Return a model's config.json and headers from the hub, or the shipped config.json without the hub.
 
     Returns:
         The config, the checkpoint's headers or index, and notes for the plan.

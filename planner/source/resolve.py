@@ -21,20 +21,20 @@ _KEPT: dict[str, ModelSource] = {}
 
 
 def keep(source: ModelSource) -> None:
-    """Cache a model, so that `resolve_model` returns it for its id without reading it again.
+    """Cache a model's config and headers, so that `resolve_model` does not read the files again.
 
-    The web page uses it, because it plans the same model many times.
+    The web page calls this function, because the page plans the same model many times.
     """
     _KEPT[source.id] = source
 
 
 def forget(model: str) -> None:
-    """Drop the source that `keep` stored for a model, because its files may have changed."""
+    """Drop the config and headers that `keep` cached for a model, because its files may have changed."""
     _KEPT.pop(model, None)
 
 
 def cache_folder() -> Path:
-    """Return Tonnage's cache: `$TONNAGE_CACHE`, else `$XDG_CACHE_HOME/tonnage`, else `~/.cache/tonnage`.
+    """Return Tonnage's cache folder: `$TONNAGE_CACHE`, else `$XDG_CACHE_HOME/tonnage`, else `~/.cache/tonnage`.
 
     Raises:
         ModelNotFound: the user has no home directory.
@@ -52,7 +52,7 @@ def cache_folder() -> Path:
 
 
 def demo_folder() -> Path:
-    """Return the folder in Tonnage's cache that holds the converted demo model, if it was converted."""
+    """Return the folder in Tonnage's cache for the converted demo model, which may not exist."""
     return cache_folder() / "models" / DEMO_NAME
 
 
@@ -127,7 +127,7 @@ def _demo() -> ModelSource:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a folder, extended by other files that affect memory.
+    """Return config.json of a model's folder, extended by other files that affect memory.
 
     These are ModelOpt's hf_quant_config.json, which states the quantization if config.json does not;
     sentence_*_config.json, which limits the length of an encoder's texts; and the image processor's files,

@@ -129,7 +129,7 @@ ESTIMATE_LOW, ESTIMATE_HIGH = 0.4, 2.25
 
 
 def _experts_run(architecture: Architecture) -> int:
-    """Return the number of routed experts that one token passes through."""
+    """Return the number of routed experts of a layer that process one token."""
     every = family_of(architecture.model_type).every_expert
     return architecture.experts if every else max(1, architecture.experts_per_token)
 
@@ -156,7 +156,7 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
 
 
 def taped(recipe: Recipe | None) -> bool:
-    """Return whether `Tape`, the symbolic forward pass, supports every operation of the recipe."""
+    """Return whether `Tape`, the symbolic forward pass, supports every operation of a model's recipe."""
     if recipe is None or not recipe.taped:
         return False
     modules = {branch.module for layer in set(recipe.layers) for branch in layer.branches}
@@ -168,7 +168,10 @@ def taped(recipe: Recipe | None) -> bool:
 
 
 def bare_recipe(architecture: Architecture) -> Recipe:
-    """Return a recipe of embedding, final norm and head only, for a model whose layers are estimated."""
+    """Return a recipe (a model's operations) with only embedding, final norm and head.
+
+    It is for a model whose layers' activations are estimated from tensor shapes.
+    """
     hidden, rotary = architecture.hidden_size, architecture.rotary
     norm = Norm("", hidden, family_of(architecture.model_type).final_norm)
     return Recipe(
@@ -211,7 +214,7 @@ class ActivationSetup:
 
     @property
     def stream(self) -> int:
-        """Return the bytes of an element of the residual stream."""
+        """Return the bytes of one element of the residual stream."""
         convention = self.convention
         stored = convention.weights if self.method == "full" else self.frozen
         if convention.name == "fp32" or (convention.autocast and stored == 4):
@@ -219,7 +222,10 @@ class ActivationSetup:
         return 2 if stored == 2 else convention.compute
 
     def layer_kind(self, index: int, layers: int, masked: bool) -> LayerKind:
-        """Return the kind of the layer at `index` (from 0) of a model with `layers` layers."""
+        """Return the properties of layer `index` (from 0) that decide which tensors it keeps for training.
+
+        The model has `layers` layers.
+        """
         first = layers - self.trained_layers if self.method == "freeze" else 0
         trainable = self.method == "full" or (self.method == "freeze" and index >= first)
         adapters = self.method in ("lora", "qlora", "ia3")
@@ -242,13 +248,13 @@ class ActivationSetup:
 def activations_of(
     recipe: Recipe, masked: tuple[bool, ...], setup: ActivationSetup, estimated: tuple[ShapeSum, ...] = ()
 ) -> Activations:
-    """Return the activations of a model as functions of batch and sequence length.
+    """Return the activations that a model keeps for training, as functions of batch and sequence length.
 
     Args:
-        recipe: the model's layers.
+        recipe: the model's layers, as the operations that they run.
         masked: for each layer, whether it receives an explicit attention mask.
         setup: method, precision and kernels.
-        estimated: sums of tensor shapes, used in place of the recipe's layers where given.
+        estimated: sums of tensor shapes, from which the layers are estimated instead of the recipe, if given.
     """
     stream, vocab, full = setup.stream, recipe.logits, setup.method == "full"
     tables = _rotary_tables(recipe, stream)
@@ -274,7 +280,7 @@ def activations_of(
 
 
 def _rotary_tables(recipe: Recipe, stream: int) -> dict[str, tuple[Value, Value]]:
-    """Return the rotary tables of a recipe, as a dict from a table's name to its (cos, sin) tensors."""
+    """Return a model's rotary tables, as a dict from a table's name to its symbolic (cos, sin) tensors."""
     tables = {}
     for table in recipe.tables:
         size = Extent(position=table.dim // 2 if table.complex or table.half else table.dim)
@@ -300,7 +306,7 @@ def _estimated(sums: ShapeSum, setup: ActivationSetup) -> tuple[LayerKind, int, 
 def _taped(
     recipe: Recipe, masked: tuple[bool, ...], setup: ActivationSetup, tables: dict[str, tuple[Value, Value]]
 ) -> tuple[tuple[tuple[LayerKind, int, Kept], ...], list[Value]]:
-    """Run one layer of each kind on a tape, the symbolic forward pass.
+    """Run one layer of each kind on a `Tape`, the symbolic forward pass.
 
     Returns the kept bytes of each layer kind, and the tables that all layers share.
     """
@@ -360,7 +366,7 @@ def _embedding(t: Tape, recipe: Recipe, stream: int) -> Kept:
 
 
 def _head(t: Tape, recipe: Recipe, stream: int) -> Kept:
-    """Return the tensors that the final norm, the head and the soft cap of the logits keep."""
+    """Return the tensors that final norm, head and soft cap of the logits keep for the backward pass."""
     width, vocab = recipe.embedding.width, recipe.logits
     x = Value(Extent(token=recipe.hidden), stream, True)
     if recipe.final is not None:

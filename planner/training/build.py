@@ -62,7 +62,7 @@ _FP32_COPIES = 3
 
 
 def _copies_operands(setup: TrainingSetup) -> bool:
-    """Return whether the optimizer step makes fp32 copies of a whole tensor.
+    """Return whether the setup's optimizer step makes fp32 copies of a whole tensor.
 
     torchao's 8-bit AdamW does so, which torchtune uses.
     """
@@ -70,7 +70,7 @@ def _copies_operands(setup: TrainingSetup) -> bool:
 
 
 class Planner:
-    """A planner of many training setups of one model, which caches results that depend on part of a setup."""
+    """A planner of many training setups of one model, which caches results that several setups share."""
 
     def __init__(self, model: TrainingModel) -> None:
         self.model = model
@@ -96,13 +96,13 @@ class Planner:
         return found
 
     def length(self, setup: TrainingSetup) -> int:
-        """Return the tokens per sequence: --sequence-length, else 2,048 or the model's maximum if shorter."""
+        """Return the tokens per sequence: --sequence-length, else 2,048, or the model's maximum if shorter."""
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
-        """Return the activations of the setup, None for a model whose activations are not planned.
+        """Return the activations that a setup's layers keep, None if they are not planned for the model.
 
-        `kernels` replaces the description of the modules of the setup's training stack.
+        `kernels` replaces the description of the modules of the setup's training library.
         """
         recipe = self.model.recipe
         if recipe is None:
@@ -171,7 +171,7 @@ class Planner:
         )  # fmt: skip
 
     def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
-        """Return the bytes by which the memory peak may be (lower, higher) than planned.
+        """Return the bytes by which a training step's memory peak may be (lower, higher) than planned.
 
         The bounds are peaks of variants of the setup:
 
@@ -214,7 +214,7 @@ class Planner:
         return ceil_div(len(found), setup.pipeline_parallel)
 
     def plan(self, setup: TrainingSetup, *, brief: bool = False) -> TrainingPlan:
-        """Plan one setup; with `brief`, leave out communication and notes, as a sweep does.
+        """Return the memory plan of a training setup; with `brief`, without communication and notes.
 
         Raises:
             DeploymentError: for a setup that contradicts itself, the model or the device.

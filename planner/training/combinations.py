@@ -36,7 +36,7 @@ class Combinations:
 def combinations(
     planner: Planner, setup: TrainingSetup, singles: tuple[Trick, ...], most: int = MOST_TRIED
 ) -> Combinations:
-    """Plan combinations of the tricks in `singles` that save memory but do not fit alone.
+    """Return the fitting combinations of those memory-saving tricks in `singles` that do not fit alone.
 
     Pairs are planned first. Triples and quadruples follow only if no single trick and no smaller combination
     fits. Combinations with the largest summed saving come first, and at most `most` are planned. Combinations
@@ -71,7 +71,7 @@ def _quickest(trick: Trick) -> tuple[float, int]:
 
 
 def _together(chosen: tuple[Trick, ...]) -> dict[str, Any] | None:
-    """Return the flag changes of all chosen tricks as one dict, None if two tricks set the same flag."""
+    """Return the flag changes of all chosen memory-saving tricks, None if two tricks set the same flag."""
     changes: dict[str, Any] = {}
     for trick in chosen:
         if any(field in changes for field, _ in trick.changes):

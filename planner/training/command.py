@@ -85,7 +85,7 @@ def parser() -> Parser:
 
 
 def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
-    """Return the `TrainingSetup` of the parsed flags, with the field values in `changes` applied.
+    """Return the training setup of the parsed flags, with the field values in `changes` applied.
 
     Raises:
         DeploymentError: for a flag with a wrong value; the error names the flag.
@@ -120,7 +120,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Plan, search or sweep as the parsed flags say, print the result, and return the exit code."""
+    """Plan one setup, search for the largest value, or sweep, by the parsed flags; return the exit code."""
     _check_outputs(args)
     setup = setup_from(args)
     planner = Planner(load_training_model(args.model))
@@ -174,7 +174,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Raise DeploymentError if the parsed arguments hold two output flags that exclude each other."""
+    """Raise DeploymentError if the parsed flags include two output flags that exclude each other."""
     many = "--sweep", "is about one setting, --sweep about many", ("find", "tricks", "emit", "explain")
     alone = (
         "--emit",
@@ -193,9 +193,9 @@ def _trick(trick: Any) -> dict[str, Any]:
 
 
 def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
-    """Return the rows of a sweep as lines of an aligned table, in GiB.
+    """Return a sweep over training setups as lines of a table with sizes in GiB, one line per setup.
 
-    The CPU and NVMe columns are left out if no row uses that memory.
+    The column of CPU or NVMe memory is left out if no setup uses it.
     """
     parts = {"GPU": "gpu_bytes", "CPU": "cpu_bytes", "NVMe": "nvme_bytes"}
     used = [name for name, field in parts.items() if name == "GPU" or any(_gib_of(r, field) for r in rows)]
@@ -209,12 +209,12 @@ def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def _gib_of(row: Row, field: str) -> float:
-    """Return the size in `field` of a sweep's row as text in GiB with two decimals; 0.00 if it is None."""
+    """Return a setup's planned bytes in `field` of a sweep's row as text in GiB; 0.00 if they are None."""
     return round((getattr(row, field) or 0) / GiB, 2)
 
 
 def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
-    """Plan every combination of the --sweep values and print a table or JSON; return the exit code."""
+    """Plan each combination of the --sweep values, print a table or JSON, and return the exit code."""
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
     made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None

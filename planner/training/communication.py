@@ -38,7 +38,7 @@ class Collective(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """All traffic of a rank over one optimizer step.
+    """All network and link traffic of a rank over one optimizer step of training.
 
     The fields `elements`, `bytes`, `inter_node_bytes` and `seconds` are sums over the collectives.
 
@@ -70,7 +70,7 @@ def _crossing(size: int, setup: TrainingSetup, ranks: int) -> int:
 
 
 def communication_of(setup: TrainingSetup, states: States, activation_bytes: int) -> Communication:
-    """Return the traffic of one rank over an optimizer step.
+    """Return the network and link traffic of one rank over an optimizer step.
 
     `activation_bytes` is the bytes of the residual stream after one layer, for one micro-batch. Tensor and
     pipeline parallelism exchange it between ranks.
@@ -87,7 +87,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
     def add(
         name: str, what: str, elements: int, size: int, group: int, times: int = 1, per: str = "step"
     ) -> None:
-        """Add a collective over `group` ranks that sends `size` bytes `times` per step.
+        """Add a collective operation over `group` ranks that sends `size` bytes `times` per optimizer step.
 
         Nothing is added if `size` is 0 or the group has one rank.
         """

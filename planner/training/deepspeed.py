@@ -31,7 +31,7 @@ class StateEstimate(NamedTuple):
 def zero2(
     parameters: int, gpus: int, nodes: int = 1, *, offload: bool, documented: bool = False
 ) -> StateEstimate:
-    """Return DeepSpeed's estimate for ZeRO-2.
+    """Return DeepSpeed's estimate of model states with ZeRO-2.
 
     With P parameters on N GPUs, the current formula without offload is 2 P + 18 P / N bytes per GPU.
     `documented` selects the older formula of DeepSpeed's documentation, 4 P + 16 P / N.
@@ -48,7 +48,7 @@ def zero3(
     parameters: int, largest_layer: int, gpus: int, nodes: int = 1, *,
     offload_optimizer: bool, offload_param: bool, zero_init: bool,
 ) -> StateEstimate:  # fmt: skip
-    """Return DeepSpeed's estimate for ZeRO-3, from parameter counts and offload flags.
+    """Return DeepSpeed's estimate of model states with ZeRO-3, from parameter counts and offload flags.
 
     `largest_layer` is the number of parameters of the largest leaf module.
     """
@@ -65,7 +65,7 @@ def zero3(
 
 
 def counts(architecture: Architecture) -> tuple[int, int]:
-    """Return the parameter counts of the model (tied tensors once) and of its largest module."""
+    """Return the number of parameters of a model (tied tensors once) and of its largest module."""
     total, modules = 0, dict[str, int]()
     for tensor in architecture.tensors:
         if tensor.is_parameter:
@@ -108,5 +108,5 @@ def _at(offload: bool) -> str:
 
 
 def _row(found: StateEstimate, options: str) -> str:
-    """Return one line of DeepSpeed's table of estimates: CPU and GPU memory in GiB, and the options."""
+    """Return one line of DeepSpeed's table of model states: CPU and GPU memory in GiB, and the options."""
     return f" {found.cpu / GiB:7.2f}GB | {found.gpu / GiB:6.2f}GB | {options}"

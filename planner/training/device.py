@@ -20,7 +20,7 @@ def capability_of(setup: TrainingSetup) -> tuple[int, int] | None:
 
 
 def attention_of(setup: TrainingSetup) -> str:
-    """Return the attention implementation: as requested, else `flash` if the GPU runs it, else `sdpa`."""
+    """Return the requested attention implementation, else `flash` if the GPU supports it, else `sdpa`."""
     if setup.attention is not None:
         return setup.attention
     capability = capability_of(setup)
@@ -28,7 +28,7 @@ def attention_of(setup: TrainingSetup) -> str:
 
 
 def check_device(setup: TrainingSetup) -> None:
-    """Check that the GPU has kernels for the attention implementation and the precision.
+    """Check that the setup's GPU has kernels for the attention implementation and the precision.
 
     Raises:
         DeploymentError: the GPU has no kernel for one of them; the error names the flag.

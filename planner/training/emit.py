@@ -28,7 +28,7 @@ _OPTIM = {
 
 
 def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
-    """Return the configuration of `kind` as text.
+    """Return the training configuration of a plan as text, for the tool that `kind` names.
 
     Raises:
         DeploymentError: for an unknown kind, or a setup that the tool cannot express.
@@ -49,7 +49,7 @@ def emit(kind: str, plan: TrainingPlan, architecture: Architecture) -> str:
 
 
 def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
-    """Return a configuration for `deepspeed.initialize` and `TrainingArguments(deepspeed=...)`."""
+    """Return a setup's DeepSpeed config, for `deepspeed.initialize` or `TrainingArguments(deepspeed=...)`."""
     if not setup.strategy.startswith("zero"):
         raise DeploymentError(
             f"{setup.strategy} is not a DeepSpeed strategy",
@@ -97,7 +97,7 @@ def deepspeed(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def accelerate(setup: TrainingSetup) -> dict[str, Any]:
-    """Return a configuration for `accelerate launch --config_file`."""
+    """Return a setup's Accelerate config, for `accelerate launch --config_file`."""
     precision = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp8": "fp8"}.get(setup.precision, "no")
     out: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -126,7 +126,7 @@ def accelerate(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
-    """Return the object `fsdp_config` of an Accelerate configuration."""
+    """Return the object `fsdp_config` of a setup's Accelerate config."""
     out: dict[str, Any] = {
         "fsdp_version": setup.fsdp_version,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -148,7 +148,7 @@ def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def trainer(setup: TrainingSetup) -> dict[str, Any]:
-    """Return keyword arguments of `transformers.TrainingArguments`."""
+    """Return the keyword arguments of `transformers.TrainingArguments` for a training setup."""
     if setup.stack == "torchtune":
         raise DeploymentError(
             "torchtune takes recipes, not TrainingArguments",
@@ -195,7 +195,7 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
-    """Return the fields of a `peft.LoraConfig` or `IA3Config`; QLoRA adds a BitsAndBytesConfig."""
+    """Return a setup's fields of `peft.LoraConfig` or `IA3Config`; QLoRA adds a BitsAndBytesConfig."""
     if setup.method not in ("lora", "qlora", "ia3"):
         raise DeploymentError(
             f"--method {setup.method} trains no adapters", field="--emit", hint="--method lora"
@@ -222,7 +222,7 @@ def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
 
 
 def _yaml(value: dict[str, Any], indent: int = 0) -> str:
-    """Return `value` as YAML: strings, numbers, booleans and one level of nesting."""
+    """Return the dict `value` as YAML; it has strings, numbers, booleans and one level of nesting."""
     lines = []
     for key, item in value.items():
         if isinstance(item, dict):

@@ -18,7 +18,7 @@ _HEADS = ("component", "size", "bounds", "bytes", "formula", "share")
 
 
 def facts_of(setup: TrainingSetup, model: str, gpu: str | None, swept: Sequence[str] = ()) -> Facts:
-    """Return the (label, value) pairs at the top of an HTML page: model, engine and device.
+    """Return the (label, value) pairs at the top of a training plan's HTML page, such as model and device.
 
     Args:
         setup: the training flags.
@@ -71,7 +71,7 @@ def plan_page(
 
 
 def _tricks(rows: tuple[Trick, ...]) -> str:
-    """Return an HTML table of memory-saving tricks."""
+    """Return an HTML table of memory-saving tricks for training, one row per trick."""
     cells = []
     for t in rows:
         fits = {True: "yes", False: "no", None: ""}[t.fits]
@@ -84,7 +84,7 @@ def _tricks(rows: tuple[Trick, ...]) -> str:
 
 
 def sweep_page(names: Sequence[str], rows: Sequence[Row], words: Sequence[str], facts: Facts) -> str:
-    """Return the HTML document of a sweep over the flags `names`, with one table row per setting."""
+    """Return the HTML document of a sweep over the training flags `names`, one table row per setup."""
     cells = []
     for row in rows:
         values = ("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row.values)

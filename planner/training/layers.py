@@ -48,7 +48,7 @@ def layer(t: Tape, recipe: Layer, x: Value, tables: Tables, at: str) -> Value:
 
 
 def norm(t: Tape, n: Norm, x: Value) -> Value:
-    """Run a norm on the tape and return its output."""
+    """Run a norm on the tape `t`, a symbolic forward pass, and return its output."""
     weights = n.size * n.groups if n.own else n.size
     if n.kind.startswith("rms"):
         return t.rms_norm(x, weights, n.groups, n.kind)
@@ -56,7 +56,7 @@ def norm(t: Tape, n: Norm, x: Value) -> Value:
 
 
 def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Value:
-    """Run an attention module on the tape and return its output, after the output projection."""
+    """Run an attention module on the tape `t`, a symbolic forward pass, and return its projected output."""
     at = f"{layer}.{a.name}"
     q, k, v = _projected(t, a, h, at)
     if not a.normed_last:
@@ -87,7 +87,7 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
 
 
 def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, Value]:
-    """Return Q, K and V, computed by three projections or by one fused projection."""
+    """Return symbolic Q, K and V of an attention module, from three projections or a fused one."""
     dims = a.heads
     sizes = [dims.heads * dims.head_size, dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size]
     if a.qkv is None:
@@ -106,12 +106,12 @@ def _projected(t: Tape, a: Attention, h: Value, at: str) -> tuple[Value, Value, 
 
 
 def _normed(t: Tape, a: Attention, q: Value, k: Value) -> tuple[Value, Value]:
-    """Return Q and K after their norms, if the attention has any."""
+    """Return symbolic Q and K after their norms, unchanged if the attention module has none."""
     return (q if a.q_norm is None else norm(t, a.q_norm, q), k if a.k_norm is None else norm(t, a.k_norm, k))
 
 
 def _softmax(t: Tape, a: Attention, h: Value) -> int:
-    """Return the bytes of one softmax result under eager attention.
+    """Return the bytes of one value of the softmax result under eager attention.
 
     Under autocast, softmax is computed in fp32 on a GPU. On a CPU its result has the model's dtype, because the
     mask that is added to the scores has it.
@@ -122,13 +122,13 @@ def _softmax(t: Tape, a: Attention, h: Value) -> int:
 
 
 def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
-    """Return new cos and sin tables, for a model that computes them separately for Q and for K."""
+    """Return new symbolic cos and sin tables, for a model that computes them separately for Q and K."""
     width = 4 if rope.apart == "wide" else x.width
     return Value(Extent(position=rope.dim), width, False), Value(Extent(position=rope.dim), width, False)
 
 
 def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Value:
-    """Return `x` after rotary embedding, in the dtype and memory layout of the model's next operation."""
+    """Return `x` (Q or K) after rotary embedding, in dtype and memory layout of the next operation."""
     out = t.rotate(x, tables)
     if rope.restored:
         out = t.cast(out, x.width)
@@ -136,7 +136,7 @@ def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Valu
 
 
 def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, layer: str) -> Value:
-    """Run latent attention (MLA) on the tape; K and V are expanded to all heads before attention reads them."""
+    """Run latent attention (MLA) on the tape `t`, with K and V expanded to all heads; return its output."""
     at, size = f"{layer}.{a.name}", a.heads * a.head_size
     if a.q_rank is None:
         q = t.linear(h, f"{at}.q_proj", a.hidden, size)
@@ -161,7 +161,7 @@ def latent_attention(t: Tape, a: LatentAttention, h: Value, tables: Tables, laye
 
 
 def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
-    """Run an MLP on the tape and return its output.
+    """Run an MLP on the tape `t`, a symbolic forward pass, and return its output.
 
     There are three kinds of MLP: with separate matrices for gate, up and down projection, with gate and up
     projection fused into one matrix, and without a gate.
@@ -182,7 +182,7 @@ def mlp(t: Tape, m: Mlp, h: Value, layer: str) -> Value:
 
 
 def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
-    """Run routed and shared experts of a mixture-of-experts layer on the tape, and return their summed output.
+    """Run routed and shared experts of an MoE layer on the tape `t`, and return their summed output.
 
     Each token is copied once for each of its experts, and the copies are sorted by expert.
     """
@@ -199,7 +199,7 @@ def experts(t: Tape, e: Experts, h: Value, layer: str) -> Value:
 
 
 def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
-    """Run the router on the tape and return the weights of the chosen experts, `e.chosen` per token."""
+    """Run the experts' router on the tape `t` and return the routing weights, `e.chosen` per token."""
     router, given = e.router, h.width
     if router.noisy and h.grad:
         t.save(t.like(h))
@@ -243,7 +243,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
 
 
 def _mixed(t: Tape, e: Experts, logits: Value) -> Value:
-    """Run Phi-3.5-MoE's router (sparsemixer) on the tape, once for each chosen expert.
+    """Run Phi-3.5-MoE's router (sparsemixer) on the tape `t`, once for each chosen expert.
 
     Each run keeps five tensors for the backward pass: the mask of the experts, the softmax of the masked
     logits, the index of the sampled expert, the index of the expert with the largest logit, and the gradient's

@@ -1,4 +1,4 @@
-"""Builders of the lines of a training plan. A line has one memory component's bytes, formula and source."""
+"""Builders of a training plan's lines. A line has one memory component's bytes, formula and source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSS = {
 
 
 def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
-    """Return the plan lines with paged optimizer states limited to the GPU memory that other lines leave.
+    """Return plan lines in which paged optimizer states take at most the GPU memory that others leave.
 
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
     excess leaves the GPU. This is how torchtune's published full training of an 8B model fits on an RTX 4090.
@@ -50,14 +50,14 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
-    """Return a plan line without an interval: both bounds equal its bytes."""
+    """Return a line of a training plan whose bytes are exact: both bounds equal them."""
     return Line(name, place, size, size, size, formula, source)
 
 
 def state_lines(
     setup: TrainingSetup, states: States, c: Convention, placed: HostBytes, trained: Trained, there: int
 ) -> list[Line]:
-    """Return the plan lines of the model states; `there` is the bytes of gradients alive at the memory peak."""
+    """Return a training plan's lines of model states; `there` is the bytes of gradients at the peak."""
     ranks = f" over {setup.shard_ranks} ranks" if setup.zero_stage else ""
     master = states.master if c.master_with_weights else 0
     per = f"{c.weights} + {c.master}" if c.master_with_weights and c.master else str(c.weights)
@@ -94,7 +94,7 @@ def state_lines(
 
 
 def _frozen(setup: TrainingSetup) -> str:
-    """Return a description of the frozen weights' storage, for the formula of a plan line."""
+    """Return a text on how frozen weights are stored, for the formula of their line in a training plan."""
     if setup.method == "qlora":
         return f"linear weights in {setup.base_quantization}, the rest {frozen_bytes(setup)} bytes"
     return f"{frozen_bytes(setup)} bytes each"
@@ -103,7 +103,7 @@ def _frozen(setup: TrainingSetup) -> str:
 def peak_lines(
     setup: TrainingSetup, peak: Peak | None, length: int, estimated: bool, bounds: tuple[int, int]
 ) -> list[Line]:
-    """Return the plan lines of the peak: activations, logits, weight casts, temporary tensors, rounding.
+    """Return a training plan's lines of a step's memory peak, such as activations, logits and weight casts.
 
     Args:
         setup: the training flags.
@@ -165,7 +165,7 @@ def peak_lines(
 
 
 def host_lines(setup: TrainingSetup, placed: HostBytes, peak: Peak | None, states: States) -> list[Line]:
-    """Return the plan lines of CPU and NVMe memory: offloaded states and activations, step counters."""
+    """Return a training plan's lines of CPU and NVMe memory: offloaded states and activations, counters."""
     node = setup.gpus
     out = list(placed.lines)
     if peak is not None and peak.cpu:

@@ -9,7 +9,7 @@ NETWORKS = {
     "nvlink3": 300 * 10**9,  # A100 data sheet: 600 GB/s both directions
     "nvlink4": 450 * 10**9,  # H100 data sheet: 900 GB/s both directions
     "nvlink5": 900 * 10**9,  # B200 data sheet: 1,800 GB/s both directions
-    "pcie3": 16 * 10**9,  # x16, PCI-SIG
+    "pcie3": 16 * 10**9,  # a link of 16 lanes, by PCI-SIG
     "pcie4": 32 * 10**9,
     "pcie5": 64 * 10**9,
 }
@@ -22,7 +22,7 @@ LINKS = {
 
 
 def parse_speed(text: str, field: str) -> int:
-    """Return bytes per second for a link's name (`ndr`, `nvlink4`) or a speed (`400Gbps`, `50GB/s`).
+    """Return a link's bytes per second from its name (`ndr`, `nvlink4`) or a speed (`400Gbps`, `50GB/s`).
 
     Raises:
         DeploymentError: for text that is neither a known link nor a speed.

@@ -42,7 +42,7 @@ class LossMemory(NamedTuple):
 
 
 def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_trained: bool) -> LossMemory:
-    """Return the bytes of logits and loss for `tokens` tokens on one rank.
+    """Return the bytes of logits and loss during a training step, for `tokens` tokens on one rank.
 
     Args:
         setup: the training flags.
@@ -91,7 +91,7 @@ def _chunked(setup: TrainingSetup, elements: int, width: int, labels: int) -> Lo
 
 
 def _liger(acts: Activations, tokens: int, head_trained: bool) -> int:
-    """Return the bytes of Liger's fused linear cross-entropy.
+    """Return the bytes of logits and loss for Liger's fused linear cross-entropy.
 
     The kernel holds the logits of one chunk of tokens (in 16 bits and fp32), and the gradients of the hidden
     states and of the head's weight. A chunk has tokens / ceil(vocabulary / hidden size) tokens, rounded up to a

@@ -56,7 +56,7 @@ class TensorGroup:
 
     @property
     def elements(self) -> int:
-        """Return the elements of one tensor."""
+        """Return the number of elements of one tensor of the group."""
         return prod(self.shape)
 
     @property
@@ -86,12 +86,12 @@ class Trained:
 
     @cached_property
     def trainable(self) -> int:
-        """Return the number of trained parameters, adapters included."""
+        """Return the number of trained parameters of the model, adapters included."""
         return sum(h.elements * h.count for h in self.held if h.trainable)
 
     @cached_property
     def adapters(self) -> int:
-        """Return the number of adapter parameters."""
+        """Return the number of parameters of the model's adapters (LoRA, IA3)."""
         return sum(h.elements * h.count for h in self.held if h.adapter)
 
 
@@ -166,7 +166,7 @@ def target_names(architecture: Architecture) -> tuple[str, ...]:
 
 
 def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | None:
-    """Return PEFT's default target modules for a model type, None if PEFT has no default."""
+    """Return PEFT's default target modules of LoRA or IA3 for a model type, None without a default."""
     family = family_of(model_type)
     return family.ia3 if setup.method == "ia3" else family.lora
 
@@ -174,7 +174,7 @@ def default_targets(setup: TrainingSetup, model_type: str) -> tuple[str, ...] | 
 def _adapters(
     architecture: Architecture, own: list[TensorSpec], setup: TrainingSetup
 ) -> tuple[list[TensorGroup], frozenset[str]]:
-    """Return the adapter tensors, and the name patterns of the modules that have adapters."""
+    """Return the tensors of a model's adapters (LoRA, IA3), and name patterns of the adapted modules."""
     wanted = setup.target_modules
     if wanted is None:
         wanted = default_targets(setup, architecture.model_type)
@@ -224,7 +224,7 @@ def _adapters(
 
 
 def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name suffix, shape) of each adapter tensor of a module.
+    """Return (name suffix, shape) of each LoRA or IA3 tensor of a module.
 
     LoRA has A [rank, in] and B [out, rank]. IA3 has one scale per input of a feed-forward module, and one per
     output of other modules (peft/tuners/ia3/layer.py).

@@ -15,7 +15,7 @@ from tonnage.planner.training.activations import ShapeSum, bare_recipe, shape_su
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """A model to be trained.
+    """The training planner's description of a model.
 
     Attributes:
         id: name of the model.
@@ -33,7 +33,7 @@ class TrainingModel:
 
     @cached_property
     def tied(self) -> bool:
-        """Return whether the model has tied tensors."""
+        """Return whether the model has tied tensors, such as embedding and head."""
         return any(t.tied_to is not None for t in self.architecture.tensors)
 
     @cached_property
@@ -46,11 +46,14 @@ class TrainingModel:
         return tuple(out)
 
     def attention(self, asked: str) -> str:
-        """Return the attention implementation `asked` if the model class supports it, else `eager`."""
+        """Return the requested attention implementation (`asked`) if the model supports it, else `eager`."""
         return asked if asked in family_of(self.architecture.model_type).attentions else "eager"
 
     def masked(self, length: int) -> tuple[bool, ...]:
-        """Return for each layer whether it needs a mask: its sliding window is shorter than `length` tokens."""
+        """Return for each layer whether it needs an explicit attention mask for sequences of `length` tokens.
+
+        A layer needs one if its sliding window is shorter than the sequence.
+        """
         return tuple(0 < window < length for window in self.windows)
 
 
@@ -68,7 +71,7 @@ def model_from(id: str, architecture: Architecture) -> TrainingModel:
 
 
 def load_training_model(name: str) -> TrainingModel:
-    """Load a model by a name that `tonnage plan` takes.
+    """Load the training planner's description of the model `name`: a hub id, a folder or another name.
 
     Raises:
         UnsupportedArchitecture: for a quantized checkpoint, which cannot be trained in place.

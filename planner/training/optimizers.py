@@ -17,11 +17,11 @@ from tonnage.planner.units import ceil_div
 BNB_MIN_ELEMENTS = 4096
 BNB_BLOCK = 256
 BNB_MAPS_BYTES = 2 * 256 * 4
-STEP_BYTES = 4  # torch.optim's fp32 step counter per tensor, on the host unless fused or capturable
+STEP_BYTES = 4  # bytes of torch.optim's fp32 step counter per tensor, in host memory unless fused or capturable
 
 
 class Optimizer(NamedTuple):
-    """The states that an optimizer keeps.
+    """The states that an optimizer keeps for each parameter and tensor.
 
     Attributes:
         name: the optimizer's name, as --optimizer takes it.
@@ -53,7 +53,7 @@ OPTIMIZER = {
 
 
 def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
-    """Return whether GaLore projects the tensor's gradient to a low rank.
+    """Return whether the optimizer is GaLore and projects the tensor's gradient to a low rank.
 
     It does so for matrices of attention and MLP, and not for embedding, head and norms.
 
@@ -97,7 +97,7 @@ def state_bytes(name: str, shape: tuple[int, ...], role: str, state: int, rank: 
 
 
 def shared_bytes(name: str) -> int:
-    """Return the bytes that an optimizer keeps once per device.
+    """Return the bytes that an optimizer keeps once per device, for all tensors together.
 
     They are the two quantization maps of an 8-bit optimizer, and 0 for other optimizers.
     """
@@ -105,7 +105,7 @@ def shared_bytes(name: str) -> int:
 
 
 def step_workspace(name: str, kernel: str, trainable: int, largest: int, state: int, projected: int = 0) -> int:
-    """Return the temporary bytes of one optimizer step on a rank.
+    """Return the bytes of temporary tensors in one optimizer step on a rank.
 
     * AdamW's foreach kernel computes the update's denominators for all tensors at once, in copies of the second
       state (torch/optim/adamw.py, 2.13, `_multi_tensor_adamw`: `_foreach_sqrt`). Fused kernels make no copies.

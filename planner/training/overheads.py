@@ -48,7 +48,7 @@ class Overhead(NamedTuple):
 
 
 def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: bool = True) -> list[Overhead]:
-    """Return the overheads of one rank.
+    """Return one rank's memory that is neither model state nor activation, such as the CUDA context.
 
     Args:
         setup: the flags of the training.

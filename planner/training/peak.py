@@ -44,7 +44,7 @@ _LARGE, _ROUND, _UNSPLIT = 10 * MiB, 2 * MiB, 1 * MiB
 
 
 class Peak(NamedTuple):
-    """The largest sum of bytes besides the model states during a training step, by kind.
+    """The GPU memory besides the model states at the peak of a training step, by kind.
 
     Attributes:
         moment: the moment of the peak, one of MOMENTS.
@@ -54,7 +54,7 @@ class Peak(NamedTuple):
         temporary: bytes of tensors that live within one operation, layer or optimizer step.
         rounding: bytes that the CUDA allocator adds by rounding.
         cpu: bytes of activations kept on the host.
-        gradients: the part of the model's gradients that exists at that moment, in bytes.
+        gradients: the part of the model's gradients that exists at the peak, in bytes.
         more: bytes by which the real peak may be higher than planned.
         rough: the part of `temporary` that is an estimate, in bytes.
         copies: description of the gradient copies of an optimizer step.
@@ -74,7 +74,7 @@ class Peak(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the bytes on the GPU besides the model states."""
+        """Return the sum of the bytes on the GPU at the peak of a training step, without the model states."""
         return self.activations + self.logits + self.casts + self.temporary + self.rounding
 
 
@@ -138,7 +138,7 @@ class _Cut(NamedTuple):
     sequence_parallel: bool
 
     def kept(self, kept: Kept) -> int:
-        """Return the bytes of the kept tensors on one rank, which tensor and sequence parallelism divide."""
+        """Return the bytes on one rank of the tensors in `kept`, after tensor and sequence parallelism."""
         whole, split = kept.total.at(self.batch, self.length), kept.split.at(self.batch, self.length)
         if self.sequence_parallel:
             return ceil_div(whole, self.tp)
@@ -167,7 +167,7 @@ class _LayerSums(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _layer_sums(acts: Activations, cut: _Cut, stage: StageShape) -> _LayerSums:
-    """Return the kept bytes, summed over the layers of a pipeline stage on one rank."""
+    """Return the bytes that a pipeline stage's layers keep for the backward pass on one rank, summed."""
     total = scores = casts = frozen = largest = rounding = 0
     for _, count, kept in acts.layers:
         here = ceil_div(count * stage.layers, stage.of_layers)
@@ -204,7 +204,7 @@ class _Waiting(NamedTuple):
 
 
 def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageShape) -> _Waiting:
-    """Return the bytes that a pipeline stage's layers keep until their backward pass.
+    """Return the bytes that a pipeline stage's layers keep until their backward pass, by kind.
 
     Activation checkpointing and activation offload are taken into account.
     """
@@ -231,7 +231,7 @@ def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageSha
 
 
 class _Moment(NamedTuple):
-    """Bytes at one moment of a step; `name` is one of MOMENTS."""
+    """The bytes of each kind at one moment of a training step; `name` is one of MOMENTS."""
 
     name: str
     activations: int
@@ -242,7 +242,7 @@ class _Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the sum of all bytes at this moment."""
+        """Return the bytes of all kinds at this moment of a training step."""
         return sum(self[1:])
 
 
@@ -281,8 +281,7 @@ def peak_of(
     head_gradient = matrix if head_trained else 0
     tied_here = tied and head_trained and stage.embedding and stage.head
     persistent = gradients.full if gradients.held else 0
-    # With tied weights, the gradient from the head stays allocated until the embedding's gradient is added to
-    # it.
+    # With tied weights, the gradient from the head stays allocated until the embedding's gradient is added.
     unsummed = head_gradient if tied_here and not gradients.held else 0
     in_layer = (
         3 * tokens * ceil_div(inner, tp) * acts.logit_width

@@ -21,7 +21,7 @@ INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 1.5 is DeepSpeed's addi
 
 
 class HostBytes(NamedTuple):
-    """The model states that are offloaded from the GPU, and the weights gathered on it.
+    """The model states that are offloaded from the GPU, and the weights that are gathered on the GPU.
 
     Attributes:
         weights_off: whether weights are offloaded.
@@ -41,7 +41,7 @@ class HostBytes(NamedTuple):
 
 
 def init_bytes(parameters: int, gpus: int) -> int:
-    """Return the CPU bytes of a node while each of its ranks builds the whole model in fp32.
+    """Return the bytes of a node's CPU memory while each of its ranks builds the whole model in fp32.
 
     The formula is parameters x 4 x ranks x 1.5 (DeepSpeed's additional_buffer_factor).
     """
@@ -61,7 +61,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
     lines: list[Line] = []
 
     def line(name: str, place: str, size: int, formula: str, source: str) -> None:
-        """Add a plan line without an interval: both bounds equal its bytes."""
+        """Add a line to the training plan whose bytes are exact: both bounds equal them."""
         lines.append(Line(name, place, size, size, size, formula, source))  # type: ignore[arg-type]
 
     if optimizer_off:
@@ -98,7 +98,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
 
 
 def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> Line:
-    """Return the plan line of the unsharded weights that ZeRO-3 or FSDP holds on the GPU at once.
+    """Return a training plan's line of the weights that ZeRO-3 or FSDP holds gathered on the GPU at once.
 
     * DeepSpeed: the current module and the prefetch bucket, at most max_live_parameters.
     * FSDP: the current unit, the next one prefetched, and the root unit with embedding and head. The root stays
@@ -129,7 +129,10 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
 
 
 def _init(setup: TrainingSetup, trained: Trained) -> int:
-    """Return the CPU bytes of a node while its ranks build the model, 0 if each rank builds only its part."""
+    """Return the bytes of a node's CPU memory while its ranks build the model.
+
+    Returns 0 if each rank builds only its own part of the model.
+    """
     if setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init):
         return init_bytes(trained.parameters, setup.gpus)
     return 0

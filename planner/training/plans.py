@@ -75,14 +75,14 @@ class TrainingPlan:
     cpu_init_bytes: int
 
     def total(self, place: Place = "gpu") -> int:
-        """Return the planned bytes in one place: `gpu` per rank, `cpu` and `nvme` per node."""
+        """Return a training plan's total bytes in one memory: `gpu` per rank, `cpu` or `nvme` per node."""
         return sum(line.bytes for line in self.lines if line.place == place)
 
     def bounds(self, place: Place = "gpu") -> tuple[int, int]:
-        """Return the lower and the upper bound of the bytes on `gpu`, `cpu` or `nvme`."""
+        """Return the lower and upper bound of a training plan's total bytes on `gpu`, `cpu` or `nvme`."""
         lines = [line for line in self.lines if line.place == place]
         return sum(line.low for line in lines), sum(line.high for line in lines)
 
     def line(self, name: str, place: Place = "gpu") -> int:
-        """Return the bytes of the component `name` in one place, 0 if the plan does not have it."""
+        """Return the planned bytes of the component `name` on `place` (gpu, cpu or nvme), 0 if it is absent."""
         return sum(line.bytes for line in self.lines if line.name == name and line.place == place)

@@ -1,9 +1,9 @@
-"""Bytes per parameter of weights, master weights and gradients, under each named convention.
+"""Bytes per parameter of weights, master weights and gradients, under each named precision convention.
 
-A convention states where a framework counts the fp32 copy of the weights, and the dtype of its gradients. With
-AdamW, a parameter takes 16 bytes (conventions zero, master-with-weights, fp32), 18 (huggingface), 16 to 18
-(autocast) or 8 (bf16, fp16). fp8 is only a precision of matrix products. With it, weights, gradients and states
-follow one of the mixed conventions.
+A convention is a training framework's way to store weights, their fp32 copy and gradients. With AdamW, a
+parameter takes 16 bytes (conventions zero, master-with-weights, fp32), 18 (huggingface), 16 to 18 (autocast) or
+8 (bf16, fp16). fp8 is only a precision of matrix products. With it, weights, gradients and states follow one of
+the mixed conventions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tonnage.planner.training.setup import DTYPE_BYTES, TrainingSetup
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """Bytes per trainable parameter under a named convention.
+    """A training framework's way to store each trainable parameter, in bytes per parameter.
 
     Attributes:
         weights: bytes of the weight that the forward pass reads.
@@ -43,7 +43,7 @@ class Convention:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Return AdamW's bytes per parameter: weight, fp32 copy, gradient and two optimizer states."""
+        """Return the bytes per parameter with AdamW: weight, fp32 copy, gradient and two optimizer states."""
         return self.weights + self.master + self.gradients + 2 * self.state
 
 
@@ -73,7 +73,11 @@ _PURE = {
 
 
 def convention_of(setup: TrainingSetup) -> Convention:
-    """Return the requested precision convention, by default that of the strategy's framework."""
+    """Return how a setup stores weights, their fp32 copies and gradients, in bytes per parameter.
+
+    With mixed precision, --convention selects it. The default is DeepSpeed's way with ZeRO, else that of
+    torch.autocast.
+    """
     if not setup.mixed:
         chosen = _PURE[setup.precision]
     else:
@@ -94,7 +98,7 @@ def convention_of(setup: TrainingSetup) -> Convention:
 
 
 def frozen_bytes(setup: TrainingSetup) -> int:
-    """Return the bytes of one frozen weight: those of --base-dtype, else 4 in fp32 training and 2 otherwise."""
+    """Return the bytes per frozen weight: those of --base-dtype, else 4 in fp32 training and 2 otherwise."""
     if setup.base_dtype is not None:
         return DTYPE_BYTES[setup.base_dtype]
     return 4 if setup.precision == "fp32" else 2

@@ -60,7 +60,7 @@ def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
 
 
 def _stack(plan: TrainingPlan, explain: bool) -> dict[str, Any] | None:
-    """Return the training stack as a JSON object, None without one."""
+    """Return the plan's training library (--stack, such as torchtune) as a JSON object, None without one."""
     stack = stack_of(plan.setup)
     if not stack.name:
         return None
@@ -69,7 +69,7 @@ def _stack(plan: TrainingPlan, explain: bool) -> dict[str, Any] | None:
 
 
 def _setup(plan: TrainingPlan) -> dict[str, Any]:
-    """Return all flags of a plan as a JSON object, with the planner's choices for flags that were not given."""
+    """Return all flags of a training plan as a JSON object, with the planner's choices for flags not given."""
     out = asdict(plan.setup)
     out["sequence_length"] = plan.length
     out["convention"] = plan.convention.name
@@ -79,7 +79,7 @@ def _setup(plan: TrainingPlan) -> dict[str, Any]:
 
 
 def headline(plan: TrainingPlan) -> list[str]:
-    """Return the first lines of a plan: model, method and GPUs, convention, batch."""
+    """Return the first text lines of a training plan: model, method, GPUs, precision and batch."""
     setup, c = plan.setup, plan.convention
     share = 100 * plan.trainable / (plan.parameters + plan.adapters) if plan.parameters else 0
     adapters = f", {plan.adapters:,} of them in adapters" if plan.adapters else ""
@@ -109,12 +109,12 @@ def headline(plan: TrainingPlan) -> list[str]:
 
 
 def bounds(line: Line) -> str:
-    """Return the lower and upper bound of a plan line as text, `exact` if they are equal."""
+    """Return a component's lower and upper bound in a training plan as text, `exact` if they are equal."""
     return "exact" if line.low == line.high else f"{gib(line.low)} to {gib(line.high)}"
 
 
 def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
-    """Return (title, plan lines) of GPU, CPU and NVMe memory, without a place that has no plan lines."""
+    """Return (title, components of the training plan) of GPU, CPU and NVMe memory, without empty ones."""
     out = []
     for place, title in _PLACES:
         lines = [line for line in plan.lines if line.place == place]
@@ -124,7 +124,7 @@ def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
 
 
 def tail(plan: TrainingPlan) -> list[str]:
-    """Return the last lines of a plan: communication, CPU memory at initialization, notes."""
+    """Return the last text lines of a training plan: communication, CPU memory at initialization, notes."""
     out = []
     traffic = plan.communication
     for c in traffic.collectives:
@@ -143,7 +143,7 @@ def tail(plan: TrainingPlan) -> list[str]:
 
 
 def verdict(plan: TrainingPlan) -> list[str]:
-    """Return the lines that say whether the plan fits."""
+    """Return the text lines that say whether a training plan fits into memory, and why not."""
     if plan.fits is None:
         return ["No device was named: --gpu or --device-memory answers whether it fits."]
     if not plan.fits:
@@ -155,7 +155,7 @@ def verdict(plan: TrainingPlan) -> list[str]:
 
 
 def trick_lines(rows: tuple[Trick, ...]) -> list[str]:
-    """Return the table of memory-saving tricks as lines of text."""
+    """Return a table of memory-saving tricks for training as lines of text."""
     return ["", "What would help (time relative to this setup at an A100's 40 %, transfers not hidden):",
             *_trick_rows(rows)]  # fmt: skip
 
@@ -178,7 +178,7 @@ _SHOWN = 6  # number of combinations of tricks that a terminal shows
 
 
 def combination_lines(found: Combinations) -> list[str]:
-    """Return the combinations of tricks that fit, and the smallest change that fits, as lines."""
+    """Return the combinations of memory-saving tricks that fit, and the smallest change, as text lines."""
     out = []
     if found.rows:
         out += ["", "Together they fit, the quickest first:", *_trick_rows(found.rows[:_SHOWN])]
@@ -195,7 +195,7 @@ def combination_lines(found: Combinations) -> list[str]:
 
 
 def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
-    """Return the plan as plain lines; with `explain`, formula and source follow each line."""
+    """Return a training plan as text lines; with `explain`, formula and source follow each component."""
     lines = headline(plan)
     for title, rows in place_rows(plan):
         lines += ["", title]
@@ -214,7 +214,7 @@ def plain_lines(plan: TrainingPlan, explain: bool) -> list[str]:
 
 
 def print_plan(plan: TrainingPlan, explain: bool, file: TextIO) -> None:
-    """Print the plan: a table with bars in a terminal, plain lines into any other file."""
+    """Print a training plan: a table with bars in a terminal, plain text lines into any other file."""
     if not file.isatty():
         for line in plain_lines(plan, explain):
             print(line, file=file)

@@ -1,4 +1,4 @@
-"""Search for the largest micro-batch or sequence length that fits."""
+"""Search for the largest micro-batch or sequence length of a training setup that fits into memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CEILING = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest value of a field that fits.
+    """The largest micro-batch or sequence length with which a training setup fits into memory.
 
     Attributes:
         field: the searched field, `micro_batch` or `sequence_length`.
@@ -34,7 +34,7 @@ class Largest:
 
 
 def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 8) -> Largest:
-    """Return the largest `micro_batch` or `sequence_length` that fits into the device's memory.
+    """Return the largest `micro_batch` or `sequence_length` with which a training setup fits into memory.
 
     Raises:
         DeploymentError: if no device memory was given.
@@ -47,7 +47,7 @@ def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 
     ceiling = planner.model.architecture.max_model_len if field == "sequence_length" else _CEILING
 
     def fits(value: int) -> TrainingPlan | None:
-        """Return the plan with `value` in the searched field if it fits, else None."""
+        """Return the training plan with `value` in the searched field if it fits into memory, else None."""
         plan = planner.plan(replace(setup, **{field: value}))  # type: ignore[arg-type]
         return plan if plan.fits else None
 

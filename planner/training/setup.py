@@ -27,10 +27,10 @@ def _capability(text: str, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSetup:
-    """A training setup: one field per flag of `tonnage train`, from which options and checks are generated.
+    """A training setup: one field per flag of `tonnage train`.
 
     Sizes are in bytes, bandwidths in bytes per second and direction. A value of None lets the planner choose;
-    the plan reports the choice. planner/flags.py generates the options.
+    the plan reports the choice. planner/flags.py generates the command's options from the fields.
     """
 
     stack: str | None = flag(
@@ -131,7 +131,7 @@ class TrainingSetup:
     shard_size: int | None = flag(
         None, "ranks of one fsdp-hybrid group (default: one node)", group=_RANKS, most=_MOST
     )
-    fsdp_version: int = flag(  # 1 is torch.distributed.fsdp's FullyShardedDataParallel, 2 fully_shard
+    fsdp_version: int = flag(  # 1 is torch.distributed.fsdp's FullyShardedDataParallel, 2 is fully_shard
         2, "version of FSDP, 1 or 2", group=_RANKS, most=2
     )
     gradient_as_bucket_view: bool = flag(
@@ -183,12 +183,12 @@ class TrainingSetup:
 
     @property
     def world(self) -> int:
-        """Return the number of GPUs over all nodes."""
+        """Return the number of GPUs on all nodes together."""
         return self.gpus * self.nodes
 
     @property
     def model_ranks(self) -> int:
-        """Return how many ranks hold one copy of the model: tensor-parallel ranks times pipeline stages."""
+        """Return the number of ranks per copy of the model: tensor-parallel ranks times pipeline stages."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
@@ -198,7 +198,7 @@ class TrainingSetup:
 
     @property
     def shard_ranks(self) -> int:
-        """Return how many ranks hold equal weights, which ZeRO or FSDP may shard: data x context parallel."""
+        """Return the number of ranks among which ZeRO or FSDP may shard weights: data x context parallel."""
         return self.world // self.model_ranks
 
     @property
@@ -215,17 +215,17 @@ class TrainingSetup:
 
     @property
     def is_fsdp(self) -> bool:
-        """Return whether the strategy is one of FSDP's."""
+        """Return whether the setup shards with FSDP (--strategy fsdp, fsdp-grad-op and so on)."""
         return self.strategy.startswith("fsdp")
 
     @property
     def pure_16_bit(self) -> bool:
-        """Return whether weights, gradients and states are in 16 bits, without an fp32 copy."""
+        """Return whether weights, gradients and optimizer states have 16 bits, without fp32 master weights."""
         return self.precision in ("bf16", "fp16")
 
     @property
     def fp8_kept(self) -> bool:
-        """Return whether inputs and matrices stay in fp8 from the forward to the backward pass.
+        """Return whether inputs and weights of linear layers stay in fp8 until the backward pass.
 
         Transformer Engine does so. torchao's float8, made for FSDP, keeps them in 16 bits and casts inside each
         product (torchao/float8/float8_linear.py).
@@ -234,12 +234,12 @@ class TrainingSetup:
 
     @property
     def mixed(self) -> bool:
-        """Return whether the precision is mixed (bf16-mixed, fp16-mixed or fp8)."""
+        """Return whether --precision is a mixed one: bf16-mixed, fp16-mixed or fp8."""
         return self.precision in ("bf16-mixed", "fp16-mixed", "fp8")
 
 
 def check_setup(setup: TrainingSetup) -> None:
-    """Reject a setup whose flags contradict each other, whatever the model is.
+    """Reject a training setup whose flags contradict each other, whatever the model is.
 
     Raises:
         DeploymentError: for a contradiction; the error names the flag.
@@ -257,7 +257,7 @@ def check_setup(setup: TrainingSetup) -> None:
 
 
 def _check_precision(setup: TrainingSetup) -> None:
-    """Reject flags that contradict the setup's precision; raise DeploymentError."""
+    """Raise DeploymentError for flags that contradict the training setup's --precision."""
     if setup.convention is not None and not setup.mixed:
         raise DeploymentError(
             f"{setup.precision} keeps no master weights, so there is no convention to choose",
@@ -277,7 +277,7 @@ def _check_precision(setup: TrainingSetup) -> None:
 
 
 def _check_ranks(setup: TrainingSetup) -> None:
-    """Reject parallel sizes that do not divide the GPUs, and flags that need a larger parallel size."""
+    """Raise DeploymentError if parallel sizes do not divide the GPUs or contradict another flag."""
     per_copy = setup.model_ranks * setup.context_parallel
     if setup.world % per_copy:
         raise DeploymentError(
@@ -326,7 +326,7 @@ def _check_ranks(setup: TrainingSetup) -> None:
 
 
 def _check_offload(setup: TrainingSetup) -> None:
-    """Reject offload and ZeRO++ flags that the sharding strategy does not support; raise DeploymentError."""
+    """Raise DeploymentError for offload or ZeRO++ flags that the sharding strategy does not support."""
     for field in ("offload_param", "offload_optimizer"):
         if getattr(setup, field) == "nvme" and setup.strategy != "zero3":
             raise DeploymentError(
@@ -378,5 +378,8 @@ def _check_offload(setup: TrainingSetup) -> None:
 
 
 def hybrid_group(setup: TrainingSetup) -> int:
-    """Return the ranks of one fsdp-hybrid group: --shard-size, else the data-parallel ranks of one node."""
+    """Return the number of ranks that shard one copy of the model with --strategy fsdp-hybrid.
+
+    It is --shard-size, or else the number of data-parallel ranks of one node.
+    """
     return setup.shard_size or max(1, min(setup.gpus // setup.tensor_parallel, setup.shard_ranks))

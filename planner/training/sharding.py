@@ -33,7 +33,7 @@ class Shards(NamedTuple):
 
 
 def shards(setup: TrainingSetup) -> Shards:
-    """Return among how many ranks the setup's strategy shards weights, gradients and optimizer states."""
+    """Return the numbers of ranks among which the setup shards weights, gradients and optimizer states."""
     ranks = setup.shard_ranks
     if setup.strategy == "fsdp-hybrid":
         group = hybrid_group(setup)
@@ -43,10 +43,10 @@ def shards(setup: TrainingSetup) -> Shards:
 
 
 def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
-    """Check that tensor, pipeline and expert parallel sizes divide the model.
+    """Check that tensor, pipeline and expert parallel sizes divide the model's dimensions.
 
     Raises:
-        DeploymentError: a size does not divide it; the error names the flag and the model's dimension.
+        DeploymentError: a size does not divide a dimension; the error names both.
     """
     tp, pp = setup.tensor_parallel, setup.pipeline_parallel
     if architecture.heads % tp:
@@ -72,7 +72,7 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
 
 
 def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
-    """Raise DeploymentError for more checkpoint segments than the model has layers."""
+    """Raise DeploymentError for more activation checkpointing segments than the model has layers."""
     if (setup.checkpoint_segments or 0) > architecture.layers:
         raise DeploymentError(
             f"{setup.checkpoint_segments} is more than the model's {architecture.layers} layers",
@@ -82,7 +82,7 @@ def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
 
 
 def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> range:
-    """Return the layer indices of one pipeline stage; the first stages have one layer more if needed."""
+    """Return the layer indices of one pipeline stage; layers left over go to the first stages."""
     layers, stages = architecture.layers, setup.pipeline_parallel
     base, more = divmod(layers, stages)
     start = stage * base + min(stage, more)
@@ -90,7 +90,7 @@ def stage_of(architecture: Architecture, setup: TrainingSetup, stage: int) -> ra
 
 
 def in_stage(held: TensorGroup, layers: range, stage: int, stages: int, tied: bool) -> int:
-    """Return how many tensors of the group `held` the pipeline stage holds.
+    """Return the number of tensors of the group `held` (tensors of equal shape) on a pipeline stage.
 
     The embedding is on the first stage, the final norm and the head are on the last. A tied embedding is on
     both.
@@ -125,7 +125,7 @@ def split(held: TensorGroup, setup: TrainingSetup) -> tuple[int, ...]:
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:
-    """Return the elements of the largest shard of a tensor that is sharded among `ranks` ranks.
+    """Return the number of elements in the largest shard of a tensor that `ranks` ranks shard.
 
     FSDP2 shards whole rows (torch.chunk along dim 0). The flat buffers of DeepSpeed and FSDP1 are cut into
     equal padded parts.

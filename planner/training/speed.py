@@ -24,7 +24,7 @@ QLORA_SLOWDOWN = 1.3  # QLoRA is about 30 % slower than LoRA: each use dequantiz
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of one optimizer step on one rank.
+    """The FLOPs and transfers of one optimizer step of training on one rank.
 
     Attributes:
         flops: floating-point operations.
@@ -42,7 +42,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the step at a reference speed, without overlap of transfers and compute.
+        """Return the seconds of the optimizer step at a reference speed, without overlap of its transfers.
 
         The reference is an A100 that reaches 40 % of its 312 TFLOP/s in bf16.
         """
@@ -64,7 +64,7 @@ def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) 
 
 
 def work_of(planner: Planner, plan: TrainingPlan) -> Work:
-    """Return the work of one optimizer step of a plan."""
+    """Return the FLOPs and transfers of one optimizer step of a training plan, on one rank."""
     setup, trained = plan.setup, planner.trained(plan.setup)
     tokens = setup.micro_batch * plan.length
     layers, head, scores = forward_flops(planner, trained, tokens, plan.length)
@@ -84,7 +84,7 @@ def work_of(planner: Planner, plan: TrainingPlan) -> Work:
 
 
 def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
-    """Return the bytes over one GPU's PCIe link in a step.
+    """Return the bytes that offload moves over one GPU's PCIe link in an optimizer step.
 
     Gradients go to the CPU and updated weights come back once per step. In every micro-batch, offloaded weights
     are read twice, and offloaded activations are written and read.
@@ -99,6 +99,6 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
-    """Return the bytes from and to NVMe in a step."""
-    size = 2 * plan.line("optimizer states", "nvme")  # Each step reads and writes them once.
+    """Return the bytes that offload reads from and writes to NVMe in an optimizer step."""
+    size = 2 * plan.line("optimizer states", "nvme")  # Each step reads and writes the offloaded states once.
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

@@ -76,7 +76,7 @@ class Stack:
 
     @property
     def shown(self) -> str:
-        """Return the stack's name and version as text."""
+        """Return the training library's name and version as text."""
         return f"{self.name} {self.version}".strip()
 
 
@@ -187,17 +187,17 @@ STACKS = {
 
 
 def stack_of(setup: TrainingSetup) -> Stack:
-    """Return the setup's training stack, `PLAIN` without --stack."""
+    """Return the description of the setup's training library (--stack), `PLAIN` without one."""
     return PLAIN if setup.stack is None else STACKS[setup.stack]
 
 
 def adapter_bytes(setup: TrainingSetup) -> int:
-    """Return the bytes of one value of an adapter, its gradient and its states."""
+    """Return the bytes per value of an adapter's weights, gradients and optimizer states."""
     return stack_of(setup).adapter or (4 if setup.precision == "fp32" else 2)
 
 
 def gradients_held(setup: TrainingSetup) -> bool:
-    """Return whether gradients take memory during a forward pass.
+    """Return whether the gradients of a training setup take memory during a forward pass.
 
     They do with gradient accumulation, in DeepSpeed's flat buffers and FSDP's shards, and if the training loop
     does not set them to None after a step.
@@ -207,7 +207,7 @@ def gradients_held(setup: TrainingSetup) -> bool:
 
 
 def kernels_of(setup: TrainingSetup) -> Kernels:
-    """Return in which kept tensors the training stack's modules differ from transformers' modules.
+    """Return how the training library's modules differ from transformers' in the tensors that they keep.
 
     The result depends on packing, training method and --compile.
     """
@@ -220,7 +220,7 @@ def kernels_of(setup: TrainingSetup) -> Kernels:
 
 
 def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given flags, completed by the default flags of the training stack that they name."""
+    """Return the `given` training flags, completed by the defaults of the library that --stack names."""
     stack = STACKS.get(given.get("stack") or "")
     if stack is None:
         return given
@@ -237,7 +237,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def stack_notes(setup: TrainingSetup) -> list[str]:
-    """Return notes for a training plan: which defaults of the software stack (such as Unsloth) apply.
+    """Return notes for a training plan: which defaults of the training library (such as Unsloth) apply.
 
     If gradients are freed after each step, a further note says so.
     """
@@ -258,12 +258,12 @@ def stack_notes(setup: TrainingSetup) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    """Return a flag's value as text."""
+    """Return a training flag's value as text for a note."""
     return "+".join(value) if isinstance(value, tuple) else "on" if value is True else str(value)
 
 
 def check_stack(setup: TrainingSetup, model_type: str) -> None:
-    """Reject flags that the setup's training stack does not support.
+    """Reject flags that the setup's training library (--stack) does not support.
 
     Raises:
         DeploymentError: for such a flag; the error names it.

@@ -78,7 +78,7 @@ class States:
 
     @property
     def total(self) -> int:
-        """Return the bytes of weights, master weights, gradients and optimizer states."""
+        """Return the total bytes of weights, master weights, gradients and optimizer states on one rank."""
         return self.weights + self.frozen + self.master + self.gradients + self.optimizer
 
 
@@ -99,7 +99,7 @@ class _Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of one tensor of the group, before sharding."""
+        """Return the number of elements of one tensor of the group on a rank, before sharding."""
         n = 1
         for side in self.shape:
             n *= side
@@ -129,7 +129,7 @@ def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, 
 
 
 def _sharded(piece: _Piece, ranks: int, setup: TrainingSetup) -> int:
-    """Return the elements of one tensor's largest shard, after sharding among `ranks` ranks."""
+    """Return the number of elements in one tensor's largest shard, after sharding among `ranks` ranks."""
     return shard_elements(piece.shape, ranks, setup.is_fsdp and setup.fsdp_version == 2)
 
 
@@ -163,7 +163,7 @@ def states_on_rank(
             per_layer_trained += each if held.trainable else 0
             layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
-        if not held.trainable and held.frozen_bytes < n:  # a quantized weight
+        if not held.trainable and held.frozen_bytes < n:  # the weight is quantized
             packed = max(packed, n)
         if not held.trainable:
             # The packed bytes of a quantized tensor are sharded in proportion to its elements.
@@ -218,7 +218,7 @@ def states_on_rank(
 
 
 def _units(pieces: list[_Piece], ranks: int) -> int:
-    """Return the elements that one rank holds of FSDP1's flat parameters.
+    """Return the number of elements of FSDP1's flat parameters on one rank.
 
     FSDP1 has one flat parameter per layer, and one for all tensors outside the layers.
     """
@@ -234,7 +234,7 @@ def _units(pieces: list[_Piece], ranks: int) -> int:
 def _trained_bytes(
     held: TensorGroup, convention: Convention, setup: TrainingSetup
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of one trained parameter's weight, fp32 copy, gradient and single optimizer state."""
+    """Return the bytes of a trained parameter's weight, fp32 copy, gradient and single optimizer state."""
     if held.adapter:
         size = adapter_bytes(setup)
         return size, 0, size, size
@@ -242,7 +242,7 @@ def _trained_bytes(
 
 
 def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
-    """Return the bytes of the 16-bit copies that autocast makes of a group's fp32 matrices.
+    """Return the bytes of the 16-bit copies that autocast makes of `held`, a group of fp32 tensors.
 
     The result is 0 for norms and embeddings, which autocast does not cast.
     """

@@ -28,14 +28,14 @@ _FP32 = 4
 
 
 class StepMemory(NamedTuple):
-    """The peak bytes of temporary tensors in an optimizer step; `copies` describes the gradient copies."""
+    """The peak bytes of temporary tensors in an optimizer step; `copies` is a text on gradient copies."""
 
     bytes: int
     copies: str = ""
 
 
 def kernel_of(setup: TrainingSetup) -> str:
-    """Return the requested optimizer kernel (`fused` or `foreach`), by default the framework's.
+    """Return the requested optimizer kernel (`fused` or `foreach`), or the training framework's default.
 
     The default is `fused` under DeepSpeed, with an fp32 copy of the weights, and for a training stack's AdamW.
     Otherwise it is torch's default `foreach`.
@@ -48,7 +48,7 @@ def kernel_of(setup: TrainingSetup) -> str:
 
 
 def step_of(setup: TrainingSetup, convention: Convention, states: States) -> StepMemory:
-    """Return the memory of one optimizer step on one rank; an offloaded optimizer takes none on the GPU."""
+    """Return the temporary GPU memory of an optimizer step on one rank; 0 if the optimizer is offloaded."""
     if setup.offload_optimizer != "none":  # the optimizer step runs on the host, so it takes no GPU memory
         return StepMemory(0)
     part = ceil_div(states.trainable, setup.shard_ranks if setup.zero_stage else 1)

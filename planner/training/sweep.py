@@ -17,15 +17,15 @@ MAX_SETTINGS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting of a training sweep.
+    """One training setup of a sweep, with its planned memory.
 
     Attributes:
-        values: the swept values of this setting.
-        gpu_bytes: planned GPU bytes per rank, None for a rejected setting.
-        cpu_bytes: planned bytes of CPU memory per node, None for a rejected setting.
-        nvme_bytes: planned NVMe bytes per node, None for a rejected setting.
-        fits: whether the setting fits, None if it is rejected or no memory was given.
-        refused: the reason why the setting is rejected, else None.
+        values: the values of the swept flags in this setup.
+        gpu_bytes: planned GPU bytes per rank, None for a rejected setup.
+        cpu_bytes: planned bytes of CPU memory per node, None for a rejected setup.
+        nvme_bytes: planned NVMe bytes per node, None for a rejected setup.
+        fits: whether the setup fits into memory, None if it is rejected or no memory size was given.
+        refused: the reason why the setup is rejected, else None.
     """
 
     values: tuple[Any, ...]
@@ -56,7 +56,7 @@ def sweep(
     planner: Planner, setup: TrainingSetup, axes: list[tuple[str, tuple[Any, ...]]],
     made: Callable[[dict[str, Any]], TrainingSetup] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Yield one row for every combination of the swept values; a rejected combination's row has the reason.
+    """Yield the planned memory of each combination of the swept values, or why it is rejected.
 
     By default, the swept values replace fields of `setup`. If a swept flag changes the defaults of other flags
     (--stack), the function `made` makes the setup from the swept values.

@@ -19,7 +19,7 @@ IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 
 
 # Activation functions composed of single operations (transformers 5.19, activations.py) -> number of tensors
-# that they keep besides their input
+# that each function keeps besides its input
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
 CLAMPED = "clamped-swiglu"  # The activation of gpt-oss's experts is not in ACT2FN.
 ACTIVATIONS = frozenset(
@@ -84,12 +84,12 @@ class Tape:
     weight_casts: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def save(self, value: Value) -> None:
-        """Record a tensor as kept for the backward pass; tensors that share a storage count once."""
+        """Record the tensor `value` as kept for the backward pass; tensors that share a storage count once."""
         storage = value.storage
         self.saved.setdefault(id(storage), storage)
 
     def _keep(self, value: Value) -> None:
-        """Record the operand of a pointwise operation as kept, unless torch.compile recomputes it."""
+        """Record a pointwise operation's operand as kept for training, unless torch.compile recomputes it."""
         if not (self.kernels.compiled and value.pointwise):
             self.save(value)
 
@@ -103,7 +103,7 @@ class Tape:
         return Value(Extent(token=token), width, grad, split)
 
     def like(self, value: Value, width: int | None = None, grad: bool | None = None) -> Value:
-        """Return a new tensor of the size of `value`, by default with its element width and gradient."""
+        """Return a new symbolic tensor of the size of `value`, by default with its width and gradient."""
         return Value(
             value.size,
             value.width if width is None else width,
@@ -112,11 +112,11 @@ class Tape:
         )
 
     def view(self, of: Value, token: int) -> Value:
-        """Return a view of `token` elements per token that shares the storage of `of`."""
+        """Return a symbolic view of the tensor `of`, with `token` elements per token and the same storage."""
         return Value(Extent(token=token), of.width, of.grad, of.split, base=of)
 
     def cast(self, value: Value, width: int) -> Value:
-        """Return `value` with elements of `width` bytes; a cast keeps no tensor."""
+        """Return the symbolic tensor `value`, cast to elements of `width` bytes; autograd keeps nothing."""
         if value.width == width:
             return value
         if not self.kernels.compiled:
@@ -131,7 +131,7 @@ class Tape:
         return self.trainable and self.method in ("full", "freeze")
 
     def add(self, a: Value, residual: Value) -> Value:
-        """Record a sum on the tape, which keeps no tensor, and return its result in the wider dtype."""
+        """Record the sum of `a` and `residual`, which keeps no tensor, and return it in the wider dtype."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
             # the compiler recomputes the sum from `a` and from the residual, which is kept anyway
@@ -139,7 +139,7 @@ class Tape:
         return out
 
     def scale(self, x: Value) -> Value:
-        """Record and return `x` times a learned vector; if the vector is trained, the product keeps `x`."""
+        """Record on the tape and return `x` times a learned vector; if that is trained, `x` is kept."""
         if self.trains:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trains)
@@ -191,7 +191,7 @@ class Tape:
         return self.new(out, x.width, x.grad or self.trains)
 
     def _save_input(self, x: Value) -> None:
-        """Record the input of a linear layer as kept, in fp8 if Transformer Engine runs the layer."""
+        """Record a linear layer's input as kept for training, in fp8 if Transformer Engine runs the layer."""
         if self.fp8:  # Transformer Engine keeps the quantized input
             x = self.like(x, 1)
         if not (self.kernels.compiled == "least" and x.pointwise):
@@ -239,14 +239,14 @@ class Tape:
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
-        """Record a compiled norm on the tape, which keeps its input and `moments`, and return its output."""
+        """Record a compiled norm on the tape and return its output; the norm keeps its input and `moments`."""
         if x.grad or self.trains:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
         return self._fused(self.like(x, x.width, x.grad or self.trains))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
-        """Record and return the normalized tensor `normal` times the weight of a norm with input `x`."""
+        """Record on the tape and return `normal`, the normalized `x`, times the weight of the norm."""
         trained = self.trains
         weight = self.weight if trained else self.frozen
         if kind == "rms":
@@ -337,7 +337,7 @@ class Tape:
         return out
 
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
-        """Record and return the product `a` * `b`; `shape` is the larger factor if the other is broadcast."""
+        """Record on the tape and return `a` * `b`; `shape` is the larger factor if the other is broadcast."""
         if a.grad:
             self._keep(b)
         if b.grad:
@@ -427,7 +427,7 @@ class Tape:
             broadcast: whether SDPA broadcasts KV heads by single operations in fp32.
             softcap: whether scores have a soft cap.
             dropout: probability of dropout.
-            softmax: bytes of one softmax result under eager attention.
+            softmax: bytes of one value of the softmax result under eager attention.
             upcast: whether eager attention computes scores in fp32.
             sinks: whether each head has an attention sink.
             heads_first: whether q is stored as [b, heads, s, head]. The output then has the same layout and is
@@ -470,7 +470,7 @@ class Tape:
         return self.like(out) if heads_first else out
 
     def _operand(self, x: Value) -> Value:
-        """Return the operand that torch.bmm reads: `x`, or a copy if it cannot merge batch and heads."""
+        """Return the operand that torch.bmm reads: `x`, or a copy of `x` if batch and heads do not merge."""
         return x if self.single else self.like(x)
 
     def _repeated(self, k: Value, v: Value, sizes: tuple[int, int]) -> tuple[Value, Value]:
@@ -495,7 +495,7 @@ class Tape:
         grad = q.grad or k.grad
 
         def scores(size: int, needs: bool) -> Value:
-            """Return a tensor of one attention score per head and pair of tokens, `size` bytes each."""
+            """Return a symbolic tensor with one attention score of `size` bytes per head and pair of tokens."""
             return Value(Extent(score=heads), size, needs, True)
 
         if k.grad:
@@ -526,7 +526,7 @@ class Tape:
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
 
     def total(self, *, split: bool | None = None) -> Extent:
-        """Return the bytes of all kept tensors, as a polynomial in batch and sequence length.
+        """Return the bytes of all tensors kept for the backward pass, as a polynomial in batch and length.
 
         With `split` True, only tensors that tensor parallelism splits count; with False, only all others.
         """

@@ -18,7 +18,7 @@ from tonnage.planner.units import gib
 
 @dataclass(frozen=True, slots=True)
 class Trick:
-    """One memory-saving trick, and the plan's figures with the trick.
+    """One memory-saving trick for training, and the figures of the plan with the trick.
 
     Attributes:
         name: name of the trick.
@@ -44,7 +44,7 @@ class Trick:
 
 
 def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[tuple[str, dict[str, Any], str]]:
-    """Return (name, flag changes, note) of each memory-saving trick that applies to the setup."""
+    """Return (name, flag changes, note) of each memory-saving trick that applies to the training setup."""
     out: list[tuple[str, dict[str, Any], str]] = []
     many = setup.shard_ranks > 1
     if setup.micro_batch > 1:
@@ -112,7 +112,7 @@ def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[t
 
 
 def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
-    """Return every memory-saving trick that applies to the setup.
+    """Return every memory-saving trick that applies to the training setup, with its planned effect.
 
     Tricks with which the setup fits come first. Tricks are then sorted by relative step time and by memory. If
     no single trick makes the setup fit, the first row is a combination of the fastest tricks that does. A trick
@@ -139,7 +139,7 @@ def tried_with(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, name: str,
     changes: dict[str, Any], note: str,
 ) -> Trick | None:  # fmt: skip
-    """Return the `Trick` that applies `changes` to `setup`, with the figures of the changed setup's plan.
+    """Return the memory-saving trick that applies `changes` to `setup`, with the changed plan's figures.
 
     Returns None if the changed setup is rejected. `base` is the plan without the changes, `reference` its step
     time in seconds.
@@ -159,7 +159,7 @@ def tried_with(
 
 
 def _flags(changes: dict[str, Any]) -> str:
-    """Return the changed fields of a trick as command-line flags, such as `--loss fused`."""
+    """Return the flag changes of a memory-saving trick as command-line text, such as `--loss fused`."""
     parts = []
     for field, value in changes.items():
         flag = "--" + field.replace("_", "-")
@@ -171,7 +171,7 @@ def _flags(changes: dict[str, Any]) -> str:
 
 
 def _data_loader(plan: TrainingPlan) -> Trick:
-    """Return a trick-table row with the CPU memory of the data loader's pinned batches.
+    """Return a row for the table of tricks: the CPU memory of the data loader's pinned batches.
 
     4 workers hold 2 batches each (prefetch_factor). A batch has ids, labels and mask of 8 bytes per token.
     """
@@ -186,7 +186,7 @@ def _data_loader(plan: TrainingPlan) -> Trick:
 def _together(
     planner: Planner, setup: TrainingSetup, base: TrainingPlan, reference: float, rows: list[Trick]
 ) -> Trick | None:
-    """Return a combination of tricks that fits, None if no such combination is found.
+    """Return a combination of memory-saving tricks with which the setup fits, None if none is found.
 
     Tricks are added in order of relative step time. A trick is skipped if it sets a flag that an added trick
     sets, or if it saves no further GPU memory.

@@ -52,7 +52,7 @@ class Extent:
         )  # fmt: skip
 
     def times(self, factor: int) -> Extent:
-        """Return the polynomial with every coefficient multiplied by `factor`."""
+        """Return this polynomial in batch and sequence length with all coefficients multiplied by `factor`."""
         return Extent(
             self.token * factor, self.score * factor, self.position * factor, self.mask * factor,
             self.fixed * factor,

@@ -14,7 +14,7 @@ from tonnage.planner.units import gib
 
 
 def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | None, tuple[str, ...]]:
-    """Return whether the plan fits into the given memory, and the reasons if it does not.
+    """Return whether a training plan fits into the given GPU, CPU and NVMe memory, and why not.
 
     The first value is None if no memory size was given.
 
@@ -46,7 +46,7 @@ def judge(setup: TrainingSetup, lines: list[Line], init: int) -> tuple[bool | No
 def notes_of(
     model: TrainingModel, setup: TrainingSetup, trained: Trained, peak: Peak | None
 ) -> tuple[str, ...]:
-    """Return notes on what the figures of a plan leave out or assume."""
+    """Return notes on what the memory figures of a training plan leave out or assume."""
     out = list(model.notes)
     if peak is None:
         out.append(

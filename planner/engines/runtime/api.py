@@ -25,7 +25,7 @@ LIMIT_BYTES = API_LIMIT_BYTES + GRAMMAR_LIMIT_BYTES
 def framework(
     processes: int, vocab_size: int, interval: tuple[float, float], terms: str, source: str
 ) -> Estimate:
-    """Estimate the memory of all processes of a server, including client buffers and grammars.
+    """Estimate the memory of an inference server's processes, including client buffers and grammars.
 
     Args:
         processes: Bytes of all processes except the grammar compiler and the tokenizers.

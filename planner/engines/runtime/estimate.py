@@ -38,12 +38,12 @@ class Runtime:
 
     @property
     def total(self) -> int:
-        """Return the sum of framework, activations and graphs, in bytes."""
+        """Return the sum of framework memory, activations and CUDA graphs, in bytes."""
         return self.framework.value + self.activation.value + self.graphs.value
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return the lower and upper bound of the sum, in bytes."""
+        """Return the lower and upper bound in bytes of the sum of framework, activations and graphs."""
         if self.sum_interval is not None:
             return self.sum_interval
         parts = (self.framework, self.activation, self.graphs)

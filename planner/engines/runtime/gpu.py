@@ -26,7 +26,7 @@ SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
 
 @cache
 def coefficients() -> Coefficients:
-    """Return the shipped coefficients, from fitted.json."""
+    """Return the shipped coefficients of the GPU memory formulas, from fitted.json."""
     return Coefficients(**json.loads((Path(__file__).parent / "fitted.json").read_text())["coefficients"])
 
 
@@ -46,7 +46,7 @@ def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int
 
 
 def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Estimate:
-    """Estimate the activations of one step from the widest layer."""
+    """Estimate the activations of one engine step from the model's widest layer."""
     size, ranks = DTYPE_BYTES[chosen.flags.dtype], chosen.flags.tensor_parallel_size
     forward = forward_bytes(architecture, chosen.max_num_batched_tokens, size, ranks)
     formula = f"forward pass of {chosen.max_num_batched_tokens:,} tokens {forward:,}"
@@ -61,15 +61,15 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
     framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
     total = framework.value + activation.value
-    # The interval is wider because the logs of these engines print no memory terms to compare the estimate
-    # with.
+    # The interval is wider than vLLM's, because the logs of these engines print no memory terms with which
+    # the estimate could be compared.
     more = 3 if has_towers(architecture) else 2
     below, above = reach((fitted.spread, more * fitted.spread), chosen.device_memory)
     return Runtime(framework, activation, NOTHING, (max(0, total - below), total + above))
 
 
 def reach(shares: tuple[float, float], memory: int) -> tuple[int, int]:
-    """Return how far an estimate's interval extends below and above it, in bytes.
+    """Return the bytes by which an estimate's interval extends below and above the estimate.
 
     Both are ``shares`` of the device's ``memory`` bytes. They are at least 1/3 GiB, because libraries and
     kernels take as much memory on a small device as on a large one.

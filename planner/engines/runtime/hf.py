@@ -26,12 +26,12 @@ HF_INTERVAL = (0.85, 1.25)
 
 # Two copies of the logits are alive at once: the model's own and an fp32 copy. The hf engine's sampler adds a
 # few copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
-# number.
+# number of copies.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
 # Tokens that the hf engine's reference attention gathers at a time for decodes. Contexts are padded to the
-# longest of a batch, so one long context in a large batch would cost its length for every sequence.
+# longest of a batch, so one long context in a large batch would cost memory of its length for every sequence.
 GATHERED_TOKENS = 16384
 
 # Temporary bytes of one LLM.int8 layer (bitsandbytes 0.50.2): per input value while the input is quantized, and
@@ -53,18 +53,18 @@ _INT8_FLOAT32 = 4
 # FlashInfer's workspace for partial results: 128 MiB, as in its documentation and in vLLM's attention backend
 # (flashinfer/prefill.py; vllm/v1/attention/backends/flashinfer.py).
 FLASHINFER_WORKSPACE_BYTES = 128 * MiB
-# Number of queries in one FlexAttention tile. A sequence's last tile is padded to it
+# Number of queries in one FlexAttention tile. A sequence's last tile is padded to this number
 # (server/engines/hf/attention/flex.py).
 FLEX_TILE = 16
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Return the bytes of the API process while no large requests are in flight."""
+    """Return the memory of the hf engine's API process in bytes, while no large requests are in flight."""
     return API_PROCESS_BYTES + vocab_size * API_TOKEN_BYTES
 
 
 def framework_bytes(vocab_size: int) -> Estimate:
-    """Estimate the memory of all processes without weights and pool, including client buffers and grammars."""
+    """Estimate the hf engine's memory without weights and KV pool, with client buffers and grammars."""
     return framework(
         api_bytes(vocab_size) + HF_CHILD_BYTES,
         vocab_size,
@@ -87,7 +87,7 @@ def host_memory(hosted: HostInputs) -> HostMemory:
 
 
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
-    """Estimate the peak memory besides weights and pool during one step of ``max_num_batched_tokens`` tokens.
+    """Estimate the peak memory, without weights and KV pool, of a step of ``max_num_batched_tokens`` tokens.
 
     The peak is the sum of the larger of attention and MLP in one layer, the residual stream, and the logits of
     ``max_num_seqs`` sequences. A layer's tensors and the logits are not alive together, but they are added
@@ -121,7 +121,7 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
 
 
 def _int8_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the temporary bytes of the largest LLM.int8 layer, or 0 without --quantization int8."""
+    """Return the bytes of temporary tensors in the largest LLM.int8 layer, 0 without --quantization int8."""
     flags, tokens = chosen.flags, chosen.max_num_batched_tokens
     if flags.quantization != "int8":
         return 0
@@ -168,7 +168,7 @@ def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of K and V that the reference attention copies out of the pool, and of its mask.
+    """Return the bytes of K and V that the reference attention copies out of the KV pool, and of its mask.
 
     The copy holds one sequence of max_model_len tokens, or GATHERED_TOKENS tokens of several sequences. The
     mask has shape [queries, query heads per KV head, max_model_len]. Each of its elements takes one byte plus

@@ -112,7 +112,7 @@ def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
 
 
 def cuda(ranks: int) -> HostPart:
-    """Return the host memory of CUDA's context and libraries in ``ranks`` processes."""
+    """Return the host memory that CUDA's context and libraries take in ``ranks`` processes."""
     return HostPart(
         "CUDA", ranks * _CUDA, ranks * _CUDA_LOW, ranks * _CUDA_HIGH,
         f"{ranks} x {_CUDA:,}, context and libraries", "assumed, from reports (pytorch/pytorch#113326)",

@@ -39,8 +39,9 @@ from tonnage.planner.units import MiB
 # 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
 _CUBLAS, _CUBLAS_BEFORE_HOPPER = 32 * MiB, 8 * MiB + 128 * 1024
 # Inductor's autotuning flushes the L2 cache with a buffer of its size: 50 MiB on an H100
-# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With it, the first pipeline stages of Llama-3.1-8B in
-# 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without it (Qwen2.5-3B: 0.17 GiB).
+# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With this buffer, the first pipeline stages of
+# Llama-3.1-8B in 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without the buffer
+# (Qwen2.5-3B: 0.17 GiB).
 _L2 = 50 * MiB
 _TIMED_SINCE = (0, 15, 0)
 # The top-k/top-p kernel's buffer has one row per multiprocessor, 132 on an H100
@@ -51,10 +52,10 @@ _MULTIPROCESSORS = 132
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
 # With a draft model, vLLM's V1 model runner also profiles its rejection sampler, with one drafted token per
-# sequence. The two numbers count its tensors of [sequences, vocabulary]. 3 are in the model's dtype: the logits
-# of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next token's
-# returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential noise
-# and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
+# sequence. The two numbers count that sampler's tensors of [sequences, vocabulary]. 3 are in the model's dtype:
+# the logits of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next
+# token's returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential
+# noise and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
 _VERIFIER = 3, 6
 
 
@@ -78,7 +79,7 @@ class ProfilePeak:
 
     @property
     def total(self) -> int:
-        """Return the peak in bytes."""
+        """Return the total memory peak of vLLM's profile run in bytes."""
         encoded = self.encoder.peak if self.encoder else 0
         return max(max(self.forward, self.sampler) + self.experts, encoded) + self.workspace + self._deep
 
@@ -88,7 +89,7 @@ class ProfilePeak:
 
     @property
     def formula(self) -> str:
-        """Return the peak's formula with its numbers, for ``--explain``."""
+        """Return the formula of the profile run's memory peak with its numbers, as ``--explain`` prints it."""
         kept = f" + buffer of the experts {self.experts:,}" if self.experts else ""
         text = f"max(forward pass {self.forward:,}, sampler {self.sampler:,}){kept}"
         if self.encoder and self.encoder.peak:
@@ -100,9 +101,10 @@ class ProfilePeak:
 
 
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> ProfilePeak:
-    """Return the peak of vLLM's profile run on one rank.
+    """Return the memory peak of vLLM's profile run on one rank.
 
-    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the fitted coefficients.
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the coefficients
+    fitted to start-up logs.
     """
     flags, known = chosen.flags, rules(chosen.version)
     size = DTYPE_BYTES[flags.dtype]
@@ -192,7 +194,7 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, 
     of these hidden states. It also holds three float32 tensors of the logits' shape: a copy of the logits, the
     probabilities and the exponential noise. Logs of a float32 model (2.21 GiB) confirm these copies.
     FlashInfer's kernel on logits needs as many bytes, because of its masked logits. A draft model adds the
-    tensors of ``_VERIFIER``.
+    tensors of vLLM's rejection sampler (``_VERIFIER``).
     """
     rows = min(chosen.max_num_seqs, chosen.max_num_batched_tokens)
     size, vocabulary = DTYPE_BYTES[chosen.flags.dtype], architecture.vocab_size
@@ -289,7 +291,7 @@ def _allocates_inside(chosen: Resolved) -> bool:
 
 
 def _widest(architecture: Architecture, role: str) -> int:
-    """Return the elements of all matrices with ``role`` in one layer, for the layer that has the most."""
+    """Return the elements of a layer's matrices with ``role``, for the layer that has the most."""
     layers: dict[int, int] = {}
     for tensor in architecture.tensors:
         if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):

@@ -27,7 +27,7 @@ _ROUND = 512  # kMinBlockSize: requests are rounded up to a multiple of these by
 _SMALL = MiB  # kSmallSize: requests up to this size use a pool whose blocks are always split
 _LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: segment for requests below kMinLargeAlloc
 _MIN_LARGE = 10 * MiB  # kMinLargeAlloc: smallest request with a segment of its own
-_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one request is rounded up to a multiple of it
+_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one request is rounded up to a multiple of this size
 
 _MERGED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -39,7 +39,7 @@ _MERGED = {
 
 
 def unsplit_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that PyTorch allocates beyond the ``sizes`` that are requested in this order."""
+    """Return the bytes that PyTorch's CUDA allocator takes beyond ``sizes``, tensors' bytes in this order."""
     free: list[int] = []  # sizes of free blocks, sorted; the smallest sufficient block serves a request
     extra = 0
     for size in sizes:
@@ -79,7 +79,7 @@ def merged_sizes(tensors: Iterable[TensorSpec], quantization: Quantization, flag
 
 
 def allocator_rounding(tensors: Iterable[TensorSpec], quantization: Quantization, flags: Deployment) -> int:
-    """Return the bytes that the allocator adds to the weights of one rank on a GPU; 0 on a CPU."""
+    """Return the bytes that PyTorch's CUDA allocator adds to the weights of one rank; 0 on a CPU."""
     if flags.device == "cpu":
         return 0
     return unsplit_bytes(merged_sizes(tensors, quantization, flags))

@@ -21,8 +21,9 @@ _ENCODER = 0.15, 0.3
 # times the fitted spread.
 #
 # Published starts that were not used in the fit (published.jsonl) cover two more capabilities. On 8.0, the
-# errors of eleven starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 12.0, those of twelve
-# starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12 to 0.27) are within 0.7 %. The fitted spread exceeds both.
+# errors of eleven starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 12.0, the errors of
+# twelve starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12 to 0.27) are within 0.7 %. The fitted spread exceeds
+# both errors.
 #
 # If the fit leaves out the GPU type of one source, the largest error over eight sources is 1.5 % of the GPU's
 # memory. The other predictions are within 1.8 % (pool_from_flags).
@@ -46,17 +47,18 @@ _BEYOND_DENSE, _BEYOND = 0.15, 0.5
 # Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
 _PCIE, _NCCL = 4 * GiB // 10, GiB
 # On AMD GPUs, memory outside PyTorch that no source explains: four starts on an R9700 on one day have 1.7 to
-# 1.9 GiB more than seven later ones with the same flags (tests/data/startups/published.jsonl). Two of the later
-# ones also compile, with the same build of vLLM. The machine's kernel got another argument between them. V0,
-# which these GPUs ran before 0.10, does not compile.
+# 1.9 GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). Two of the
+# later starts also compile, with the same build of vLLM. The machine's kernel got another argument between the
+# four and the seven starts. V0, which these GPUs ran before 0.10, does not compile.
 _UNEXPLAINED_ON_AMD = 19 * GiB // 10
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None) -> Runtime:
-    """Estimate the memory terms besides weights and pool on one rank of a GPU deployment.
+    """Estimate vLLM's memory besides weights and KV pool on one rank of a GPU deployment.
 
-    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` replaces the shipped coefficients.
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` replaces the shipped coefficients
+    of the memory formulas.
     """
     fitted = fitted or coefficients()
     below, above = reach(spread(architecture, chosen, fitted), chosen.device_memory)
@@ -64,8 +66,8 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     sources = (
         SOURCE if held.total == held.rest else f"{_DERIVED.format('framework')}; non-torch memory {SOURCE}"
     )
-    # Half of the fitted remainder is uncertain, and all of it from 0.33 on. From that version on, vLLM no
-    # longer counts the memory of cuBLAS's handles, which no available log separates from the remainder.
+    # Half of the fitted non-torch memory is uncertain, and all of it from 0.33 on. Since that version, vLLM no
+    # longer counts the memory of cuBLAS's handles, which no available log separates from the rest.
     unsure = held.rest if rules(chosen.version).cublas_first else held.rest // 2
     links = _communication(chosen)
     most = held.total + held.rest + above // 4 + links
@@ -83,7 +85,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if rules(chosen.version).unsorted_if_installed and not is_amd(chosen.flags.gpu):
         saved = activation.unsorted(peak, architecture, chosen, fitted)
         below = max(below, saved)
-    # The plan assumes a start that finds the compiled model in its cache. The lower bound of its pool is for a
+    # The plan assumes a start that finds the compiled model in its cache. The pool's lower bound is for a
     # start that compiles the model.
     compiling = activation.compiling(architecture, chosen)
     above += max(0, compiling - peak.total)
@@ -147,7 +149,7 @@ def _unseen_step(architecture: Architecture, chosen: Resolved) -> float:
 def _with_graphs(
     below: int, above: int, size: int, bounds: tuple[int, int], *, small: bool
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the interval (below, above) around the sum of all terms, widened by the bounds of CUDA graphs.
+    """Return the interval (below, above) around the sum of all memory terms, widened for CUDA graphs.
 
     The GPU driver decides the bytes of a graph. In one start of ten, graphs take several times the estimate. If
     few graphs are captured (``small``), their bounds are wide and independent of the other terms. The
@@ -205,13 +207,13 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 
 
 def _is_other_vendor(chosen: Resolved) -> bool:
-    """Return whether the GPU is not from NVIDIA; start-up logs of such GPUs come from a single source."""
+    """Return whether the GPU is from another vendor than NVIDIA."""
     gpu = chosen.flags.gpu
     return gpu is not None and capability_of(gpu) is None
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
-    """Return whether measured starts cover the GPU's compute capability; an unnamed GPU counts as covered."""
+    """Return whether start-up logs cover the GPU's compute capability, as is assumed without a named GPU."""
     major, minor = capability_of(chosen.flags.gpu) or (0, 0)
     known = f"{major}.{minor}" in fitted.capabilities.split() or (major, minor) in _PUBLISHED
     return chosen.flags.gpu is None or known
@@ -226,9 +228,9 @@ def is_seen(architecture: Architecture, chosen: Resolved) -> bool:
 
 
 def _is_counted(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether the logged starts cover the model, the GPUs and the version.
+    """Return whether the start-up logs in tests/data/startups cover the plan's model, GPUs and version.
 
-    The logged starts are of decoders without towers and recurrent states, on one to four Hopper GPUs.
+    The logs are of decoders without towers and recurrent states, on one to four Hopper GPUs.
     """
     return (
         capability_of(chosen.flags.gpu) == (9, 0)

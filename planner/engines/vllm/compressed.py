@@ -60,7 +60,7 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
 
 
 def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
-    """Return the cache pages that one layer registers, in vLLM's order.
+    """Return the KV cache pages that one layer of DeepSeek-V4 registers, in vLLM's order.
 
     ``window`` is the layer's sliding-window cache, ``latent`` its compressed cache or None.
     """
@@ -94,7 +94,7 @@ def _layer(window: CacheLayer, latent: CacheLayer | None) -> list[LayerPages]:
 
 
 def _state(layer: int, ratio: int, span: int, overlap: int, size: int) -> LayerPages:
-    """Return the cache page of a compressor's state: fp32 keys and scores of tokens not yet compressed.
+    """Return the KV cache page of a compressor's state: fp32 keys and scores of uncompressed tokens.
 
     vLLM caches the state like a layer with a short sliding window.
 

@@ -33,12 +33,12 @@ VLLM_INTERVAL = (0.85, 1.6)
 
 
 def api_bytes(vocab_size: int) -> int:
-    """Return the bytes of the API process while no large requests are in flight."""
+    """Return the memory of vLLM's API process in bytes, while no large requests are in flight."""
     return VLLM_API_BYTES + vocab_size * VLLM_API_TOKEN_BYTES
 
 
 def framework_bytes(architecture: Architecture, dtype: str) -> Estimate:
-    """Estimate the memory of all processes without weights and pool, including client buffers and grammars.
+    """Estimate the memory of vLLM's processes without weights and KV pool, with client buffers and grammars.
 
     ``dtype`` is the dtype of the weights.
     """

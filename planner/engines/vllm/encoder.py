@@ -140,7 +140,7 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     stored = made
     padded = {"": tokens, "item": found.tokens, "budget": found.budget}[known.padded_embeddings]
-    if padded > tokens:  # the copies exist beside the tower's output
+    if padded > tokens:  # padded copies of the embeddings exist beside the output
         stored = found.count * padded * vision.width * size
         peak = max(peak, given + table + made + stored)
     kept = stored + table + (0 if second else given)
@@ -188,7 +188,7 @@ def _mask(vision: Vision, known: VersionRules, patches: int, size: int) -> int:
 
 
 def _one(vision: Vision, found: Profiled) -> int:
-    """Return the patches of one item: an image, or one frame of a video."""
+    """Return the number of patches in an image, or in one frame of a video."""
     frames = {item.modality: item.frames for item in vision.others}
     return found.patches // frames.get(found.modality, 1)
 

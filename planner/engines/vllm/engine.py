@@ -110,7 +110,7 @@ class VLLM(Engine):
     kernels: ClassVar = {"cpu": {"gptq": "vllm-cpu-wna16"}}
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
-        """Return the default (max_num_seqs, max_num_batched_tokens) for the device and version."""
+        """Return vLLM's default values (max_num_seqs, max_num_batched_tokens) for the device and version."""
         known = rules(version)
         before = _before_v1_on_rocm(flags, version)
         if flags.device == "cuda" and known.large_batches:
@@ -130,7 +130,7 @@ class VLLM(Engine):
     def chunks_prompts(
         self, flags: Deployment, version: Version, architecture: Architecture, max_model_len: int
     ) -> bool:
-        """Return whether a prompt may be computed in several steps (chunked prefill).
+        """Return whether vLLM may compute a prompt in several steps (chunked prefill).
 
         vLLM's V0 engine chunked prompts only for long contexts, and never with sliding windows, LoRA, drafts or
         pooling (create_engine_config in engine/arg_utils.py of 0.7).
@@ -166,11 +166,11 @@ class VLLM(Engine):
         return super().adjust_step(flags, architecture, max_model_len, tokens)
 
     def default_utilization(self, version: Version) -> float:
-        """Return the version's default of --gpu-memory-utilization."""
+        """Return the vLLM version's default of --gpu-memory-utilization."""
         return rules(version).default_utilization
 
     def caches_prefixes(self, architecture: Architecture, version: Version) -> bool:
-        """Return whether prefix caching is on by default.
+        """Return whether the vLLM version has prefix caching on by default for this model.
 
         The rule is ModelConfig.is_prefix_caching_supported (config/model.py, 0.20 to 0.33).
         """
@@ -183,7 +183,7 @@ class VLLM(Engine):
         return rules(version).draft_limits
 
     def block_size(self, asked: int | None, flags: Deployment, architecture: Architecture) -> int:
-        """Return the tokens per block.
+        """Return the tokens per KV cache block.
 
         Raises:
             DeploymentError: the attention kernel does not support the requested size.
@@ -225,7 +225,7 @@ class VLLM(Engine):
         return "bfloat16" if auto == "float32" or (auto == "float16" and refused) else auto
 
     def check_version(self, flags: Deployment, version: Version) -> None:
-        """Raise DeploymentError for flags that vLLM lacks in this version, or that contradict each other."""
+        """Raise DeploymentError for flags that the vLLM version lacks, or that contradict each other."""
         check_graphs(flags, version)
 
     def check_quantization(self, name: str, version: Version) -> None:
@@ -274,7 +274,7 @@ class VLLM(Engine):
         return multimodal.shares_pictures(architecture, flags)
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-        """Return the bytes that kernels' padding and copies add to the weights of one rank."""
+        """Return the bytes that kernels add to the weights of one rank by padding and copies."""
         return kernel_padding(architecture, quantization, flags)
 
     def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
@@ -298,11 +298,11 @@ class VLLM(Engine):
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the upper bound of `kernel_padding`: vLLM may fall back to another MXFP4 kernel."""
+        """Return the most bytes that kernels may add to a rank's weights, with any MXFP4 kernel of vLLM."""
         return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None."""
+        """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's kernels."""
         return repacking_class(gpu)
 
     def allocator_rounding(
@@ -318,15 +318,15 @@ class VLLM(Engine):
     def gpu_terms(
         self, architecture: Architecture, chosen: Resolved, fitted: Coefficients | None = None
     ) -> Runtime:
-        """Return the estimates of framework, activations and CUDA graphs of one rank on a GPU."""
+        """Return the estimated bytes of framework, activations and CUDA graphs of one rank on a GPU."""
         return budget.terms(architecture, chosen, fitted)
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
-        """Return the KV tiers of the configured connector."""
+        """Return the KV offloading tiers of the KV connector that the flags configure."""
         return tier.tiers(hosted)
 
     def host_memory(self, hosted: HostInputs) -> HostMemory:
-        """Return the host memory of all processes of one replica on GPUs."""
+        """Return the host memory of all vLLM processes of one replica on GPUs."""
         return host.host_memory(hosted)
 
     def own_flags(self, flags: Deployment) -> list[str]:
@@ -339,23 +339,23 @@ class VLLM(Engine):
         return [*line, *changed(flags, ("pipeline_parallel_size",)), *self.own_flags(flags)]
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
-        """Add the figures and flags of one start-up log line to ``out``."""
+        """Add the memory figures and flags of one start-up log line to ``out``."""
         log.read_line(line, out)
 
     def log_rank(self, line: str) -> tuple[str, str]:
-        """Return the (rank, process) prefix of a log line, with "" for a missing part."""
+        """Return the (rank, process) prefix of a start-up log line, with "" for a missing part."""
         return log.rank_of(line)
 
     def finish_log(self, out: LogFigures) -> None:
-        """Derive the figures that a rank's log does not print from the figures that it prints."""
+        """Derive memory figures that a rank's start-up log does not print from those that it prints."""
         log.settle(out)
 
     def log_is_ready(self, line: str) -> bool:
-        """Return whether a log line reports that the engine is ready to serve."""
+        """Return whether a line of vLLM's log reports that the engine is ready to serve."""
         return log.started(line)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return (version, descriptions) of each release that changed a planned figure.
+        """Return (version, descriptions of changes) of each vLLM release that changed a figure of a plan.
 
         The releases are those after ``since`` up to and including ``until``.
         """
@@ -368,13 +368,13 @@ class VLLM(Engine):
     def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
-        """Return the first start-up failure that the plan predicts, or None."""
+        """Return the first start-up failure of vLLM that the plan predicts, or None."""
         return startup_failures.predict_failure(architecture, chosen, rank, pool, held)
 
     def start_notes(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int
     ) -> tuple[str, ...]:
-        """Return notes on risks of a start that fits, and on flags without effect."""
+        """Return notes on risks of a start that fits into memory, and on flags without effect."""
         found = (
             *startup_failures.notes(architecture, chosen, rank, beside),
             *multimodal.notes(architecture, chosen),
@@ -485,26 +485,26 @@ class VLLM(Engine):
         return asked
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of blocks in the pool: --num-gpu-blocks-override, or as many as fit into memory."""
+        """Return the number of KV cache blocks: --num-gpu-blocks-override, or as many as fit into memory."""
         asked = chosen.flags.num_gpu_blocks_override
         if asked is not None and pool.demands:
             return asked
         return super().num_blocks(chosen, pool, size, fixed, weights)
 
     def capacity(self, pool: PoolSpec, chosen: Resolved, num_blocks: int) -> PoolCapacity:
-        """Return the pool's capacity as the planned vLLM version logs it at start-up."""
+        """Return the KV cache pool's capacity as the planned vLLM version logs it at start-up."""
         if not pool.demands:
             return super().capacity(pool, chosen, num_blocks)
         return capacity(pool, num_blocks, chosen.max_model_len, chosen.version)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-        """Return the rule for the blocks that a request takes from vLLM's block manager."""
+        """Return the rule for the number of KV cache blocks that a request takes from vLLM's block manager."""
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
         return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return the flags with the block size that vLLM uses after it adjusted it for MLA or hybrid models."""
+        """Return the flags with the block size to which vLLM changes the configured one for MLA or hybrids."""
         return replace(flags, block_size=pool.layout.block_size)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
@@ -512,7 +512,7 @@ class VLLM(Engine):
         return serve_line.serve_lines(plan, self.quantizes_to)
 
     def machines_note(self, machines: int) -> str:
-        """Return the options of `vllm serve` on each machine (vllm/engine/arg_utils.py, 0.32)."""
+        """Return the `vllm serve` options for one replica over several machines (engine/arg_utils.py)."""
         return (
             f"vllm serve runs on each of them with --nnodes {machines} --master-addr HOST --node-rank 0 (the "
             f"others --node-rank 1 to {machines - 1}, and --headless)."

@@ -22,7 +22,7 @@ _FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # cache formats that FlashA
 
 
 def charged(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of FlashInfer's workspace on one rank that vLLM counts as CUDA graphs."""
+    """Return the bytes of FlashInfer's attention workspace on one rank that vLLM counts as CUDA graphs."""
     if chosen.flags.enforce_eager or not runs(architecture, chosen):
         return 0
     # TensorRT-LLM's kernels have a separate workspace of fixed size in both of vLLM's model runners.
@@ -34,9 +34,9 @@ def charged(architecture: Architecture, chosen: Resolved) -> int:
 
 
 def uncounted(architecture: Architecture, chosen: Resolved) -> int:
-    """Return the bytes of FlashInfer's workspace on one rank that are outside vLLM's memory budget.
+    """Return the bytes of FlashInfer's attention workspace on one rank outside vLLM's memory budget.
 
-    The V2 model runner allocates them together with the pool.
+    The V2 model runner allocates them together with the KV pool.
     """
     known = runs(architecture, chosen) and _second(architecture, chosen)
     return _workspace(architecture, chosen) if known else 0
@@ -47,7 +47,7 @@ def drops_full_graphs(architecture: Architecture, chosen: Resolved) -> bool:
 
     FlashInfer's backend supports full CUDA graphs only if a step decodes one token per sequence, except with
     TensorRT-LLM's kernels (config/compilation.py, 0.20 to 0.30). A step that verifies draft tokens computes
-    several. The log of a start of 0.20.0 on a GB10 confirms it.
+    several. The log of a start of 0.20.0 on a GB10 confirms this rule.
     """
     return bool(chosen.flags.num_speculative_tokens) and runs(architecture, chosen) and not _on_tensorrt(chosen)
 

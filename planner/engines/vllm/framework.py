@@ -40,10 +40,10 @@ _FUSED_MIB = {
     (10, 3): {2: 64.0, 4: 64.0, 8: 2.0},
 }
 # Memory before vLLM's first snapshot is logged as 0.51 GiB on an H100, and 1.0 GiB more with several ranks. For
-# other GPUs it is the difference seen in starts of 0.8.5 on a T4 and a 4090 (tests/data/field_reports.jsonl).
+# other GPUs, the value is from starts of 0.8.5 on a T4 and a 4090 (tests/data/field_reports.jsonl).
 _CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
-# GPUs with less memory than this many bytes need less memory outside PyTorch: logs print 0.02 to 0.08 GiB, and
-# 0.07 to 0.11 GiB on larger GPUs.
+# GPUs with less memory than these bytes need less memory outside PyTorch. Logs of such GPUs print 0.02 to 0.08
+# GiB, logs of larger GPUs 0.07 to 0.11 GiB.
 SMALL = 32 * GiB
 # Memory outside PyTorch on AMD GPUs: vLLM 0.9.2 prints 0.66 GiB on an MI300X (tests/data/field_reports.jsonl).
 # No other log of an AMD GPU prints this term, so the value is assumed for all AMD GPUs, with one or several
@@ -72,12 +72,12 @@ class NonTorchMemory:
 
     @property
     def total(self) -> int:
-        """Return the sum of all parts in bytes."""
+        """Return the sum of all parts of the non-torch memory in bytes."""
         return self.fused + self.counts + self.context + self.embeddings + self.rest
 
     @property
     def formula(self) -> str:
-        """Return the sum with its numbers, for ``--explain``."""
+        """Return the sum of the non-torch memory's parts with its numbers, as ``--explain`` prints it."""
         text = f"non-torch memory {self.rest:,}"
         if self.fused:
             text += f" + workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})"
@@ -91,7 +91,7 @@ class NonTorchMemory:
 
 
 def non_torch_memory(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> NonTorchMemory:
-    """Return the memory of one rank outside PyTorch's allocator, part by part."""
+    """Return the GPU memory of one rank outside PyTorch's allocator, part by part."""
     return NonTorchMemory(
         fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
         _embeddings(architecture, chosen), _rest(chosen, fitted),

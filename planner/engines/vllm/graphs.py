@@ -26,7 +26,9 @@ _OLD = (0, 12)  # last release with --cuda-graph-sizes (engine/arg_utils.py)
 
 
 def given_sizes(text: str | None) -> tuple[int, ...]:
-    """Return the sizes of --cudagraph-capture-sizes, such as ``1,2,4``, in ascending order; none without it.
+    """Return the batch sizes of --cudagraph-capture-sizes, such as ``1,2,4``, in ascending order.
+
+    Returns an empty tuple if ``text``, the flag's value, is None.
 
     Raises:
         DeploymentError: the text is no list of positive integers.
@@ -83,7 +85,7 @@ _SM10X = 10  # major compute capability of data centre GPUs with Blackwell
 
 
 def _grid(most: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, multiples of 8 below 256 and multiples of 16 from there, up to ``most``."""
+    """Return the default CUDA graph sizes: 1, 2, 4, multiples of 8 below 256, then of 16, up to ``most``."""
     small = (size for size in (1, 2, 4) if size <= most)
     return (*small, *range(8, min(most, 255) + 1, 8), *range(256, most + 1, 16))
 
@@ -109,7 +111,7 @@ def first(chosen: Resolved, fitted: Coefficients) -> int:
 
 
 def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
-    """Return the bytes that vLLM estimates for CUDA graphs on one rank, and the number of batch sizes.
+    """Return the bytes that vLLM estimates for CUDA graphs on one rank, and their number of batch sizes.
 
     ``architecture`` is the rank's share of the model. Returns (0, 0) if vLLM captures no graphs.
     """
@@ -125,7 +127,7 @@ def is_small(chosen: Resolved) -> bool:
 
 
 def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
-    """Return the (low, high) bytes of an estimate of ``size`` bytes.
+    """Return (low, high) bounds of the bytes of CUDA graphs that vLLM estimates at ``size`` bytes.
 
     vLLM captures two graphs of each kind and measures each by the change of free device memory. It multiplies
     the second measurement by the number of sizes, so an error of this measurement is multiplied too. The bounds
@@ -138,7 +140,7 @@ def bounds(chosen: Resolved, size: int) -> tuple[int, int]:
 
 
 def subtracted(architecture: Architecture, chosen: Resolved) -> bool:
-    """Return whether vLLM subtracts its estimate of CUDA graphs from the pool.
+    """Return whether vLLM subtracts its estimate of CUDA graphs from the KV pool.
 
     In older versions, vLLM's V2 model runner estimated 0 bytes, although it captures as many graphs as the V1
     model runner (profile_cudagraph_memory in v1/worker/gpu/model_runner.py, vllm#49224).

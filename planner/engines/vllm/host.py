@@ -182,7 +182,7 @@ def _grammars(hosted: HostInputs) -> list[HostPart]:
 
 
 def _offloaded(hosted: HostInputs) -> list[HostPart]:
-    """Return the host memory of offloaded weights.
+    """Return the host memory of model weights that vLLM offloads from the GPU.
 
     --cpu-offload-gb pins each weight (model_executor/offloader/uva.py), and sleep mode pins each allocation
     (device_allocator/cumem.py).
@@ -218,7 +218,7 @@ def _offloaded(hosted: HostInputs) -> list[HostPart]:
 
 
 def _tier(hosted: HostInputs) -> list[HostPart]:
-    """Return the host memory of KV tiers in the engine's own processes."""
+    """Return the host memory of KV offloading tiers that vLLM's own processes hold."""
     return [
         HostPart(
             "KV tier" if tier.chunks is not None else "KV tier's buffers", tier.value, tier.low,

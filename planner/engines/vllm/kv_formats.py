@@ -95,7 +95,7 @@ def choose(
     flags: Deployment, dtype: str, architecture: Architecture, version: Version,
     stored: StoredCache | None,
 ) -> str:  # fmt: skip
-    """Return the format in which keys and values are cached, after resolving ``auto``.
+    """Return the KV cache format of a deployment, after resolving ``auto``.
 
     ``stored`` is the KV cache format that the checkpoint's config requests, or None.
 
@@ -131,7 +131,7 @@ def sparse_latent(architecture: Architecture) -> bool:
 
 
 def _of_sparse(found: str, flags: Deployment, architecture: Architecture, version: Version) -> str:
-    """Return the cache format of sparse MLA (an indexer selects the latents to read), by GPU and version.
+    """Return the KV cache format of sparse MLA (an indexer selects the latents to read), by GPU and version.
 
     FlashMLA converts any 8-bit format to fp8_ds_mla. FlashInfer on SM10x keeps plain fp8, and SM12x supports
     only fp8_ds_mla (_canonicalize_sparse_mla_kv_cache_dtype in mla_attention.py, _get_backend_priorities in
@@ -153,7 +153,7 @@ def _of_sparse(found: str, flags: Deployment, architecture: Architecture, versio
 
 
 def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version: Version) -> None:
-    """Raise DeploymentError for a format that no attention backend supports."""
+    """Raise DeploymentError for a KV cache format that none of vLLM's attention backends supports."""
     if kv_dtype in PLAIN:
         return
     layers = architecture.cache_layers
@@ -165,7 +165,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
     if version < since:
         refuse(f"vLLM has it from {since[0]}.{since[1]} on")
     if kv_dtype == "fp8_ds_mla" and any(layer.compression > 1 for layer in layers):
-        return  # DeepSeek-V4 has its own cache, on a CPU too
+        return  # DeepSeek-V4 has its own cache format, also on a CPU
     if flags.device == "cpu":
         refuse("vLLM's CPU attention has no such cache")
     if kv_dtype in ROW_BYTES:
@@ -186,7 +186,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
 
 
 def packs_whole_layers(kv_dtype: str) -> bool:
-    """Return whether the cache format ``kv_dtype`` stores K and V of a head together in one slot.
+    """Return whether the KV cache format ``kv_dtype`` stores K and V of a head together in one slot.
 
     With such a format, the first and last layers of a model without recurrent states are cached in the model's
     own dtype (get_boundary_skip_layers in engine/arg_utils.py).
@@ -195,7 +195,7 @@ def packs_whole_layers(kv_dtype: str) -> bool:
 
 
 def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
-    """Return the layers whose cache stays in the model's dtype if ``kv_dtype`` is a packed format.
+    """Return the indices of layers cached in the model's dtype if ``kv_dtype`` is a packed format.
 
     They are two layers at each end, at most half of all layers, and none in a model with recurrent states.
     """
@@ -207,7 +207,7 @@ def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]
 
 
 def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
-    """Return the bytes of one token in one KV head; ``rotary`` is the number of rotated dimensions of a key."""
+    """Return the KV cache bytes of one token in a KV head; ``rotary`` is the rotated dimensions of a key."""
     if kv_dtype in PACKED:
         return PACKED[kv_dtype](key, value)
     if kv_dtype in _OCTAVE:
@@ -216,7 +216,7 @@ def head_bytes(kv_dtype: str, key: int, value: int, rotary: int) -> int:
 
 
 def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
-    """Return the bytes of one token in one KV head of an Octave format.
+    """Return the KV cache bytes of one token in one KV head, in an Octave format.
 
     Rotated dimensions of a key have 4 bits, all others 3. There is one fp16 scale per 64 dimensions of a key
     (in compact form, one per key) and one for the value. The sum is rounded up to 8 bytes (4 in compact form).
@@ -229,5 +229,5 @@ def _octave(value_bits: int, compact: bool, head: int, rotary: int) -> int:
 
 
 def latent_bytes(layer: CacheLayer, kv_dtype: str) -> int:
-    """Return the bytes of one token's latent, which is the same on every rank."""
+    """Return the KV cache bytes of one token's MLA latent, which is the same on every rank."""
     return ROW_BYTES.get(kv_dtype) or layer.head_size * PLAIN[kv_dtype]

@@ -45,7 +45,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """A KV connector and the settings of its kv_connector_extra_config.
+    """A KV connector of vLLM and the settings in its kv_connector_extra_config.
 
     Attributes:
         field: the flag that selected the connector, for error messages.
@@ -56,7 +56,7 @@ class Connector:
     field: str = CONFIG
 
     def size(self, key: str, default: int | None = None) -> int | None:
-        """Return a setting in bytes or blocks.
+        """Return the connector's setting ``key``, a number of bytes or blocks, or ``default`` if not set.
 
         Raises:
             DeploymentError: the value is no whole number of at least one.
@@ -98,7 +98,7 @@ def _known() -> tuple[str, ...]:
 
 
 def _given(text: str) -> Connector | None:
-    """Return the connector of a --kv-transfer-config, or None for an empty object."""
+    """Return the KV connector that a --kv-transfer-config names, or None for an empty object."""
     try:
         record = json.loads(text)
     except ValueError as error:

@@ -61,8 +61,8 @@ _LINES = (
     ("device_bytes", GiB, rf"(?:Explicitly|Auto) set \([\d.]+/{NUMBER}\)GiB for KV cache"),
 )
 # "worker init memory snapshot: torch_peak=0.0GiB, free_memory=77.71GiB, total_memory=79.19GiB, ..." is taken
-# before the model is loaded. Its non_torch_memory is CUDA's context and NCCL, another figure than the one
-# below.
+# before the model is loaded. The non_torch_memory of this line is CUDA's context and NCCL. The figure of
+# that name below is another one.
 _SNAPSHOT = (
     ("free_bytes", GiB, rf"free_memory={NUMBER}GiB"),
     ("device_bytes", GiB, rf"total_memory={NUMBER}GiB"),
@@ -101,7 +101,10 @@ _RANKS = (
 
 
 def read_line(line: str, out: LogFigures) -> None:
-    """Add the figures and flags of one log record, wrapped or not and without colour codes, to ``out``."""
+    """Add the memory figures and flags of one log record to ``out``.
+
+    The record may be wrapped, and has no colour codes.
+    """
     text = squeezed(line)
     before = len(out.figures)
     if "memorysnapshot:" in text:
@@ -140,7 +143,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # each replica's engine logs 1, not the flag
+                continue  # every replica logs a data-parallel size of 1, not the flag's value
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":
@@ -163,7 +166,7 @@ def _plain(value: str) -> str:
 
 
 def rank_of(line: str) -> tuple[str, str]:
-    """Return the (rank, process) prefix of a line, such as ``PP0_TP1``, ``TP1`` or ``DP1``.
+    """Return the (rank, process) prefix of a vLLM log line, such as ``PP0_TP1``, ``TP1`` or ``DP1``.
 
     A missing part is "".
     """
@@ -183,7 +186,7 @@ def rank_of(line: str) -> tuple[str, str]:
 
 
 def settle(out: LogFigures) -> None:
-    """Derive figures that a rank's log does not print from its other figures."""
+    """Derive memory figures that a rank's start-up log does not print from those that it prints."""
     found, rounding = out.figures, out.rounding
 
     def follows(name: str, whole: str, *parts: str) -> None:
@@ -203,5 +206,5 @@ def settle(out: LogFigures) -> None:
 
 
 def started(line: str) -> bool:
-    """Return whether the line reports that the engine is ready to serve."""
+    """Return whether a line of vLLM's log reports that the engine is ready to serve."""
     return any(mark in line for mark in _STARTED)

@@ -72,7 +72,7 @@ class Profiled:
 
 
 def limits(flags: Deployment) -> dict[str, int]:
-    """Return the configured maximum number of items per prompt, by modality.
+    """Return the configured maximum number of images, videos and audio clips per prompt, by modality.
 
     Raises:
         DeploymentError: --limit-mm-per-prompt is not understood.
@@ -94,7 +94,7 @@ def limits(flags: Deployment) -> dict[str, int]:
 
 
 def check(architecture: Architecture, flags: Deployment) -> None:
-    """Raise DeploymentError for an image flag with an unknown effect on the model."""
+    """Raise DeploymentError for an image flag whose effect on the model's memory is not known."""
     given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
     if not given:
         return
@@ -146,7 +146,8 @@ def lost_towers(architecture: Architecture, flags: Deployment, version: Version)
     """
     if not rules(version).drops_towers or not (flags.language_model_only or flags.limit_mm_per_prompt != "{}"):
         return frozenset()
-    # Whether a tower without known image sizes reads videos is not known, so both limits must be zero.
+    # Whether a tower without known image sizes reads videos is not known, so the limits of images and videos
+    # must be zero.
     sees = ("image", "video") if architecture.vision is None else architecture.vision.modalities
     reads = {"vision": tuple(name for name in sees if name != "audio"), "audio": ("audio",)}
     given = limits(flags)
@@ -161,7 +162,7 @@ def drops_towers(architecture: Architecture, flags: Deployment, version: Version
 
 
 def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
-    """Return whether the tensor belongs to a tower in ``lost``, or to that tower's projector."""
+    """Return whether a tensor belongs to a tower in ``lost``, which vLLM does not load, or to its projector."""
     role = tensor.role
     if role == "projector":
         role = "audio" if "audio" in tensor.name else "vision"
@@ -178,7 +179,7 @@ def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:
 
 
 def profiled(architecture: Architecture, chosen: Resolved) -> Profiled | None:
-    """Return the items that the profile run encodes, or None if there are none.
+    """Return the images, videos or audio clips that vLLM's profile run encodes, or None if it encodes none.
 
     Raises:
         DeploymentError: a flag is not understood.
@@ -237,7 +238,7 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
 
 
 def _counted(architecture: Architecture, vision: Vision, chosen: Resolved) -> dict[str, tuple[int, int]]:
-    """Return modality -> (tokens, patches) of the largest item, with tokens as the vLLM version counts them."""
+    """Return modality -> (tokens, patches) of the largest image or video, as the vLLM version counts them."""
     found = _largest(vision, chosen.max_model_len)
     if rules(chosen.version).formatted_videos and architecture.model_type.startswith("qwen3_vl"):
         tokens, patches = found["video"]
@@ -246,7 +247,7 @@ def _counted(architecture: Architecture, vision: Vision, chosen: Resolved) -> di
 
 
 def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
-    """Return modality -> (embeddings, patches) of the largest item."""
+    """Return modality -> (embeddings, patches) of the largest image or video."""
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":

@@ -30,7 +30,7 @@ CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platf
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 _MAMBA1_CHUNK = 2048  # assumed chunk size in tokens of Mamba-1 (get_mamba_chunk_size in config/model.py)
-HYBRID_MLA_BLOCK = 128  # blocks of hybrids with MLA are multiples of it (platforms/interface.py)
+HYBRID_MLA_BLOCK = 128  # divides the block size of hybrids with MLA (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
     "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "
@@ -44,7 +44,10 @@ _INDEX_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class VLLMDeployment:
-    """The settings of a deployment that determine the pool; a block_size of None is the engine's default."""
+    """The settings of a deployment that determine vLLM's KV cache pool.
+
+    A block_size of None is vLLM's default.
+    """
 
     device: str
     version: Version
@@ -59,13 +62,13 @@ class VLLMDeployment:
     amx: bool = False
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
     ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's dtype
-    native_layers: frozenset[int] = frozenset()  # layers not in the packed format
+    native_layers: frozenset[int] = frozenset()  # layers whose cache is not in the packed format
     rotary: int = 0  # rotated dimensions of a key
     float32_states: bool = False  # recurrent states are float32, by flag or by default
 
 
 def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
-    """Return the pool of one rank.
+    """Return the pool of KV cache blocks of one rank.
 
     Raises:
         UnsupportedArchitecture: vLLM, or this planner, cannot lay out the model's cache.
@@ -125,7 +128,7 @@ def _compressed_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolS
 
 
 def capacity(pool: PoolSpec, num_blocks: int, max_model_len: int, version: Version) -> PoolCapacity:
-    """Return the pool's capacity as vLLM's start-up lines print it.
+    """Return the KV cache pool's capacity as vLLM's start-up log prints it.
 
     vLLM counts the null block (block 0) among the blocks.
     """
@@ -150,7 +153,7 @@ def _expanded(architecture: Architecture) -> Architecture:
 
 
 def _block_size(architecture: Architecture, flags: VLLMDeployment) -> tuple[int, tuple[str, ...]]:
-    """Return the tokens per block, and notes, before vLLM enlarges the blocks of hybrid models."""
+    """Return the tokens per KV cache block, and notes, before vLLM enlarges blocks of hybrid models."""
     mla = any(layer.kind == "mla" for layer in architecture.cache_layers)
     if mla and flags.device == "cpu" and not flags.amx:
         notes: tuple[str, ...] = (_WHOLE_PROMPTS,)
@@ -217,7 +220,7 @@ def _caches_states(flags: VLLMDeployment) -> bool:
 
 
 def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int) -> int:
-    """Return the block size for a packed cache format, of which some layers are not packed.
+    """Return the tokens per block with a packed KV cache format, if some layers are cached unpacked.
 
     These layers cache keys and values in the model's own dtype. The result is the smallest block size for which
     a packed page has at least the bytes of an unpacked page of one kernel block. The rule is
@@ -232,7 +235,7 @@ def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int)
 
 
 def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
-    """Return the bytes of one token in one layer on one rank."""
+    """Return the KV cache bytes of one token in one layer on one rank."""
     if layer.kind == "mla":
         return kv_formats.latent_bytes(layer, flags.kv_dtype)
     value = layer.head_size if layer.value_head_size is None else layer.value_head_size
@@ -243,7 +246,7 @@ def _entry_bytes(layer: CacheLayer, flags: VLLMDeployment) -> int:
 
 
 def _pages(layer: CacheLayer, flags: VLLMDeployment, block: int) -> list[LayerPages]:
-    """Return the cache pages that one layer registers; none if it reads another layer's cache."""
+    """Return the KV cache pages that one layer registers; none if it reads another layer's cache."""
     if layer.shares is not None:
         return []
     if layer.kind == "state":
@@ -284,7 +287,7 @@ def _state_bytes(state: StateTensor, flags: VLLMDeployment) -> int:
 
 
 def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
-    """Return the blocks that one sequence needs for recurrent states, or None for one per block of tokens.
+    """Return the number of blocks for a sequence's recurrent states, None for one per block of tokens.
 
     Without prefix caching, a sequence has one state. With prefix caching in "align" mode, it has two: the
     running state and the state at the end of the last whole block. Mamba-2 adds a checkpoint of the prefill,
@@ -305,7 +308,7 @@ def _padded(page: LayerPages, size: int) -> LayerPages:
 
 
 def _promoted(page: LayerPages) -> LayerPages:
-    """Return the page of a sliding or chunked layer, changed to that of a full-attention layer.
+    """Return the KV cache page of a sliding or chunked layer, changed to that of a full-attention layer.
 
     Some vLLM versions keep every token in sliding layers, so they treat them as full layers. The rule is
     unify_hybrid_kv_cache_specs.
@@ -316,7 +319,7 @@ def _promoted(page: LayerPages) -> LayerPages:
 
 
 def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
-    """Return the KV layout: a slot per layer if all pages have equal bytes, else one slot for a whole group."""
+    """Return the KV cache layout: a slot per layer if all pages have equal bytes, else a slot per group."""
     sizes = {page.page_bytes for group in groups for page in group}
     slots, size = max(len(group) for group in groups), max(sizes)
     if len(sizes) > 1:

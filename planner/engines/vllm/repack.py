@@ -49,7 +49,7 @@ def mxfp4_kernel(flags: Deployment) -> Kernel:
 
 
 def repacking_class(gpu: str) -> str | None:
-    """Return the name of a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's."""
+    """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's kernels."""
     if is_amd(gpu):
         return "r9700-32g"
     capability = capability_of(gpu) or (9, 0)
@@ -66,7 +66,10 @@ def version_of(flags: Deployment) -> Version:
 
 
 def kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """Return the bytes that padding and copies add on one rank; ``architecture`` is its share of the model."""
+    """Return the bytes that kernels add to the weights of one rank by padding and copies.
+
+    ``architecture`` is the rank's share of the model.
+    """
     if flags.device == "cpu":
         return 0
     copies = latent_copies(architecture, quantization, flags)
@@ -76,7 +79,7 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 
 
 def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """Return the upper bound of `kernel_padding` over the MXFP4 kernels that vLLM may select while loading.
+    """Return the most bytes that kernels may add to a rank's weights, with any MXFP4 kernel of vLLM.
 
     On Hopper and later GPUs, vLLM falls back to Marlin if Triton's kernels are not installed. For example,
     gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 GiB (vllm-project/vllm issue 23278).

@@ -19,7 +19,7 @@ from tonnage.planner.plans import Resolved
 
 
 def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
-    """Return the rule that gives the KV blocks of a request from its prompt and output lengths.
+    """Return the rule for the number of KV blocks that a request takes, by prompt and output lengths.
 
     Raises:
         UnsupportedArchitecture: the rule is not known for the cache or the deployment.
@@ -54,8 +54,8 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
 def _note(chosen: Resolved, aligned: bool) -> str:
     """Return a note if the planned vLLM version's KV cache manager differs from 0.32's, or may differ.
 
-    It may differ in versions whose source code was not read; 0.30 to 0.33 were read. Before 0.32, prompts of
-    hybrid models are chunked at other positions (get_mamba_prefill_checkpoint_position).
+    The manager may differ in versions whose source code was not read; 0.30 to 0.33 were read. Before 0.32,
+    prompts of hybrid models are chunked at other positions (get_mamba_prefill_checkpoint_position).
     """
     version = chosen.version
     if version >= (0, 32, 0) or (version >= (0, 30, 0) and not aligned):
@@ -74,7 +74,7 @@ def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
     if group.kind == "state":
         if demand.fixed is None:
             raise _refused("a state for each block of tokens", "--mamba-cache-mode")
-        # Without prefix caching a request has one recurrent state. With it, the request has the running state,
+        # Without prefix caching, a request has one recurrent state. With the cache, it has the running state,
         # the state at the last block border and a checkpoint.
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:

@@ -44,7 +44,7 @@ _HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_b
 
 
 def _host_flags(flags: Deployment) -> list[str]:
-    """Return the options that affect host memory."""
+    """Return the ``vllm serve`` options that affect host memory and differ from their defaults."""
     line = changed(flags, _HOST)
     for name in _HOST_SIZES:
         flag, size = flags_of(Deployment)[name], getattr(flags, name)

@@ -34,7 +34,7 @@ _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
 
 
 def error_message(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
-    """Return the message of vLLM ``version`` for ``cause``, or None if it has none."""
+    """Return the error message of vLLM ``version`` for the start-up failure ``cause``, or None without one."""
     found = _MESSAGES.get(cause)
     return None if found is None else found(version, facts)
 
@@ -70,7 +70,7 @@ def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
 
 def _length(version: Version, facts: Mapping[str, Any]) -> str:
     own = facts["own"]
-    # vLLM multiplies the length by a RoPE factor, 1.0 for most models, which makes it a float.
+    # vLLM multiplies the length by a RoPE factor, 1.0 for most models, so the length in the message is a float.
     if version >= (0, 12, 0) and facts["rope"]:
         own = float(own)
     text = (
@@ -142,7 +142,7 @@ _MESSAGES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
 def predict_failure(
     architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
 ) -> Failure | None:
-    """Return the first failure that stops vLLM's start, or None.
+    """Return the first failure that, by the plan, stops vLLM's start, or None.
 
     ``rank`` is the rank with the smallest pool.
     """
@@ -195,7 +195,7 @@ def _failures(
 
 
 def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: int) -> tuple[str, ...]:
-    """Return notes on what may still fail although the plan fits into memory, with the memory margin.
+    """Return notes on how vLLM's start may fail although the plan fits, and on the memory margin.
 
     ``beside`` is the bytes of CUDA graphs outside the share of --gpu-memory-utilization.
     """
@@ -207,7 +207,7 @@ def notes(architecture: Architecture, chosen: Resolved, rank: RankPlan, beside: 
 
 
 def _fallback_notes(architecture: Architecture, version: Version) -> tuple[str, ...]:
-    """Return a note if vLLM runs transformers' modules because it has no class of its own."""
+    """Return a note if vLLM runs transformers' modules because it has no own class for the model."""
     if class_of(architecture, version) is not None or not _runs_modules(architecture, version):
         return ()
     return (
@@ -303,7 +303,7 @@ _SUFFIXES = (
 
 
 def class_of(architecture: Architecture, version: Version) -> str | None:
-    """Return vLLM's class of the model, or None if this version has none.
+    """Return the name of vLLM's class for the model, or None if this vLLM version has none.
 
     It is the first class in the config's ``architectures`` that vLLM's registry has. If the registry has none
     of them, it is the first that the registry has with another suffix, such as ForCausalLM. If the config
@@ -365,7 +365,7 @@ def _runs_modules(architecture: Architecture, version: Version) -> bool:
 
 
 def _sparse_on_cpu(architecture: Architecture, version: Version) -> Iterator[Failure]:
-    """Yield a failure for sparse MLA (an indexer selects the latents to read) on a CPU.
+    """Yield a start-up failure for sparse MLA (an indexer selects the latents to read) on a CPU.
 
     DeepSeek-V4 does not fail, because vLLM has a CPU class for it. The check is get_attn_backend_cls in
     platforms/cpu.py.
@@ -418,7 +418,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
-    # The message names the first local rank without a GPU. Its index equals the number of GPUs.
+    # The message names the first local rank without a GPU. The index of that rank equals the number of GPUs.
     if version >= (0, 24, 0):
         return f"AssertionError: DP adjusted local rank {here} is out of bounds for {here} devices."
     if version >= (0, 11, 0):
@@ -427,7 +427,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
 
 
 def _in_use(chosen: Resolved) -> Iterator[Failure]:
-    """Yield a failure if other programs use GPU memory that vLLM requires to be free at the start.
+    """Yield a start-up failure if other programs use GPU memory that vLLM requires to be free.
 
     With --kv-cache-memory-bytes, vLLM does not check the free memory before it allocates.
     """
@@ -450,7 +450,7 @@ def _in_use(chosen: Resolved) -> Iterator[Failure]:
 
 
 def _given_too_much(chosen: Resolved, rank: RankPlan) -> str:
-    """Return vLLM's message for a pool of --kv-cache-memory-bytes that does not fit into memory.
+    """Return vLLM's error message if a KV pool of --kv-cache-memory-bytes does not fit into memory.
 
     With this flag, vLLM runs no memory profile. On a GPU it allocates the pool and then warms up the sampler,
     so one of these allocations fails. On a CPU, vLLM checks before the allocation that the memory is free.
@@ -518,7 +518,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
 
 
 def _rounded(size: int) -> str:
-    """Return the size in GiB as format_gib prints it (utils/mem_utils.py)."""
+    """Return ``size`` bytes as a text in GiB, as vLLM's format_gib prints it (utils/mem_utils.py)."""
     return f"{round(size / GiB, 2)}"
 
 

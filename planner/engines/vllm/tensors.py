@@ -14,8 +14,8 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 
-# MRotaryEmbedding's table has this multiple of the maximum length as rows, because positions of images and
-# videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
+# The table of vLLM's MRotaryEmbedding has this multiple of the maximum length as rows, because positions of
+# images and videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
 
@@ -24,10 +24,10 @@ _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
 _GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias", ".router.classifier.weight")
 _NGRAMS = ".ngram_embeddings.embedders.weight"
-# Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after it
+# Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after that layer
 # (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
-_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads this bias as that of the output head's decoder
+_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads this bias as the bias of the output head's decoder
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -49,7 +49,7 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if architecture.pooled:  # its head states its dtype
+    if architecture.pooled:  # a pooled model's head states its own dtype
         pass
     elif architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)

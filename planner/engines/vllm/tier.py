@@ -71,7 +71,10 @@ def _native(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
-    """Return the blocks per chunk, from the setting blocks_per_chunk or block_size (offloading/config.py)."""
+    """Return the KV blocks per offloaded chunk, from the connector's blocks_per_chunk or block_size.
+
+    The settings are read in offloading/config.py.
+    """
     blocks, tokens = connector.size("blocks_per_chunk"), connector.size("block_size")
     if blocks is not None and tokens is not None:
         raise DeploymentError("has both block_size and blocks_per_chunk; give one", field=connector.field)
@@ -93,7 +96,7 @@ def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
 
 
 def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
-    """Return the host tier that lies in one region of /dev/shm, mapped by all ranks (CPUOffloadingSpec)."""
+    """Return the host KV tier in one region of /dev/shm, which all ranks map (CPUOffloadingSpec)."""
     asked = connector.size("cpu_bytes_to_use")
     if asked is None:
         raise DeploymentError(
@@ -119,7 +122,7 @@ def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
 
 
 def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
-    """Return the host tier that lies in pinned tensors of each rank, rounded up to powers of two by PyTorch.
+    """Return the host KV tier in pinned tensors of each rank, which PyTorch rounds up to powers of two.
 
     A rank has one tensor per layer slot of a block. Since 0.12, a model with a single group of full-attention
     layers has one tensor per rank, because the connector selects a layout with all layers in one block.
@@ -165,7 +168,7 @@ def _check_chunks(chunks: int, asked: int, chunk: int, connector: Connector) -> 
 
 
 def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk: int) -> tuple[KVTier, ...]:
-    """Return the tiers behind the host tier, on disk or in an object store (v1/kv_offload/tiering).
+    """Return the KV tiers behind the host tier, on disk or in an object store (v1/kv_offload/tiering).
 
     vLLM's own tiers of this kind have no upper bound.
     """
@@ -192,7 +195,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
             found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
         if kind not in ("fs", "obj"):
             continue
-        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes it
+        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes a chunk
         found.append(
             KVTier(
                 kind, "disk", None, None, 0, None, None, 1, False, False, chunk, None, None,
@@ -207,7 +210,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
 def _bounded(
     hosted: HostInputs, connector: Connector, tier: Mapping[str, Any], chunk: int, per_chunk: int
 ) -> KVTier:
-    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most the setting ``size``."""
+    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most ``size`` bytes, a setting."""
     if not tier.get("path") or not tier.get("size"):
         raise DeploymentError("the secondary tier tonnage needs path and size", field=connector.field)
     size = parse_size(str(tier["size"]), connector.field)
@@ -225,7 +228,7 @@ def _bounded(
 
 
 def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the tiers of SimpleCPUOffloadConnector: pinned tensors on each rank, or files with buffers.
+    """Return the KV tiers of SimpleCPUOffloadConnector: pinned tensors on each rank, or files with buffers.
 
     The tensors are pinned after their allocation, so PyTorch does not round their size to a power of two
     (simple_kv_offload/worker.py).
@@ -277,7 +280,7 @@ def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the tiers that LMCache keeps inside the engine; max_local_cpu_size is in GiB per rank.
+    """Return the KV tiers that LMCache keeps in the engine; max_local_cpu_size is in GiB per rank.
 
     With MLA, only the first rank stores blocks, because all ranks have the same latents (save_only_first_rank
     in cache_engine.py).
@@ -314,7 +317,7 @@ def _lmcache(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
 
 
 def _gibibytes(connector: Connector, key: str, default: float) -> int:
-    """Return one of LMCache's sizes, given in GiB, in bytes."""
+    """Return the bytes of LMCache's setting ``key``, which is given in GiB."""
     value = connector.extra.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 30:
         raise DeploymentError(f"{key} is {value!r:.60}, not a size in GiB", field=connector.field)
@@ -322,7 +325,7 @@ def _gibibytes(connector: Connector, key: str, default: float) -> int:
 
 
 def _lmcache_server(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
-    """Return the first-level tier of an LMCache server; --l1-size-gb is in GiB for all ranks together."""
+    """Return the first-level KV tier of an LMCache server; --l1-size-gb is in GiB for all ranks together."""
     size = connector.extra.get("l1_size")
     if size is None:
         raise DeploymentError(
@@ -368,7 +371,7 @@ def _latent(hosted: HostInputs) -> bool:
 
 
 def _copies(hosted: HostInputs) -> int:
-    """Return how many ranks store their part in a chunk: 1 if all ranks have the same MLA latents, else all.
+    """Return the number of ranks whose KV data a chunk stores: 1 if all have the same MLA latents, else all.
 
     The rule is replicated_layout in kv_connector/v1/offloading/config.py.
     """
@@ -385,7 +388,7 @@ def _group_tokens(hosted: HostInputs, place: int) -> int:
 
 
 def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
-    """Return the chunks that one request of max_model_len tokens needs in each KV cache group.
+    """Return the number of offloaded chunks of a request of max_model_len tokens, per KV cache group.
 
     Sliding layers keep their window, and recurrent states one chunk.
     """
@@ -399,11 +402,10 @@ def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
 
 
 def tokens_held(hosted: HostInputs, chunks: int, per_chunk: int = 1) -> int:
-    """Return the tokens that ``chunks`` chunks hold if every request has max_model_len tokens.
+    """Return the tokens in ``chunks`` chunks of offloaded KV blocks, for requests of max_model_len tokens.
 
-    vLLM 0.33 counts the same way.
-
-    Each chunk belongs to one KV cache group (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py).
+    Each chunk belongs to one KV cache group. vLLM 0.33 counts the same way (_kv_cache_size_tokens in
+    v1/kv_offload/cpu/common.py).
     """
     each = sum(group.chunks for group in _groups(hosted, per_chunk))
     return chunks * hosted.chosen.max_model_len // each

@@ -17,7 +17,7 @@ from tonnage.planner.model.architecture import Architecture
 class VersionRules:
     """The memory rules and flag defaults that differ between vLLM versions.
 
-    The default values are the rules of 0.7.
+    The default values are the rules of vLLM 0.7.
     """
 
     # Devices that have larger batch defaults: "hopper" is H100 and H200, "memory" all devices of 70 GiB and
@@ -32,10 +32,10 @@ class VersionRules:
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # If FlashInfer is installed (as in vLLM's image), its kernel on logits replaces the sampler that sorts.
+    # If FlashInfer is installed (as in vLLM's image), this package's kernel on logits replaces the sort.
     unsorted_if_installed: bool = False
     # Model classes that run on the V2 model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
-    # is whether all dense models without recurrent states run on it.
+    # is whether all dense models without recurrent states run on the V2 model runner.
     runner_v2: tuple[str, ...] = ()
     runner_v2_dense: bool = False
     runner_v2_encodes: bool = False  # the V2 runner's profile run encodes images too
@@ -78,7 +78,7 @@ class VersionRules:
     cpu_states: bool = False  # hybrid models with recurrent states run on a CPU too
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
-    padded_pages: bool = False  # attention pages that do not divide the largest are padded to it
+    padded_pages: bool = False  # attention pages that do not divide the largest page are padded to its size
     cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so the pool is larger
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
     # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
@@ -272,7 +272,7 @@ NEWEST = _CHANGES[-1][0]
 
 
 def releases() -> list[str]:
-    """Return the vLLM releases that changed a rule, newest first."""
+    """Return the vLLM releases that changed a memory rule or a flag's default, newest first."""
     return [".".join(map(str, since)) for since, _ in reversed(_CHANGES)]
 
 
@@ -372,7 +372,7 @@ _WORDS: dict[str, str] = {
 
 
 def changes(since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-    """Return the releases after ``since`` up to ``until``, each with descriptions of its changes."""
+    """Return the vLLM releases after ``since`` up to ``until``, each with descriptions of its changes."""
     return tuple(
         (version, tuple(_WORDS.get(name, name.replace("_", " ")) for name in changed))
         for version, changed in _CHANGES

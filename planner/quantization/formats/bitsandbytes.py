@@ -27,12 +27,12 @@ _JSON_DIGITS = (17, 22)
 
 
 def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of LLM.int8: one byte per value and an fp32 absmax per row."""
+    """Return the bytes of a matrix's tensors in LLM.int8: one byte per value, an fp32 absmax per row."""
     return {"weight": out * into, "SCB": _INT8_ROW_BYTES * out}
 
 
 def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of NF4 and FP4: packed values, code book, and plain or nested absmax values."""
+    """Return the bytes of a matrix's tensors in NF4 or FP4: values, code book, plain or nested absmax."""
     blocks = ceil_div(out * into, _BLOCK)
     packed = {"weight": ceil_div(out * into, 2), "code": _CODE_BYTES}
     if not f.double:
@@ -47,9 +47,10 @@ def _four_bits(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _after_avx512(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors after the AVX-512 kernel's first run (bitsandbytes 0.50.2, backends/cpu).
+    """Return the bytes of a 4-bit matrix's tensors after the first run of bitsandbytes' AVX-512 kernel.
 
-    The kernel converts absmax to bf16, unpacks nested absmax values and frees their code book.
+    The kernel converts absmax to bf16, unpacks nested absmax values and frees their code book (bitsandbytes
+    0.50.2, backends/cpu).
     """
     parts = _four_bits(f, out, into, where)
     kept = {"weight": parts["weight"], "code": parts["code"], "absmax": 2 * ceil_div(out * into, _BLOCK)}
@@ -57,7 +58,7 @@ def _after_avx512(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _state_text(f: LinearFormat, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the fewest and the most bytes of the JSON text that the file stores for each 4-bit matrix.
+    """Return the fewest and the most bytes of the JSON text that a checkpoint stores per 4-bit matrix.
 
     The length depends on the shape, and on the number of digits of the offset of nested absmax values.
     """
@@ -90,7 +91,7 @@ FLAGS = {
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read a `quantization_config` of bitsandbytes."""
+    """Return the quantization that a `quantization_config` of bitsandbytes describes."""
     skip = skipped(found, "llm_int8_skip_modules")
     if found.get("load_in_8bit") is True:
         return Quantization("int8", skip, AT, FLAGS["int8"], method="bitsandbytes")

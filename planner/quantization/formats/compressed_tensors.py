@@ -18,7 +18,7 @@ from tonnage.planner.units import ceil_div
 
 
 def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of `pack-quantized` weights (0.12, quantized_compressors/pack_quantized.py).
+    """Return the bytes of a `pack-quantized` matrix's tensors (0.12, pack_quantized.py).
 
     They are the values packed along the inputs into int32 words, one scale per group in the model's dtype, and
     the matrix's shape as two int64.
@@ -45,7 +45,7 @@ FLAGS = {
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read a `quantization_config` of compressed-tensors with one or two groups of targets."""
+    """Return the quantization in a compressed-tensors config with one or two groups of modules."""
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ConfigError(f"{shown(groups)} is not an object of groups", field=f"{AT}.config_groups")
@@ -66,7 +66,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | None) -> Quantization:
-    """Return the quantization of a config with two groups, one of which covers routed experts.
+    """Return the quantization in a config with two groups of modules, one of them the routed experts.
 
     No published checkpoint combines groups in another way, so any other combination is rejected.
     """
@@ -83,7 +83,7 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
 
 
 def _targets(group: dict[str, Any], where: str) -> list[str]:
-    """Return a group's list of target modules."""
+    """Return the names of the modules that a config group quantizes (its `targets`)."""
     targets = group.get("targets", ["Linear"])
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
         raise ConfigError(f"{shown(targets)} is not a list of names", field=f"{where}.targets")
@@ -91,7 +91,7 @@ def _targets(group: dict[str, Any], where: str) -> list[str]:
 
 
 def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tuple[str, LinearFormat]:
-    """Return the scheme's name and the format of a group of modules; `width` is the bytes of a scale."""
+    """Return scheme name and format of a group of modules in the config; `width` is the bytes of a scale."""
     weights = group.get("weights")
     if not isinstance(weights, dict):
         raise ConfigError(f"{shown(weights)} is not an object", field=f"{where}.weights")
@@ -125,7 +125,10 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
 
 
 def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
-    """Return (rows, columns) that share a scale under tensor, channel (row), group or block scaling."""
+    """Return the (rows, columns) of a matrix that share a scale, by the config's scaling strategy.
+
+    The strategy is tensor, channel (row), group or block.
+    """
     strategy = weights.get("strategy", "tensor")
     if strategy == "tensor":
         return None

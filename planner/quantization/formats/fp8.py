@@ -16,7 +16,7 @@ from tonnage.planner.units import ceil_div
 
 
 def bytes_and_scales(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of a matrix [out, into] with one byte per value.
+    """Return the bytes of the stored tensors of a matrix [out, into]: one byte per value, and scales.
 
     The format's `block` has the rows and columns that share a scale. A 0 means all rows, or all columns.
     """
@@ -38,7 +38,10 @@ FLAGS = {
 
 
 def read_fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read the FP8 config of DeepSeek or transformers: fp32 scales per 128 x 128 block or per matrix."""
+    """Return the quantization in an FP8 config of DeepSeek or transformers, with its scales.
+
+    There is one fp32 scale per 128 x 128 block or per matrix.
+    """
     block = found.get("weight_block_size")
     static = _activations(found)
     if block is not None and (
@@ -57,7 +60,7 @@ def read_fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _activations(found: dict[str, Any]) -> bool:
-    """Return whether the config has static activation scales, which are stored with the weights."""
+    """Return whether an FP8 config has static activation scales, which are stored with the weights."""
     scheme = found.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static", None):
         raise UnsupportedArchitecture(
@@ -67,7 +70,7 @@ def _activations(found: dict[str, Any]) -> bool:
 
 
 def _read_fbgemm(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read the FP8 config of FBGEMM: an fp32 scale per output row."""
+    """Return the quantization in an FP8 config of FBGEMM, with an fp32 scale per output row."""
     skip = skipped(found, "modules_to_not_convert")
     return Quantization("fp8-channel", skip, AT, FLAGS["fp8-channel"], method="fbgemm_fp8")
 

@@ -20,7 +20,7 @@ def _groups(f: LinearFormat, into: int) -> int:
 
 
 def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
-    """Return the stored tensors that GPTQ and AWQ have in common.
+    """Return the bytes of the stored tensors of a matrix that GPTQ and AWQ have in common.
 
     These are packed values, packed zero points and 16-bit scales. `packed` maps the name of each packed
     dimension (inputs, outputs) to its length.
@@ -43,7 +43,7 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
 
 
 def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return GPTQ's stored tensors: packed along the inputs, with a group index per input.
+    """Return the bytes of a matrix's tensors in GPTQ: packed along the inputs, a group index per input.
 
     The group index is stored even if the checkpoint was made without act-order (desc_act false).
     """
@@ -52,7 +52,7 @@ def _gptq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _awq(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return AWQ's stored tensors: packed along the outputs, without group indices."""
+    """Return the bytes of a matrix's tensors in AWQ: packed along the outputs, without group indices."""
     return _words(f, out, into, where, {"out_features": out})
 
 
@@ -62,7 +62,7 @@ def _shifts(f: LinearFormat) -> int:
 
 
 def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of GPTQModel's kernels, which keep the unpacking shifts in each module.
+    """Return the bytes of a matrix's tensors in GPTQModel's kernels, which keep the unpacking shifts.
 
     Source: gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero.
     """
@@ -70,7 +70,7 @@ def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel.
+    """Return the bytes of a matrix's tensors after the first run of GPTQModel's AVX-512 kernel.
 
     The kernel converts scales to fp32 and unpacks zero points to one byte each. It keeps an index of the order
     of the inputs, in addition to their group indices. Source: gptqmodel 7.7,
@@ -81,7 +81,7 @@ def _gptqmodel_warm(f: LinearFormat, out: int, into: int, where: str) -> Storage
 
 
 def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors after the first run of GPTQModel's AVX-512 kernel for AWQ.
+    """Return the bytes of a matrix's tensors after the first run of GPTQModel's AVX-512 kernel for AWQ.
 
     The kernel converts scales to fp32 and unpacks zero points to one byte each. Source: gptqmodel 7.7,
     torch_cpu_avx512_awq.py; measured by tests/gptq/test_gptq_served.py.
@@ -90,13 +90,13 @@ def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Sto
 
 
 def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
-    """Return the bytes of unpacked scales (fp32) and unpacked zero points (one byte each)."""
+    """Return the bytes of a matrix's unpacked scales (fp32) and zero points (one byte each)."""
     groups = _groups(f, into)
     return {"scales": 4 * groups * out, "qzeros": groups * out}
 
 
 def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of vLLM's 4-bit CPU kernel, which keeps no zero points or group indices.
+    """Return the bytes of a matrix's tensors in vLLM's 4-bit CPU kernel: no zero points or group indices.
 
     It supports only formats whose zero points are all equal. Sources: vLLM 0.32.0, auto_gptq.py and
     kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py.
@@ -106,7 +106,7 @@ def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
 
 
 def _details(f: LinearFormat) -> str:
-    """Return the details of a GPTQ format as text."""
+    """Return the details of a GPTQ format as text, such as its group size."""
     return f"{f.bits} bits, group {f.group_size}, desc_act {f.act_order}, sym {f.symmetric}"
 
 
@@ -125,7 +125,7 @@ FLAGS = {"gptq": LinearFormat(GPTQ), "awq": LinearFormat(AWQ)}
 
 
 def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read a `quantization_config` of GPTQ."""
+    """Return the quantization that a `quantization_config` of GPTQ describes."""
     bits, group = bits_of(found, "bits", (2, 3, 4, 8)), group_of(found, 128)
     for unknown in ("format", "checkpoint_format"):
         value = found.get(unknown)
@@ -160,7 +160,7 @@ def _unquantized(found: dict[str, Any]) -> Patterns | None:
 
 
 def _read_awq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read a `quantization_config` of AWQ."""
+    """Return the quantization that a `quantization_config` of AWQ describes."""
     bits, group = bits_of(found, "bits" if "bits" in found else "w_bit", (4,)), group_of(found, 128)
     version = found.get("version", "gemm")
     if not isinstance(version, str) or version.lower() not in ("gemm", "gemv", "marlin"):

@@ -13,7 +13,7 @@ from tonnage.planner.units import ceil_div
 
 
 def _parts(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of one matrix: packed values, scales and zero points."""
+    """Return the bytes of a matrix's tensors in HQQ: packed values, scales and zero points."""
     groups = ceil_div(out * into, f.group_size)
     return {"W_q": ceil_div(out * into * f.bits, 8), "scale": 2 * groups, "zero": 2 * groups}
 
@@ -23,7 +23,7 @@ FLAGS = {"hqq": LinearFormat(HQQ, group_size=64)}
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read a `quantization_config` of HQQ."""
+    """Return the quantization that a `quantization_config` of HQQ describes."""
     inner = found.get("quant_config")
     weights = inner.get("weight_quant_params") if isinstance(inner, dict) else None
     if not isinstance(weights, dict):

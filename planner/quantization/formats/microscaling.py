@@ -15,12 +15,12 @@ _BLOCK = 32
 
 
 def _mxfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of MXFP4: two values per byte and one exponent per 32 values."""
+    """Return the bytes of a matrix's tensors in MXFP4: two values per byte, one exponent per 32 values."""
     return {"blocks": ceil_div(out * into, 2), "scales": out * ceil_div(into, _BLOCK)}
 
 
 def _mxfp8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of MXFP8: one value per byte and one exponent per 32 values."""
+    """Return the bytes of a matrix's tensors in MXFP8: one value per byte, one exponent per 32 values."""
     return {"weight": out * into, "weight_scale": out * ceil_div(into, _BLOCK)}
 
 
@@ -29,7 +29,7 @@ FLAGS = {"mxfp4": LinearFormat(MXFP4), "mxfp8": LinearFormat(MXFP8)}
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read the MXFP4 config of gpt-oss, which by default quantizes only the routed experts."""
+    """Return the quantization in gpt-oss' MXFP4 config, by default of the routed experts only."""
     skip = skipped(found, "modules_to_not_convert")
     if skip is None:
         skip = compile_patterns(["*.self_attn.*", "*.router", "lm_head"], AT)

@@ -19,7 +19,10 @@ _BLOCK = 16  # number of values that share an fp8 scale (torch/quantization/qten
 
 
 def _nvfp4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of NVFP4: two values per byte, an fp8 scale per 16 values, a global scale."""
+    """Return the bytes of a matrix's tensors in NVFP4.
+
+    They are two values per byte, an fp8 scale per 16 values, and a global scale.
+    """
     scales = {"weight": out * ceil_div(into, 2), "weight_scale": out * ceil_div(into, _BLOCK)}
     return {**scales, "weight_scale_2": 4, **({"input_scale": 4} if f.input_scale else {})}
 
@@ -39,7 +42,7 @@ _ALGORITHMS = {
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read ModelOpt's config: one algorithm with excluded modules, or MIXED_PRECISION with one per layer.
+    """Return the quantization in ModelOpt's config: one algorithm, or MIXED_PRECISION with one per layer.
 
     If the config has no list of excluded modules, only the output head stays in 16 bits, as by ModelOpt 0.33's
     default.
@@ -55,7 +58,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 
 
 def _layers(layers: object) -> dict[str, LinearFormat]:
-    """Return the field `quantized_layers` as a dict from a module's name to its format."""
+    """Return ModelOpt's config field `quantized_layers` as a dict from a module's name to its format."""
     if not isinstance(layers, dict) or not layers:
         raise ConfigError(f"{shown(layers)} is not an object of layers", field=f"{AT}.quantized_layers")
     out = {}
@@ -70,7 +73,7 @@ def _layers(layers: object) -> dict[str, LinearFormat]:
 
 
 def _read_mixed(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read ModelOpt's config of DeepSeek-V4: experts in NVFP4, all other modules in block-scaled FP8."""
+    """Return the quantization in DeepSeek-V4's ModelOpt config: NVFP4 experts, block-scaled FP8 elsewhere."""
     base = read_fp8({k: v for k, v in found.items() if k != "quantized_layers"}, config)
     named = _layers(found["quantized_layers"])
     kinds = set(named.values())

@@ -14,12 +14,12 @@ from tonnage.planner.units import ceil_div
 
 
 def _int4(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of int4_wo: packed values, and a bf16 scale and zero point per group."""
+    """Return the bytes of a matrix's tensors in int4_wo: values, a bf16 scale and zero point per group."""
     return {"packed_weight": out * into // 2, "scale_and_zero": 4 * out * ceil_div(into, f.group_size)}
 
 
 def _int8(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the stored tensors of int8_wo: one byte per value and a scale per row."""
+    """Return the bytes of a matrix's tensors in int8_wo: one byte per value and a scale per row."""
     return {"int_data": out * into, "scale": f.scale_bytes * out}
 
 
@@ -28,7 +28,7 @@ FLAGS = {"torchao-int4": LinearFormat(INT4), "torchao-int8": LinearFormat(INT8, 
 
 
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
-    """Read a `quantization_config` of torchao."""
+    """Return the quantization that a `quantization_config` of torchao describes."""
     kind = found.get("quant_type")
     if isinstance(kind, dict):  # torchao >= 0.9 writes its config dataclass as JSON
         inner = kind.get("default", kind)
