@@ -145,7 +145,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The decision that a request must wait, with the number of blocks or sequences that must be released."""
+    """The decision that a request must wait, with the number of KV blocks or sequences that it lacks."""
 
     reason: WaitReason
     blocks_short: int = 0
