@@ -16,7 +16,7 @@ from tonnage.server.engines.vllm.core_stats import EngineCores
 
 
 def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], bool]) -> Any:
-    """Create the AsyncLLM for these AsyncEngineArgs; blocks for 30 s or more.
+    """Create vLLM's AsyncLLM from the AsyncEngineArgs in `arguments`; the call takes 30 s or more.
 
     Args:
         arguments: keywords of AsyncEngineArgs.
@@ -44,7 +44,7 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
         raise DeploymentError("the server was stopped while vLLM was imported", field="backend")
 
     class Listener(StatLoggerBase):
-        """A vLLM stat logger that passes the statistics of each step to `cores`.
+        """A vLLM stat logger that passes the statistics of each step to `cores`, the collector of all cores.
 
         vLLM calls it before the stat loggers of plug-ins. Our plug-in's logger removes the values that this one
         reads.
