@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent / "machine_code"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A set of CPU instructions that an archive is compiled for.
+    """A set of CPU instructions that an archive of machine code is compiled for.
 
     Attributes:
         name: Name of the set, and of its archive.

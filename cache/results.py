@@ -1,4 +1,4 @@
-"""Result types of the block manager's calls."""
+"""Result types of the KV block manager's calls."""
 
 from __future__ import annotations
 

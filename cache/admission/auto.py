@@ -168,7 +168,7 @@ class Auto:
     # -- observations --------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, sequences: int, context_tokens: int, seconds: float, in_system: int) -> None:
-        """Record a finished engine step.
+        """Record the size and duration of a finished engine step, for the cost model.
 
         Args:
             tokens: Token positions that the step computed.
@@ -186,7 +186,7 @@ class Auto:
         self._held_steps += self.choice is not None and self.choice.rule != VLLM
 
     def ended(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
-        """Record a request that finished and was not cancelled.
+        """Record the lengths of a request that finished and was not cancelled.
 
         Args:
             prompt_tokens: Prompt tokens that were not found in the prefix cache, at least 1.

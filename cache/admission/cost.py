@@ -39,7 +39,7 @@ class StepCost:
     context: float
 
     def seconds(self, prefill_tokens: int, sequences: int, context_tokens: int) -> float:
-        """Return the forecast seconds of one step.
+        """Return the forecast seconds of one engine step.
 
         ``prefill_tokens`` are the computed tokens beyond the first of each sequence.
         """

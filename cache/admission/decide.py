@@ -60,7 +60,7 @@ class State:
         return RunningSnapshot(now.usable, now.used + new.cached, now.windowed + new.windowed, rows)
 
     def take(self, new: Newcomer) -> None:
-        """Add the admitted request ``new`` to the running requests."""
+        """Add the admitted request ``new`` to the running requests of this state."""
         after = self.with_one(new)
         self.rows[: len(after)] = after.rows
         self.snapshot = RunningSnapshot(after.usable, after.used, after.windowed, self.rows[: len(after)])

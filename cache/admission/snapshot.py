@@ -55,7 +55,7 @@ class RunningSnapshot:
 
     @property
     def prompt(self) -> Int32Array:
-        """Prompt tokens of each request, int32 [running]."""
+        """Number of prompt tokens of each running request, int32 [running]."""
         return self.rows[:, PROMPT]
 
     @property

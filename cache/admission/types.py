@@ -1,4 +1,4 @@
-"""The requests, limits and results of admission."""
+"""The data types of admission: requests, limits of the KV block pool, and decisions."""
 
 from __future__ import annotations
 

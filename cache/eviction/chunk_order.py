@@ -59,7 +59,7 @@ class LearnedChunkOrder(Generic[Key]):
 
     @property
     def learned(self) -> bool:
-        """Whether learned eviction is in effect, not LRU."""
+        """Whether the tier evicts chunks in the learned order now, not by LRU."""
         return self._order.learned
 
     def insert(self, key: Key) -> None:

@@ -179,7 +179,7 @@ class EvictionOrder:
 
     @property
     def learned(self) -> bool:
-        """Whether learned eviction is in effect, not LRU."""
+        """Whether cached blocks are evicted in the learned order now, not by LRU."""
         return bool(self._model.rule[0] == LEARNED)
 
     def blocks(self) -> list[int]:

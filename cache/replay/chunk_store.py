@@ -72,7 +72,7 @@ class Order(Protocol):
 
 
 class LRUOrder:
-    """An eviction order: the least recently used chunk first.
+    """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
     A chunk is never older than the later chunks of the same prompt.
     """
@@ -120,7 +120,7 @@ class LRUOrder:
 
 
 class ARCOrder:
-    """An eviction order by adaptive replacement (ARC).
+    """The order of evicting a tier's chunks by adaptive replacement (ARC).
 
     It has one list of chunks used once and one of chunks used again. The division of the space between both
     lists adapts to the misses.

@@ -99,7 +99,7 @@ class Replay:
 
     @property
     def mean_running(self) -> float:
-        """Mean number of sequences that decode in a step."""
+        """Mean number of sequences that decode in a step of the replay."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
     @property

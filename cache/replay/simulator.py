@@ -41,7 +41,7 @@ _LEAP = 16
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The configuration of one replayed engine.
+    """The configuration of one engine whose serving of a trace is simulated.
 
     Attributes:
         layout: KV cache groups and block size.

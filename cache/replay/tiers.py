@@ -63,7 +63,7 @@ class TierCounts:
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens that were loaded from any tier."""
+        """Number of prompt tokens that were loaded from any KV tier."""
         return self.host_hit_tokens + self.disk_hit_tokens
 
 
@@ -108,7 +108,7 @@ class Tiers:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk."""
+        """Bytes of K and V in one chunk of a KV tier."""
         return self.chunk_tokens * self.setup.token_bytes
 
     def _chunks(self, size: int, name: str) -> int:

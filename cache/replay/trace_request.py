@@ -11,7 +11,7 @@ MOONCAKE_BLOCK = 512  # tokens per hash id in Mooncake's traces (FAST25-release/
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace.
+    """One request of a trace: its arrival, its lengths and the hash ids of its prompt.
 
     ``arrival`` is in seconds from the first request. ``max_tokens`` is None if the trace does not record it.
     """

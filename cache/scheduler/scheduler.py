@@ -451,7 +451,7 @@ class Scheduler(Generic[S]):
             self.running[child.id] = child
 
     def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
-        """Append the sampled tokens to the sequences.
+        """Append the tokens that a step sampled to their sequences.
 
         Args:
             sequences: Sequences that drew tokens.

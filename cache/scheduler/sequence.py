@@ -53,7 +53,7 @@ class Sequence(ABC):
 
     @property
     def generated(self) -> int:
-        """Number of output tokens generated so far."""
+        """Number of output tokens that the sequence has so far."""
         return self.length - self.prompt
 
     @property

@@ -152,7 +152,7 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
 
 
 def source_of(grammar: Grammar) -> str:
-    """Return ``grammar`` in llguidance's syntax.
+    """Return a request's grammar converted to llguidance's syntax.
 
     Raises:
         ValueError: the grammar is invalid; the converters may raise other errors, too.

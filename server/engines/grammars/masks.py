@@ -70,7 +70,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """The state of one output sequence in its grammar.
+    """The progress of one output sequence in its grammar, which determines the permitted next tokens.
 
     When the text is complete, one of the tokens ``ends`` may follow. Without ``ends`` the sequence ends as soon
     as the text is complete. ``seconds`` is the processor time of computing the last mask and of accepting the

@@ -46,7 +46,7 @@ PARTS = {"kernels": [Part(None)], "manager": _MANAGERS}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The machine code that one compiling process has produced.
+    """The machine code of numba kernels that one compiling process has produced.
 
     Attributes:
         name: name of the compiler's cache, and of the archive part that the code goes to.

@@ -33,5 +33,5 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences in the step's batch."""
+        """Number of sequences in the step's batch."""
         return len(self.kv_len)

@@ -54,7 +54,7 @@ class Part:
         return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
 
     def load(self) -> None:
-        """Load the machine code of this part from disk, or compile it."""
+        """Load this part's machine code from disk, or compile the part if there is none."""
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return

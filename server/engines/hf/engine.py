@@ -291,7 +291,7 @@ class HFEngine(Engine):
             waiting.put_nowait(error)
 
     def _ended(self, request_id: str) -> None:
-        """Record that one more sequence of the request has finished."""
+        """Record that one more of the request's n sequences has finished."""
         unfinished = self._unfinished.pop(request_id, 0)
         if unfinished > 1:
             self._unfinished[request_id] = unfinished - 1

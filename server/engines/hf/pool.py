@@ -26,7 +26,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a host array to a tensor on ``device``.
+    """Copy a numpy array in host memory to a tensor on ``device``.
 
     The copy to a GPU goes through pinned memory, so it does not wait for the GPU's current work. The pinned
     memory stays allocated until the copy is done.

@@ -70,7 +70,7 @@ class HFScheduler:
 
     @property
     def entries(self) -> dict[int, HFSequence]:
-        """The waiting sequences by sequence id."""
+        """The sequences in the waiting queue, by sequence id."""
         return self.core.waiting
 
     @property

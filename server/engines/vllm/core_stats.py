@@ -144,7 +144,7 @@ class EngineCores:
                 self.queued[finished.request_id] = finished.queued_time
 
     def stats(self, memory: MeasuredMemory, *, idle: bool) -> EngineStats:
-        """Return the statistics summed over all engine cores.
+        """Return the statistics summed over all of vLLM's engine cores.
 
         Args:
             memory: measured bytes, returned unchanged in the statistics.

@@ -70,7 +70,7 @@ class CpuWorker(OffloadingWorker):
         """Do nothing, because a block copy is complete when the method that submits it returns."""
 
     def shutdown(self) -> None:
-        """Release the host tier's memory."""
+        """Release the memory of the KV tier in host memory."""
         self._blocks.clear()
         self._chunks.clear()
         self._region.cleanup()

@@ -25,7 +25,7 @@ _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """The model and the deployment of a running vLLM.
+    """The model that a running vLLM serves, and vLLM's flags as a planner's `Deployment`.
 
     Attributes:
         model: folder or hub id of the model that vLLM loads.
@@ -39,7 +39,7 @@ class RunningModel:
 
 
 def read_config(config: Any) -> RunningModel:
-    """Return the model and the deployment of a VllmConfig.
+    """Return the model and the memory-relevant flags that a VllmConfig describes.
 
     Raises:
         DeploymentError: a setting changes memory use, and the planner does not support it. The error names the

@@ -132,7 +132,7 @@ def _wrap(manager: Any, queue: LearnedQueue) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One of vLLM's KV cache groups.
+    """One of vLLM's KV cache groups, with the block tables of its requests.
 
     Attributes:
         at: index of the group.

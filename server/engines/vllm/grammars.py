@@ -131,7 +131,7 @@ class GrammarBackend:
 
 
 class _Threads:
-    """An executor that compiles grammars in two threads.
+    """An executor with two threads that compile requests' grammars.
 
     Structural tags may take long to compile, so they have a thread of their own.
     """

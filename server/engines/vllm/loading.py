@@ -68,7 +68,7 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
             cores.record(self._index, scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
-            """Do nothing; vLLM calls this when the engine has started."""
+            """Do nothing when vLLM reports that the engine has started."""
 
     # Do not copy the tokenizer for threads that render prompts, as vLLM does (120 MiB each with a vocabulary of
     # 262,144). Prompts are token ids here, and only the event loop uses the tokenizer.

@@ -48,7 +48,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
 
 
 def read_eviction(additional: object, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the configured eviction, a member of EVICTION.
+    """Return the configured way of evicting cached KV blocks, a member of EVICTION.
 
     Raises:
         BadOption: a key or value is invalid.
