@@ -30,7 +30,7 @@ FOLDER = Path(__file__).parent / "machine_code"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A set of CPU instructions that an archive is compiled for.
+    """A set of CPU instructions that an archive of machine code is compiled for.
 
     Attributes:
         name: Name of the set, and of its archive.
@@ -44,12 +44,12 @@ class Level:
 
     @property
     def path(self) -> Path:
-        """Path of the archive compiled for this set of instructions."""
+        """Path of the archive of machine code compiled for this set of CPU instructions."""
         return FOLDER / f"{self.name}.zip"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables with which numba compiles for this set of instructions."""
+        """Environment variables with which numba compiles for this set of CPU instructions."""
         return {
             "NUMBA_CPU_NAME": self.cpu,
             "NUMBA_CPU_FEATURES": ",".join(f"+{each}" for each in self.needs),
@@ -84,10 +84,10 @@ def has(feature: str) -> bool:
 
 
 def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
-    """Write an archive of machine code to ``path``.
+    """Write machine code that was compiled ahead of time to a zip archive at ``path``.
 
-    ``compiled`` maps the name of a set of functions to its members. Members of one set are compressed together,
-    because they contain code of the same callees: 1 MB instead of 2 MB.
+    ``compiled`` maps the name of a set of functions to its members, the compiled functions by name. Members of
+    one set are compressed together, because they contain code of the same callees: 1 MB instead of 2 MB.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         for name, members in compiled.items():
@@ -95,7 +95,10 @@ def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
 
 
 def read(path: Path, name: str) -> dict[str, bytes]:
-    """Return the functions stored under ``name`` by member name; empty if the archive is missing or damaged."""
+    """Return the compiled functions of the set ``name`` in an archive of machine code, as bytes by name.
+
+    The result is empty if the archive at ``path`` is missing or damaged.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             found: dict[str, bytes] = pickle.loads(archive.read(name))
@@ -128,7 +131,7 @@ class Archive:
         return member in self._members
 
     def collect(self) -> None:
-        """Start collecting newly compiled code in `collected`, by member name, and stop reading the archive."""
+        """Collect newly compiled machine code in `collected` from now on, and stop reading the archive."""
         self.collected = {}
         self._members = {}
 
@@ -139,7 +142,7 @@ class Archive:
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
-    """A numba cache of one function (core/caching.py, 0.65) that reads an archive first, then a folder."""
+    """A numba cache of one function (core/caching.py, 0.65); ahead-of-time archive first, then a folder."""
 
     def __init__(self, function: Callable[..., Any], archive: Archive, kept: FunctionCache | None) -> None:
         self._archive = archive
@@ -156,7 +159,7 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
         return path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled function for one signature from the archive or the cache folder, or None."""
+        """Return a function compiled for one signature, from the archive or the cache folder, or None."""
         found = self._archive.take(self._member(sig))
         if found is not None:
             target_context.refresh()
@@ -164,7 +167,7 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
         return None if self._archive.collected is not None else self._kept.load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Store a compiled function: in the archive that is being made, if any, else in the cache folder."""
+        """Store a compiled function: in the archive if one is being made, else in the cache folder."""
         if self._archive.collected is not None:
             # The type annotation is left out: it is an eighth of an archive, and only inspect_types() reads it.
             self._archive.collected[self._member(sig)] = dumps(data._replace(type_annotation="")._reduce())

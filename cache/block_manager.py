@@ -144,7 +144,7 @@ class BlockManager:
     # -- admission -----------------------------------------------------------------------------------------
 
     def running(self) -> RunningSnapshot:
-        """Return the held and needed blocks of every running request, in order of admission."""
+        """Return how many KV blocks each running request holds and may still need, in order of admission."""
         return self.reservations.snapshot()
 
     def admit(
@@ -223,7 +223,7 @@ class BlockManager:
         return hit * self.block_size
 
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
-        """Return the length to which each sequence may be extended in this step, without changing anything.
+        """Return the length in tokens to which each sequence may be extended in this step; change nothing.
 
         A prefill chunk may be cut. A sequence that is granted no more than it has computed stalls. The
         scheduler leaves it out of the step and requests it again in the next. In guaranteed mode at least one
@@ -247,7 +247,7 @@ class BlockManager:
     # -- the step ------------------------------------------------------------------------------------------
 
     def extend(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> tuple[BlockCopy, ...]:
-        """Allocate blocks for positions [computed, num_tokens) of each sequence; return the copies to perform.
+        """Allocate KV blocks for positions [computed, num_tokens) of sequences; return the needed block copies.
 
         The engine must perform the copies, in order, before it writes K/V. Blocks of sliding windows that no
         query at a position >= computed can read are released before new blocks are taken. A sequence costs more
@@ -384,11 +384,11 @@ class BlockManager:
         return tuple(table[rows, last] for table in groups)
 
     def row(self, sequence_id: int) -> int:
-        """Return the row of the sequence in each of `tables`. Raises SequenceFinished or UnknownSequence."""
+        """Return the row of a sequence in the block tables. Raises SequenceFinished or UnknownSequence."""
         return self.sequences.row(sequence_id)
 
     def slots(self, sequence_id: int, group: int, start: int, stop: int) -> Int64Array:
-        """Return the storage slots (block * block_size + offset) of positions [start, stop), int64.
+        """Return the K/V storage slots (block * block_size + offset) of positions [start, stop), int64.
 
         Positions whose block a sliding window has released map to slots of the null block. Raises OutOfOrder
         beyond what `extend` has made writable.
@@ -404,7 +404,7 @@ class BlockManager:
         return self.slot_mapping(group, np.full(positions.shape, row), positions)
 
     def slot_mapping(self, group: int, rows: Int64Array, positions: Int64Array) -> Int64Array:
-        """Return the storage slot of each token of a flat batch, int64 [tokens]; the arguments are not checked.
+        """Return the K/V storage slot of each token of a flattened batch, int64 [tokens]; check no arguments.
 
         ``rows`` and ``positions``, int64 [tokens], have the table row and the position of each token.
         """
@@ -413,7 +413,7 @@ class BlockManager:
         return slots
 
     def stats(self) -> CacheStats:
-        """Return the counts of blocks and tokens; O(1)."""
+        """Return the pool's numbers of used, cached and free KV blocks, and counters since the start; O(1)."""
         pool, counts = self.pool, self.counts
         return CacheStats(
             num_blocks=pool.num_blocks,
@@ -434,7 +434,7 @@ class BlockManager:
     # -- the prefix cache ----------------------------------------------------------------------------------
 
     def allow_prefix(self, token_ids: TokenIds) -> None:
-        """Let requests of every salt share the whole blocks of this prefix, such as a public system prompt.
+        """Let requests of every cache salt share the full blocks of a prefix, such as a public system prompt.
 
         The permission holds for requests admitted from now on. If a prompt starts with several allowed
         prefixes, the longest counts. Raises InvalidRequest if the prefix is shorter than a block.
@@ -442,7 +442,7 @@ class BlockManager:
         self.prefix.allow(token_array(token_ids))
 
     def reset_prefix_cache(self) -> None:
-        """Evict all cached blocks, for example after the weights have changed.
+        """Evict all blocks of the prefix cache, for example after the model's weights have changed.
 
         Raises CacheBusy while a sequence is live.
         """

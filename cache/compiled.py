@@ -82,13 +82,13 @@ class Compiler:
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 
     def note(self, note: str) -> None:
-        """Record, by a file named ``note``, that a set of functions is compiled and kept in the folder."""
+        """Record, by an empty file ``note``, that the folder has the machine code of a set of functions."""
         if self.folder is not None and self.kept:
             with contextlib.suppress(OSError):  # if the file cannot be written, every start compiles again
                 (self.folder / note).touch()
 
     def progress(self) -> tuple[int, int]:
-        """Return the number of functions compiled so far and the number of all functions."""
+        """Return two numbers for a progress display: the functions compiled so far, and all functions."""
         return sum(bool(each.overloads) for each in self.made), len(self.made)
 
     def __call__(self, function: Function, **options: Any) -> Function:
@@ -139,7 +139,7 @@ class Compiler:
 
 
 class _InFolder(CompileResultCacheImpl):  # type: ignore[misc]
-    """A numba cache that uses only the given folder.
+    """A numba cache of machine code that uses only one given folder.
 
     By default numba would fall back to __pycache__, whose files do not change when an imported module changes.
     """
@@ -148,7 +148,7 @@ class _InFolder(CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class _Kept(FunctionCache):  # type: ignore[misc]
-    """numba's cache of one function, in which a disk error only costs compile time."""
+    """A numba cache of one function's machine code, in which a disk error only costs compile time."""
 
     _impl_class = _InFolder
 
@@ -171,7 +171,7 @@ class _Kept(FunctionCache):  # type: ignore[misc]
 
 
 def _cache_folder() -> Path | None:
-    """Return the user's cache directory, or None if the user has no home directory."""
+    """Return the user's cache directory for machine code, or None if the user has no home directory."""
     if own := numba.config.CACHE_DIR:
         return Path(own)
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -184,7 +184,7 @@ def _cache_folder() -> Path | None:
 
 
 def _used(folder: Path | None) -> bool:
-    """Create a cache folder if necessary, set its time of last use, and return whether it is writable."""
+    """Create a folder for machine code if necessary, set its last use, and return whether it is writable."""
     if folder is None:
         return False
     try:

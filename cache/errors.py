@@ -1,4 +1,4 @@
-"""Errors of the block manager, each raised before any state has changed."""
+"""Errors of the KV block manager, each raised before any state has changed."""
 
 from __future__ import annotations
 
@@ -77,6 +77,6 @@ class CacheBusy(CacheError):
 
 
 class NoFreeBlocks(CacheError):
-    """The error that a step needs more blocks than are free or cached, because it exceeds its grant."""
+    """The error that a step needs more KV blocks than are free or cached, because it exceeds its grant."""
 
     code = "no_free_blocks"

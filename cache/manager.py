@@ -103,7 +103,7 @@ class KVCacheManager(BlockManager):
         self._events.subscribe(subscriber)
 
     def reset_prefix_cache(self) -> None:
-        """Evict all cached blocks, for example after the weights have changed.
+        """Evict all blocks of the prefix cache, for example after the model's weights have changed.
 
         Raises CacheBusy while a sequence is live.
         """
@@ -115,10 +115,10 @@ class KVCacheManager(BlockManager):
             self._events.cleared()
 
     def sample_invariants(self) -> str | None:
-        """Return the name of the first broken invariant, or None if all hold; raise nothing.
+        """Return the name of the block manager's first broken invariant, or None if all hold; raise nothing.
 
-        ``violations`` counts the calls that found one. The checks are compiled and take milliseconds for a
-        large pool, so that a server can call them between steps.
+        ``violations`` counts the calls that found a broken invariant. The checks are compiled and take
+        milliseconds for a large pool, so that a server can call them between steps.
         """
         broken = laws.first_broken(self.core)
         self.violations += broken is not None

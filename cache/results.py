@@ -1,4 +1,4 @@
-"""Result types of the block manager's calls."""
+"""Result types of the KV block manager's calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVICTION_CAUSES = ("prefill", "decode", "copy_on_write", "reset")
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The result of an admitted request, which may run in the next step.
+    """The block manager's answer to an admitted request, which may run in the next step.
 
     Attributes:
         row: Index of the sequence's row in the block tables.
@@ -37,7 +37,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts of blocks by state, and counters since the start.
+    """Numbers of KV blocks by state (used, cached, free), and counters of the block manager since its start.
 
     used + cached + free = usable, and used <= reserved <= usable.
 

@@ -14,7 +14,7 @@ from tonnage.planner.model.layout import KVLayout
 
 @functools.cache
 def compile_manager(layout: KVLayout, policy: Policy | None = None) -> None:
-    """Run a small manager of ``layout`` through every call, so that all its kernels are compiled.
+    """Call every method of a small block manager of ``layout``, so that all its kernels are compiled.
 
     It takes half a second with machine code on disk and some 20 s without. Compiled code depends on the types
     of its arrays, not on their lengths, so it serves a pool of any size.

@@ -1,4 +1,4 @@
-"""The base class of the admission adapters of our block manager and of vLLM's scheduler.
+"""The base class that connects admission to a scheduler: to that of our block manager, or to vLLM's.
 
 It keeps the admission policy, the rule in effect and the learned output lengths.
 """
@@ -43,7 +43,7 @@ class AdmissionAdapter(ABC):
         return self.rules.policy.mode
 
     def choose(self, in_system: int) -> None:
-        """Let admission mode ``auto`` choose its rule; ``in_system`` counts the requests that run or wait."""
+        """Let admission mode ``auto`` choose its rule for ``in_system`` running and waiting requests."""
         if self.auto is not None:
             self.rules.follow(self.policy.under(self.auto.rule(in_system, self._running)))
 
@@ -54,7 +54,7 @@ class AdmissionAdapter(ABC):
         return np.stack((prompt, produced, produced + state.snapshot.output_left), axis=1).astype(np.int64)
 
     def committed(self) -> int:
-        """Return the number of blocks that are not available to a new request.
+        """Return the number of KV blocks that are not available to a new request.
 
         Running requests hold these blocks or are forecast to take them, or the policy keeps them free (margin).
         """
@@ -75,4 +75,4 @@ class AdmissionAdapter(ABC):
 
     @abstractmethod
     def _state(self, most: int = 0) -> State:
-        """Return the state of the running requests, with array space for ``most`` further requests."""
+        """Return the `State` of the running requests, with array space for ``most`` further requests."""

@@ -75,13 +75,13 @@ _MOST_TOKENS = 1 << 22
 
 
 def _none_running() -> Int64Array:
-    """Return the lengths of the running requests if none runs: an empty array, int64 [0, 3]."""
+    """Return an empty array of request lengths, int64 [0, 3], for the case that no request runs."""
     return np.empty((0, 3), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Conditions that a rule must meet, as ratios of its simulated figures to the figures of vLLM's rule.
+    """Conditions that an admission rule must meet: ratios of its simulated figures to those of vLLM's rule.
 
     Attributes:
         tokens: Lower bound of the ratio of tokens per second.
@@ -135,7 +135,7 @@ class Auto:
     def __init__(self, engine: Engine, target_itl: float | None = None, *, background: bool = True) -> None:
         self.engine, self.target_itl, self.background = engine, target_itl, background
         self.fit = CostFit()
-        self.log = log  # inside vLLM, the scheduler replaces it with vLLM's logger
+        self.log = log  # inside vLLM, the scheduler replaces this logger with vLLM's
         self._cost_said = False
         self.fallbacks = 0  # how often low throughput or an exception has made the mode return to vLLM's rule
         self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
@@ -162,13 +162,13 @@ class Auto:
 
     @property
     def cost(self) -> StepCost | None:
-        """The fitted cost of a step, or None if it is not known yet."""
+        """The fitted cost model of an engine step, or None while too few steps have been measured."""
         return self.fit.cost
 
     # -- observations --------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, sequences: int, context_tokens: int, seconds: float, in_system: int) -> None:
-        """Record a finished engine step.
+        """Record the size and duration of a finished engine step, for the cost model.
 
         Args:
             tokens: Token positions that the step computed.
@@ -186,7 +186,7 @@ class Auto:
         self._held_steps += self.choice is not None and self.choice.rule != VLLM
 
     def ended(self, prompt_tokens: int, output_tokens: int, max_tokens: int) -> None:
-        """Record a request that finished and was not cancelled.
+        """Record the lengths of a request that finished and was not cancelled.
 
         Args:
             prompt_tokens: Prompt tokens that were not found in the prefix cache, at least 1.
@@ -315,7 +315,7 @@ class Auto:
             )  # fmt: skip
 
     def _run(self, job: Callable[..., None], *arguments: object) -> None:
-        """Run ``job`` in the background, or at once for a simulated clock."""
+        """Run the simulation ``job`` in the rehearsal thread, or within this call for a simulated clock."""
         if not self.background:
             job(*arguments)
             return
@@ -324,7 +324,7 @@ class Auto:
         self._pending = self._worker.submit(self._alone, job, *arguments)
 
     def _alone(self, job: Callable[..., None], *arguments: object) -> None:
-        """Run ``job`` in the rehearsal thread; after an exception only vLLM's rule is used."""
+        """Run the simulation ``job`` in the rehearsal thread; after an exception keep to vLLM's rule."""
         try:
             job(*arguments)
         except Exception:
@@ -341,7 +341,7 @@ class Auto:
             self._run(self._choose, level, clients, lengths, cost, self._choices)
 
     def _lengths(self, running: Int64Array, window: int) -> Lengths:
-        """Return the weighted lengths of the requests of the last ``window`` steps.
+        """Return prompt and output lengths of the requests of the last ``window`` engine steps, with weights.
 
         Fewer steps are used if requests that ended within the window are no longer remembered.
         """
@@ -398,10 +398,10 @@ class Auto:
 
 
 def best(choices: list[Choice], target_itl: float | None, bounds: tuple[Bounds, ...] = START) -> Choice:
-    """Return the choice with the most tokens per second among the rules that meet the latency conditions.
+    """Return the simulated admission rule with the most tokens per second that meets the latency conditions.
 
     Args:
-        choices: Simulated rules; the first is vLLM's.
+        choices: Simulated admission rules with their figures; the first is vLLM's rule.
         target_itl: Upper bound of the P99 seconds between tokens, as the only condition. If no rule meets it,
             the rule with the smallest P99 is returned. None: ``bounds`` are the conditions.
         bounds: Alternative sets of bounds relative to vLLM's rule; a rule must meet one set.
@@ -417,7 +417,7 @@ def best(choices: list[Choice], target_itl: float | None, bounds: tuple[Bounds, 
 
 
 def _keeps(outcome: Outcome, own: Outcome, bounds: Bounds) -> bool:
-    """Return whether simulated figures ``outcome`` meet ``bounds`` relative to ``own``, vLLM's figures."""
+    """Return whether the figures of a simulated rule meet ``bounds`` relative to ``own``, vLLM's figures."""
     return (
         outcome.tokens_per_second >= bounds.tokens * own.tokens_per_second
         and outcome.first_p50 <= bounds.first * own.first_p50
@@ -427,7 +427,7 @@ def _keeps(outcome: Outcome, own: Outcome, bounds: Bounds) -> bool:
 
 
 def _is_smooth(between: float, own: float, bound: float) -> bool:
-    """Return whether a rule's P99 time between tokens is at most ``bound`` times vLLM's, or equal to vLLM's.
+    """Return whether a rule's P99 time between tokens is about equal to vLLM's, or at most ``bound`` times it.
 
     Steps whose prompts fill the token budget can determine the P99; it is then equal under every rule.
     """

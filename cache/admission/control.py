@@ -1,4 +1,4 @@
-"""The calls that the block manager and the scheduler make to admission, as protocols.
+"""The methods of admission that the block manager and the scheduler call, as typing protocols.
 
 `tonnage.cache.admission.controller.Admission` is the implementation, with every admission mode. Block manager
 and scheduler depend on these protocols only, so both can be read without the modes.
@@ -21,11 +21,11 @@ class StepObserver(Protocol):
         """Record a finished engine step (`tonnage.cache.admission.auto.Auto.stepped`)."""
 
     def recomputed(self, tokens: int) -> None:
-        """Count ``tokens`` that a preempted request computes again."""
+        """Add ``tokens`` to the count of tokens that preempted requests compute again."""
 
 
 class AdmissionControl(Protocol):
-    """Decisions about the running and waiting requests of one block manager."""
+    """The interface that decides which requests of a block manager start, grow and are preempted."""
 
     # -- requests that start -------------------------------------------------------------------------------
 
@@ -37,13 +37,13 @@ class AdmissionControl(Protocol):
         """
 
     def decide(self, request: AdmissionRequest, row: int, hit: int, head: Head | None = None) -> Decision:
-        """Return whether ``request`` may start, given its prefix hit.
+        """Return whether ``request`` may start, given its cached prefix.
 
         ``row`` is the row of the block tables that holds the ``hit`` cached blocks of the request's prompt.
         """
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """Forecast when ``request`` can start; it is the first in the queue and waits for blocks."""
+        """Forecast when ``request``, the first in the queue, has the KV blocks that it waits for."""
 
     def ended(self, output_tokens: int, tenant: str = "", prompt_tokens: int = 1, max_tokens: int = 1) -> None:
         """Record the output length of a sequence that finished and was not cancelled."""
@@ -68,10 +68,10 @@ class AdmissionControl(Protocol):
 
     @property
     def auto(self) -> StepObserver | None:
-        """The learner of step costs, or None if the mode does not learn them."""
+        """The object that learns the cost of engine steps, or None if the admission mode does not need it."""
 
     def choose(self, in_system: int) -> None:
-        """Choose the rule in effect; ``in_system`` counts the requests that run or wait."""
+        """Choose the admission rule in effect; ``in_system`` is the number of running and waiting requests."""
 
     # -- several API keys ----------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class Admission(AdmissionAdapter):
     """An admission policy applied to the running requests of a block manager.
 
     `ended` records output lengths. In admission mode ``auto``, the attribute ``auto`` records the cost of
-    steps; in other modes it is None. No other method changes the state.
+    steps; in other modes it is None. Other methods do not change what admission has learned.
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
@@ -126,13 +126,13 @@ class Admission(AdmissionAdapter):
         return found
 
     def _kept(self, request: AdmissionRequest, blocks: int) -> tuple[int, int]:
-        """Return how many sequences and blocks must stay free for other API keys when ``request`` starts."""
+        """Return how many sequences and KV blocks must stay free for other API keys when ``request`` starts."""
         if not self.shares.several:
             return 0, 0
         return self.shares.kept(self._uses(), request, blocks)
 
     def _state(self, most: int = 1) -> State:
-        """Return the state of the running requests, with array space for ``most`` further requests.
+        """Return the `State` of the running requests, with array space for ``most`` further requests.
 
         The method returns the same object until a request starts or ends, or a step changes its blocks.
         """
@@ -146,7 +146,7 @@ class Admission(AdmissionAdapter):
         return self._known
 
     def start_of(self, request: AdmissionRequest) -> Head:
-        """Forecast when ``request`` can start; it is the first in the queue and waits for blocks."""
+        """Forecast when ``request``, the first in the queue, has the KV blocks that it waits for."""
         entry = (0, 0, 0, request.prompt_tokens, request.prompt_tokens, 0, request.max_tokens, request.n)
         new = Newcomer(entry, 0, 0, 0, produced=request.produced, tenant=request.tenant)
         return head_start(request, self.rules.outlook(self._state(), new), self.limits, self.rules.margin)
@@ -181,7 +181,7 @@ class Admission(AdmissionAdapter):
         return np.where(short, np.clip(reach, rows.computed[batch], ends), ends)
 
     def leaving(self) -> Leaving:
-        """Return an order in which the running requests can finish, with the blocks that each then returns.
+        """Return an order in which the running requests can finish, and how many blocks each then frees.
 
         The counts are exact: the method reads all block tables, and counts a block that several requests share
         for the request that ends last.

@@ -39,7 +39,7 @@ class StepCost:
     context: float
 
     def seconds(self, prefill_tokens: int, sequences: int, context_tokens: int) -> float:
-        """Return the forecast seconds of one step.
+        """Return the forecast seconds of one engine step.
 
         ``prefill_tokens`` are the computed tokens beyond the first of each sequence.
         """
@@ -68,7 +68,7 @@ class CostFit:
         self._batch: list[tuple[float, float, float, float, float]] = []
 
     def observe(self, tokens: int, sequences: int, context_tokens: int, seconds: float) -> None:
-        """Add a step that computed ``tokens`` positions of ``sequences`` sequences in ``seconds``.
+        """Add to the fit an engine step that computed ``tokens`` positions of ``sequences`` in ``seconds``.
 
         Args:
             tokens: Positions computed, prompts and decodes.
@@ -118,5 +118,5 @@ class CostFit:
 
     @property
     def cost(self) -> StepCost | None:
-        """The fitted cost, or None before 64 steps of which 8 computed a prompt."""
+        """The fitted cost of an engine step, or None before 64 steps of which 8 computed a prompt."""
         return self._known

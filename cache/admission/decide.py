@@ -47,7 +47,7 @@ class State:
     outlooks: dict[tuple[object, ...], Outlook] = field(default_factory=dict)
 
     def with_one(self, new: Newcomer) -> RunningSnapshot:
-        """Return the snapshot with the request ``new`` added.
+        """Return a snapshot of the running requests with the waiting request ``new`` added.
 
         The result shares its arrays with the state, so the next call overwrites it.
         """
@@ -60,7 +60,7 @@ class State:
         return RunningSnapshot(now.usable, now.used + new.cached, now.windowed + new.windowed, rows)
 
     def take(self, new: Newcomer) -> None:
-        """Add the admitted request ``new`` to the running requests."""
+        """Add the admitted request ``new`` to the running requests of this state."""
         after = self.with_one(new)
         self.rows[: len(after)] = after.rows
         self.snapshot = RunningSnapshot(after.usable, after.used, after.windowed, self.rows[: len(after)])
@@ -83,7 +83,7 @@ def empty_rows(snapshot: RunningSnapshot, most: int) -> Int32Array:
 
 @dataclass(slots=True)
 class Rules:
-    """The inputs of admission decisions: the policy in effect, the limits of the pool, and learned lengths.
+    """The inputs of admission decisions: the policy in effect, the pool's limits, and learned output lengths.
 
     The policy sets the quantile at which ``forecast`` estimates lengths.
     """
@@ -102,7 +102,7 @@ class Rules:
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
 
     def follow(self, policy: Policy) -> None:
-        """Apply ``policy`` to all later admission decisions."""
+        """Use the admission policy ``policy`` for all later decisions."""
         if policy != self.policy:
             self.policy = policy
             self.__post_init__()
@@ -125,7 +125,10 @@ class Rules:
         return found
 
     def _lengths(self, state: State, new: Newcomer | None) -> Int64Array:
-        """Return the forecast remaining output tokens of the running requests and ``new``, int64 [requests]."""
+        """Return the forecast remaining output tokens of the running requests and the waiting one, ``new``.
+
+        The result is int64 [running], or [running + 1] unless ``new`` is None.
+        """
         most, produced, tenants = state.snapshot.output_left.astype(np.int64), state.produced, state.tenants
         if new is not None:
             most = np.append(most, new.entry[OUTPUT_LEFT])
@@ -140,7 +143,7 @@ class Rules:
 def decide_by_sum(
     reserved: int, wanted: int, alone: bool, rules: Rules, *, head: bool = False, outsiders: bool = False
 ) -> int | None:
-    """Return the blocks that a new request lacks (0 or less: none), if the sum of all reservations shows it.
+    """Return how many KV blocks a new request lacks (0 or less: none), if the sum of all reservations shows it.
 
     Returns None if the forecast of blocks over time is needed; then `decide` evaluates it.
 
@@ -163,7 +166,7 @@ def decide_by_sum(
 
 
 def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) -> int:
-    """Return the blocks that must be released before ``new`` may start; 0 or less: it may start now.
+    """Return how many KV blocks must be released before ``new`` may start; 0 or less: it may start now.
 
     Args:
         state: The running requests. The call changes nothing but the unused array row after the last request.
@@ -190,7 +193,7 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
 
 
 def committed(state: State, rules: Rules) -> int:
-    """Return the number of blocks that are not available to a new request.
+    """Return the number of KV blocks that are not available to a new request.
 
     Running requests hold these blocks or are forecast to take them, or the policy keeps them free (margin).
     """
@@ -210,7 +213,7 @@ def grant(
     rules: Rules,
     leaving: Callable[[], Leaving],
 ) -> Int64Array | None:
-    """Return how many blocks each sequence may take now, int64 [sequences]; earlier sequences come first.
+    """Return how many KV blocks each sequence may take now, int64 [sequences]; earlier sequences come first.
 
     In guaranteed mode every request can still finish after all grants (`tonnage.cache.admission.safety`). The
     other modes grant blocks as long as some are available. Returns None if some request cannot finish even

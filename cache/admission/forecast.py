@@ -38,7 +38,7 @@ _CURVES = 16
 
 
 def _edges() -> Int64Array:
-    """Return the largest output length of each histogram bin, int64 [bins], in tokens, ascending."""
+    """Return the largest output length in tokens of each bin of a length histogram, int64 [bins], ascending."""
     tail = _EXACT * 2.0 ** (np.arange(1, _PER_OCTAVE * _OCTAVES + 1) / _PER_OCTAVE)
     return np.unique(np.concatenate((np.arange(1, _EXACT + 1), np.ceil(tail)))).astype(np.int64)
 
@@ -131,7 +131,7 @@ class LengthForecast:
         return left
 
     def _survival(self, key: str, peers: Int64Array, done: Int64Array, most: Int64Array) -> FloatArray:
-        """Return the survival curve: the share of outputs longer than each length bin, float64 [bins + 1].
+        """Return the share of outputs longer than each histogram bin (the survival curve), float64 [bins + 1].
 
         Element 0 is the share of outputs longer than 0 tokens. Element i + 1 is the share of outputs longer
         than the last length of bin i. ``peers`` holds the output tokens of the running sequences with this key.

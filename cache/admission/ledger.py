@@ -1,4 +1,4 @@
-"""The ledger of reserved blocks: one `Reservation` per running request, with an index into arrays of counts."""
+"""The ledger of reserved KV blocks: one `Reservation` per running request, indexed into arrays of counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tonnage.cache.compiled import compiled
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The blocks reserved for one request: for its live sequences and for forks that are still to come.
+    """The KV blocks reserved for one request: for its live sequences and for forks that are still to come.
 
     Attributes:
         request: The admitted request.
@@ -47,7 +47,7 @@ class Reservation:
 
 
 class Reservations:
-    """The ledger of the reservations of all running requests, with totals.
+    """The KV blocks reserved for each running request, with totals.
 
     Attributes:
         by_slot: Reservations by array index of the request, in order of admission. Every array that admission
@@ -79,7 +79,7 @@ class Reservations:
         return self.by_slot[int(self._rows.request[row])]
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
-        """Reserve the upper bound of an admitted request's blocks, and give the request an array index."""
+        """Reserve the most KV blocks that an admitted request can need, and give it an array index."""
         full, windowed = split_reservation(request, self.limits)
         slot, requests = self._unused.pop(), self._requests
         reservation = Reservation(request, salt, slot, full + windowed, windowed, request.n)
@@ -95,13 +95,13 @@ class Reservations:
         return reservation
 
     def fork(self, reservation: Reservation) -> None:
-        """Count one more live sequence of the request, created by a fork."""
+        """Count in the reservation one more live sequence of its request, created by a fork."""
         self._snapshot = None
         self._requests.forks_left[reservation.slot] -= 1
         self._requests.live[reservation.slot] += 1
 
     def give_back(self, reservation: Reservation) -> None:
-        """Shrink a reservation after some of its sequences have ended and released their blocks."""
+        """Shrink a request's reservation after some of its sequences have ended and released blocks."""
         self._snapshot = None
         requests, slot = self._requests, reservation.slot
         live, forks = int(requests.live[slot]), int(requests.forks_left[slot])
@@ -128,23 +128,23 @@ class Reservations:
         return self._order
 
     def entries(self, rows: Int64Array) -> Int64Array:
-        """Return, for each block-table row, the position of its request in the snapshot, int64 [rows]."""
+        """Return the index in the snapshot of the request of each block-table row, int64 [rows]."""
         place = np.zeros(self.limits.max_num_seqs, np.int64)
         place[self.order()] = np.arange(len(self.by_slot))
         entries: Int64Array = place[self._rows.request[rows]]
         return entries
 
     def of_tenant(self, tenant: str) -> int:
-        """Return the number of blocks reserved for a tenant's running requests."""
+        """Return the number of KV blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
     @property
     def used(self) -> int:
-        """Number of distinct blocks that the tables of full-attention groups reference."""
+        """Number of distinct KV blocks that the block tables of full-attention groups reference."""
         return int(self._pool.used_full[0])
 
     def snapshot(self) -> RunningSnapshot:
-        """Return the blocks that every running request holds and may still need.
+        """Return how many KV blocks each running request holds and may still need.
 
         The method returns the same object until a request starts or ends, or a step or fork changes its blocks.
         """
@@ -158,7 +158,7 @@ class Reservations:
 
 @compiled
 def _summarize(core: Core, order: Int32Array, place: Int64Array, out: Int32Array) -> None:
-    """Write the rows of a `RunningSnapshot` into ``out``, int32 [running, COLUMNS], which must be zeros.
+    """Write block and token counts of each running request into ``out``, int32 [running, COLUMNS] of zeros.
 
     ``order`` holds the array index of each running request. ``place`` [slots] is a scratch array.
     """

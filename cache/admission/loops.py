@@ -83,7 +83,9 @@ def summarize(
     groups: int,
     rows: Int32Array,
 ) -> None:
-    """Write the rows of a `RunningSnapshot` for requests of one sequence each, as vLLM schedules them.
+    """Write one row of counts (a row of a `RunningSnapshot`) for each running request of vLLM's scheduler.
+
+    Each request has one sequence.
 
     Args:
         kept: int32 [slots, 5], one row per request: prompt tokens, max_tokens, reserved blocks, shared blocks,
@@ -112,7 +114,7 @@ def summarize(
 
 @compiled
 def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
-    """Return how many blocks the running requests' prompts need beyond the blocks that the requests hold.
+    """Return how many KV blocks the running requests' prompts need beyond those that the requests hold.
 
     The number is the sum over all ``groups`` full-attention groups.
     """
@@ -126,7 +128,7 @@ def missing_blocks(rows: Int32Array, block_size: int, groups: int) -> int:
 def grow(
     rows: Int32Array, output_left: Int64Array, block_size: int, chunk: int, groups: int, out: Int64Array
 ) -> tuple[int, int, int]:
-    """Compute how many blocks the running requests hold over time, as the fields of a `peak.Growth`.
+    """Compute how many KV blocks the running requests will hold over time, as the fields of a `peak.Growth`.
 
     The fields are written to ``out``, int64 [4, requests]. `outlook.outlook_of` describes the arguments.
     `outlook.Outlook` describes the results ``private``, ``prompts`` and ``beyond``.
@@ -193,7 +195,7 @@ def most_held(
 
 @compiled
 def least_slack(keys: Int64Array, available: int) -> int:
-    """Return the smallest surplus of available over needed blocks while requests finish in key order.
+    """Return the smallest surplus of available over needed KV blocks while requests finish in key order.
 
     ``keys`` are sorted; `safety.finishing_keys` packs the needed and returned blocks of a request into one key.
     `safety.slack_of` describes the surplus (slack).
@@ -207,7 +209,7 @@ def least_slack(keys: Int64Array, available: int) -> int:
 
 
 def compile_loops() -> None:
-    """Compile the loops of this module in a few seconds, or read them from disk."""
+    """Compile the loops of admission in a few seconds, or read their machine code from disk."""
     one, narrow, line = np.ones(1, np.int64), np.ones(1, np.int32), np.array([0.0, 1.0])
     rows = np.ones((1, COLUMNS), np.int32)
     summarize(np.ones((1, 5), np.int32), narrow - 1, narrow, narrow, 0, 1, rows)

@@ -63,7 +63,10 @@ def weigh(finished: Int64Array, ages: Int64Array, running: Int64Array, window: i
 
 
 def draw(lengths: Lengths, count: int) -> Int64Array:
-    """Return ``count`` requests in random order, each row as often as its weight says (int64 [count, 3])."""
+    """Return ``count`` requests of a weighted sample in random order, int64 [count, 3].
+
+    Each request of the sample is repeated in proportion to its weight.
+    """
     places = np.searchsorted(np.cumsum(lengths.weights), (np.arange(count) + 0.5) / count)
     rows = lengths.rows[np.minimum(places, len(lengths.rows) - 1)]
     return np.random.default_rng(0).permutation(rows)

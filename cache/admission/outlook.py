@@ -1,4 +1,4 @@
-"""The forecast of the running requests' blocks, to which admission adds one waiting request after the other.
+"""The forecast of the running requests' KV blocks, to which admission adds one waiting request after another.
 
 Between two steps the running requests stay the same for all decisions. Their forecast is therefore computed
 once (`Outlook`). Each waiting request adds a few numbers to the forecast (`Newcomer`).
@@ -29,7 +29,7 @@ from tonnage.cache.blocks.groups import num_full
 
 @dataclass(slots=True)
 class Newcomer:
-    """A request waiting for an admission decision.
+    """A request waiting for an admission decision, with its lengths and the KV blocks that it would take.
 
     Attributes:
         entry: The request's row of a `RunningSnapshot`: one number per column.
@@ -54,11 +54,11 @@ class Newcomer:
     kept: int = 0
 
     def prompt_missing(self, block_size: int, groups: int) -> int:
-        """Return the blocks that the uncomputed tokens of the prompt will need, over all ``groups``."""
+        """Return how many KV blocks the uncomputed prompt tokens need in ``groups`` full-attention groups."""
         return max(0, (self.entry[PROMPT] + block_size - 1) // block_size * groups - self.entry[HELD])
 
     def growth(self, length: int, prompts: int, block_size: int, chunk: int, groups: int) -> Added:
-        """Return the blocks of one full-attention group that the request holds over time if it starts now.
+        """Return how many blocks of one full-attention group the request holds over time if it starts now.
 
         Args:
             length: Output tokens forecast for the request.
@@ -74,14 +74,14 @@ class Newcomer:
         return Added(entry[PROMPT] // block_size - shared, tail, entry[SEQUENCES], end)
 
     def beyond(self, length: int, block_size: int, groups: int) -> int:
-        """Return the blocks that the request may need beyond those of a forecast of ``length`` tokens."""
+        """Return how many KV blocks the request may need beyond a forecast output of ``length`` tokens."""
         more = -(-(self.entry[OUTPUT_LEFT] - length) // block_size)
         return more * self.entry[SEQUENCES] * groups
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A forecast of the running requests' blocks over time, made for a decision on one waiting request.
+    """A forecast of the running requests' KV blocks over time, made for a decision on one waiting request.
 
     Attributes:
         snapshot: The running requests.
@@ -101,7 +101,7 @@ class Outlook:
     own: int = 0
 
     def without(self, lost: Int32Array, groups: int) -> Growth:
-        """Return the running requests' blocks over time if some private blocks become shared.
+        """Return the running requests' KV blocks over time if some of their private blocks become shared.
 
         ``lost``, int32 [requests], has the number of these blocks for each of the first running requests.
         """
@@ -112,7 +112,7 @@ class Outlook:
 
 
 def outlook_of(snapshot: RunningSnapshot, output_left: Int64Array, limits: Limits, own: int = 0) -> Outlook:
-    """Forecast the running requests' blocks if each produces ``output_left`` [running] more tokens.
+    """Forecast the running requests' KV blocks if each produces ``output_left`` [running] more tokens.
 
     The prompts of all requests together are computed in steps of at most max_num_batched_tokens, in order of
     admission. ``own`` is the number of output tokens forecast for the waiting request under decision.

@@ -13,7 +13,7 @@ from tonnage.cache.blocks.groups import num_full
 
 
 def added_head(head: Head, block_size: int) -> Added:
-    """Return the blocks that the first waiting request will hold over time, from its forecast start on."""
+    """Return how many KV blocks the first waiting request will hold over time, from its forecast start on."""
     prompt = head.request.prompt_tokens
     return Added(
         prompt // block_size, prompt % block_size - head.start, head.request.n, head.start + head.output_left
@@ -21,7 +21,7 @@ def added_head(head: Head, block_size: int) -> Added:
 
 
 def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, margin: int) -> Head:
-    """Return the forecast start of the first waiting request (the head) if no other is admitted before.
+    """Return when the first waiting request (the head) is forecast to start if no other is admitted before.
 
     The head starts at the first end of a running request after which the forecast peak of blocks, with the
     head included, fits the pool. At a later start fewer requests still run, so the start is found by bisection.

@@ -30,7 +30,7 @@ _CLASSES = 16
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The blocks that a set of requests will hold over time, as int64 arrays [requests].
+    """The number of KV blocks that each request of a set will hold over time, as int64 arrays [requests].
 
     At step t >= 0 a request holds ``fixed + sequences * ceil((tail + t) / block_size)`` blocks in each
     full-attention group, until it ends after step ``end``. ``latest_first`` lists the requests by descending
@@ -48,7 +48,7 @@ class Growth:
 
 
 class Added(NamedTuple):
-    """The blocks of one additional request over time, with the fields of `Growth` as single numbers."""
+    """The number of KV blocks of one additional request over time: the fields of `Growth` as single numbers."""
 
     fixed: int
     tail: int
@@ -57,7 +57,7 @@ class Added(NamedTuple):
 
 
 def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
-    """Return how many blocks the running requests' prompts need beyond the blocks that the requests hold.
+    """Return how many KV blocks the running requests' prompts need beyond those that the requests hold.
 
     The number is the sum over all ``groups`` full-attention groups.
     """
@@ -67,7 +67,7 @@ def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> 
 
 
 def peak_of(growth: Growth, block_size: int, since: int = 0, added: Sequence[Added] = ()) -> int:
-    """Return the largest number of blocks (of one full-attention group) held at any step >= ``since``.
+    """Return the largest number of KV blocks of one full-attention group in use at any step >= ``since``.
 
     The result is 0 without requests. The time is O(requests * 16), because sequences are counted by the
     remaining slots of their last block. ``added`` has requests in addition to those of ``growth``.

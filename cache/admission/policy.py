@@ -119,7 +119,7 @@ class Policy:
 
     @property
     def reserve(self) -> float:
-        """Share of the usable blocks that must stay free when a new request starts."""
+        """Share of the pool's usable KV blocks that must stay free when a new request starts."""
         if self.watermark is not None:
             return self.watermark
         return 0.004 if self.mode is AdmissionMode.PREDICTIVE else 0.0
@@ -136,18 +136,18 @@ class Policy:
 
     @property
     def forecasts(self) -> bool:
-        """Whether the mode forecasts blocks over time; without a forecast no request overtakes another."""
+        """Whether the mode forecasts KV blocks over time; without a forecast no request overtakes another."""
         return self.mode in (AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE)
 
     def under(self, rule: Rule) -> Policy:
-        """Return the policy, greedy or predictive, that mode ``auto`` applies while it follows ``rule``."""
+        """Return the greedy or predictive policy that mode ``auto`` applies while it follows ``rule``."""
         if rule == VLLM:
             return Policy(AdmissionMode.GREEDY, tenant_blocks=self.tenant_blocks, keys=self.keys)
         assert rule.share is not None
         return Policy(AdmissionMode.PREDICTIVE, 1 - rule.share, 0.0, self.tenant_blocks, keys=self.keys)
 
     def margin(self, limits: Limits) -> int:
-        """Return the number of blocks that must stay free when a new request starts."""
+        """Return the number of KV blocks that must stay free when a new request starts."""
         return int(self.reserve * limits.usable_blocks)
 
 
@@ -159,7 +159,7 @@ def blocks_taken(
     new: Newcomer | None = None,
     head: Head | None = None,
 ) -> Iterator[int]:
-    """Yield, for each condition of the admission mode, the blocks that all requests take.
+    """Yield, for each condition of the admission mode, the number of KV blocks that all requests take.
 
     A request may start if every number leaves the policy's margin free; the number that is cheap to compute
     comes first. The function is for layouts with a full-attention group, in every mode except ``no_evict``. The
@@ -199,8 +199,8 @@ def blocks_taken(
             growth = forecast.without(new.lost, groups)
             common += int(new.lost.sum())
     if policy.mode is AdmissionMode.GUARANTEED:
-        # A request may need more blocks than its forecast. With fewer free blocks than the least of these
-        # numbers, only one request would grow at a time and all others would skip steps.
+        # A request may need more blocks than its forecast (`Outlook.beyond`). With fewer free blocks than
+        # the smallest such excess, only one request would grow at a time and all others would skip steps.
         common += max(0, beyond)
     yield common + groups * peak_of(growth, block_size, 0, added)
     if head is not None:

@@ -133,7 +133,7 @@ def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
 
 @compiled_apart
 def _peak(held: Int64Array, left: Int64Array, count: int, block_size: int) -> float:
-    """Return the peak of blocks in use if sequence i has ``held[i]`` tokens and ends after ``left[i]`` more."""
+    """Return the peak of KV blocks if sequence i has ``held[i]`` tokens and ends after ``left[i]`` more."""
     order = np.argsort(-left[:count])
     most = base = 0.0
     for place in range(count):
@@ -145,7 +145,7 @@ def _peak(held: Int64Array, left: Int64Array, count: int, block_size: int) -> fl
 
 @compiled_apart
 def _reuse(freed: Int64Array, oldest: int, need: int) -> int:
-    """Take ``need`` freed blocks for reuse, oldest first, and return the index of the oldest count above 0.
+    """Take ``need`` freed KV blocks for reuse, oldest first; return the index of the oldest nonzero count.
 
     ``freed`` has one count of freed blocks per request; ``oldest`` is the index of the first count to take
     from.
@@ -165,7 +165,7 @@ def _serve(
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, caching: bool,
     first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
-    """Simulate the scheduler's steps until all requests end; `rehearse` describes the arguments.
+    """Simulate vLLM's scheduler until all requests of a load end; `rehearse` describes the arguments.
 
     ``first`` [requests] receives the seconds to the first token, ``between`` [tokens] the seconds between
     tokens.
@@ -314,7 +314,7 @@ def _serve(
 
 
 def compile_rehearsal() -> None:
-    """Compile the simulation's loop in some seconds, or read the compiled loop from disk."""
+    """Compile the loop that simulates vLLM's scheduler in some seconds, or read its machine code from disk."""
     one = np.full(4, 2, np.int64)
     for rule in (Rule(), Rule(0.5)):
         rehearse(Load(one, one, one, 2), Engine(8, 2, 4, 4), StepCost(1.0, 0.0, 0.0, 0.0), rule)

@@ -44,7 +44,7 @@ from tonnage.planner.units import ceil_div
 
 
 def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits) -> int:
-    """Return the upper bound of the blocks that the request's n sequences hold in one group at once."""
+    """Return the upper bound of the blocks that a request's n sequences hold in one KV cache group at once."""
     kind, block_size = kind_of(group), limits.layout.block_size
     total, shared = ceil_div(request.total_tokens, block_size), request.prompt_tokens // block_size
     if kind == STATE:
@@ -57,7 +57,7 @@ def group_reservation(group: KVGroup, request: AdmissionRequest, limits: Limits)
 
 
 def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, int]:
-    """Return two upper bounds of a request's blocks: in full-attention groups, and in all other groups.
+    """Return two upper bounds of a request's KV blocks: in full-attention groups, and in all other groups.
 
     The other groups have sliding windows or recurrent states. Their blocks are subtracted from the pool in full
     when the request is admitted.
@@ -69,7 +69,7 @@ def split_reservation(request: AdmissionRequest, limits: Limits) -> tuple[int, i
 
 
 def reserved_blocks(request: AdmissionRequest, limits: Limits) -> int:
-    """Return the upper bound of the blocks that a request holds in all groups, which share one pool."""
+    """Return the upper bound of the blocks that a request holds in all KV cache groups together."""
     return sum(split_reservation(request, limits))
 
 
@@ -120,5 +120,5 @@ def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
 
 
 def _last_true(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest value in [1, most] for which ``fits`` is true, or 0; smaller values must fit too."""
+    """Return the largest number in [1, most] for which the monotonic function ``fits`` is true, or 0."""
     return bisect_left(range(1, most + 1), True, key=lambda value: not fits(value))

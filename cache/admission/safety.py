@@ -71,7 +71,9 @@ def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
 
 
 def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArray) -> Int64Array:
-    """Return the blocks available at each request's turn minus its need, int64 [running], in the given order.
+    """Return, for each running request, the KV blocks available at its turn to finish minus its need.
+
+    The result is int64 [running], in the order ``order``.
 
     ``order`` has the snapshot indices in finishing order, ``need`` the blocks that each request may still take.
     ``returns`` [running] has the blocks that become available when a request ends, without blocks it still has
@@ -84,7 +86,7 @@ def slack_of(order: Int64Array, available: int, need: IntArray, returns: IntArra
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """An order in which the running requests can finish, with the exact number of blocks that each returns.
+    """An order in which the running requests can finish, with the exact number of KV blocks that each frees.
 
     Attributes:
         order: int64 [running]: snapshot indices of the requests in finishing order.
@@ -107,7 +109,7 @@ def is_safe(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> bool:
 
 
 def committed_peak(snapshot: RunningSnapshot, leaving: Leaving | None = None) -> int:
-    """Return the peak of full-attention blocks if all requests run to max_tokens one after the other.
+    """Return the peak number of full-attention KV blocks if all requests run to max_tokens one after another.
 
     The requests finish in `finishing_order`. Guaranteed mode keeps this peak within `RunningSnapshot.capacity`.
     Without ``leaving`` it is an upper bound, exact if no block is shared.
@@ -132,7 +134,7 @@ def grant(
     multiple: int = 1,
     leaving: Leaving | None = None,
 ) -> Int64Array:
-    """Return how many blocks each sequence may take in this step, int64 [sequences].
+    """Return how many KV blocks each sequence may take in this step, int64 [sequences].
 
     Sequences are served in the given order. If every request can finish before the grants, every request can
     finish after them. A partial grant is a multiple of ``multiple``. A prefill chunk is cut to the grant; a
@@ -183,7 +185,7 @@ def grant(
 def _most_by_new_order(
     available: int, need: Int64Array, back: Int64Array, entry: int, want: int, known: int
 ) -> int:
-    """Return the most blocks in [known, want] that a request can be granted so that all requests can finish.
+    """Return the most KV blocks in [known, want] that a request can be granted so that all requests can finish.
 
     A grant of ``known`` blocks is known to be safe. Bisection is valid, because a larger grant is never safer:
     it leaves fewer blocks to the requests that finish before the granted one, and does not reduce the total
@@ -202,7 +204,7 @@ def _most_by_new_order(
 
 
 def last_owners(snapshot: RunningSnapshot, tables: IntArray, owners: IntArray, num_blocks: int) -> Leaving:
-    """Return how many blocks each request frees when it ends; a shared block counts for its last owner.
+    """Return how many KV blocks each request frees when it ends; a shared block counts for its last owner.
 
     The requests end in `finishing_order`. The time is proportional to the number of table entries.
 

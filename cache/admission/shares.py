@@ -27,12 +27,12 @@ from tonnage.cache.admission.types import AdmissionRequest, Limits
 # That suffices for a few short requests of other keys (benchmarks/abuse.py: queue, deaf). A key that runs alone
 # loses as much.
 RESERVED_PART = 32
-_LAST = (sys.maxsize, 0.0)  # rank in the queue of requests whose API key is above its share
+_LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share
 
 
 @dataclass(slots=True)
 class KeyUse:
-    """The sequences and blocks that the running requests of one API key hold.
+    """The number of sequences and KV blocks that the running requests of one API key hold.
 
     Attributes:
         sequences: Sequences that run or will be forked.
@@ -49,14 +49,14 @@ Uses = dict[str, KeyUse]  # what each key with running requests holds, by the ke
 
 
 def add_use(uses: Uses, request: AdmissionRequest, sequences: int, blocks: int) -> None:
-    """Add a running request's sequences and blocks to the use of its API key."""
+    """Add a running request's sequences and KV blocks to the totals of its API key."""
     use = uses.setdefault(request.tenant, KeyUse(weight=request.weight))
     use.sequences += sequences
     use.blocks += blocks
 
 
 class Shares:
-    """The division of one engine's sequences and blocks among its API keys.
+    """The division of one engine's concurrent sequences and KV blocks among its API keys.
 
     Args:
         keys: Number of API keys whose requests may arrive.
@@ -70,7 +70,7 @@ class Shares:
         self._blocks = limits.usable_blocks // RESERVED_PART
 
     def within(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> bool:
-        """Return whether the API key of ``request`` stays within its share if the request starts.
+        """Return whether the request's API key stays within its share of sequences and KV blocks if it starts.
 
         A key without a running request is within its share. The engine is divided among the keys with running
         requests. While requests of a further key may arrive, one more share is set aside for it.
@@ -92,7 +92,7 @@ class Shares:
         )
 
     def rank(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, float]:
-        """Return the sort key of a waiting request: a lower key starts first, equal keys in the queue's order.
+        """Return the sort key of a waiting request: a lower one starts first, equal ones in queue order.
 
         Requests of keys above their share come last and keep the queue's order.
         """
@@ -103,9 +103,9 @@ class Shares:
         return request.priority, max(own.sequences / seats, own.blocks / blocks) / own.weight
 
     def kept(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, int]:
-        """Return how many sequences and blocks must stay free for other API keys when ``request`` starts.
+        """Return how many sequences and KV blocks must stay free for other API keys when ``request`` starts.
 
-        Both are 0 for a key within its share, and for a request that runs alone.
+        Both numbers are 0 if the request's key is within its share, and if no other request runs.
         """
         if not any(use.sequences for use in uses.values()) or self.within(uses, request, blocks):
             return 0, 0

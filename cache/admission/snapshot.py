@@ -22,7 +22,7 @@ COLUMNS = 8
 
 @dataclass(frozen=True, slots=True)
 class RunningSnapshot:
-    """Counts of the pool and of each running request.
+    """Counts of the KV block pool, and of the blocks and tokens of each running request.
 
     Attributes:
         usable: Blocks of the pool without the null block.
@@ -40,22 +40,22 @@ class RunningSnapshot:
 
     @property
     def held(self) -> Int32Array:
-        """Number of distinct blocks in each request's tables of full-attention groups, int32 [running]."""
+        """Number of distinct KV blocks in each request's tables of full-attention groups, int32 [running]."""
         return self.rows[:, HELD]
 
     @property
     def private(self) -> Int32Array:
-        """Number of blocks that only this request references, or a lower bound of it, int32 [running]."""
+        """Number of KV blocks that each request alone references, or a lower bound of it, int32 [running]."""
         return self.rows[:, PRIVATE]
 
     @property
     def reserved(self) -> Int32Array:
-        """Upper bound of each request's blocks in full-attention groups, int32 [running]."""
+        """Upper bound of each request's KV blocks in full-attention groups, int32 [running]."""
         return self.rows[:, RESERVED]
 
     @property
     def prompt(self) -> Int32Array:
-        """Prompt tokens of each request, int32 [running]."""
+        """Number of prompt tokens of each running request, int32 [running]."""
         return self.rows[:, PROMPT]
 
     @property
@@ -80,17 +80,17 @@ class RunningSnapshot:
 
     @property
     def capacity(self) -> int:
-        """Blocks that full-attention groups can use: the pool without blocks for windows and states."""
+        """Number of blocks that full-attention groups can use: all but those for windows and states."""
         return self.usable - self.windowed
 
     @property
     def available(self) -> int:
-        """Blocks that full-attention groups can still allocate: free blocks and unreferenced cached blocks."""
+        """Number of blocks that full-attention groups can still allocate: free, or cached and unreferenced."""
         return self.usable - self.windowed - self.used
 
     @property
     def need(self) -> Int32Array:
-        """Blocks that each request can still allocate: reserved minus held, int32 [running]."""
+        """Number of KV blocks that each request can still allocate: reserved minus held, int32 [running]."""
         return self.reserved - self.held
 
     def __len__(self) -> int:

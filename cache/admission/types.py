@@ -1,4 +1,4 @@
-"""The requests, limits and results of admission."""
+"""The data types of admission: requests, limits of the KV block pool, and decisions."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The decision that a request must wait, with the number of blocks or sequences that must be released."""
+    """The decision that a request must wait, with the number of KV blocks or sequences that it lacks."""
 
     reason: WaitReason
     blocks_short: int = 0

@@ -1,1 +1,1 @@
-"""The block pool and the arrays that hold the whole state of the block manager."""
+"""The pool of KV blocks, and the arrays that hold the whole state of the block manager."""

@@ -29,18 +29,18 @@ _KINDS = {"full": FULL, "mla": FULL, "sliding": SLIDING, "chunked": CHUNKED, "st
 
 
 def kind_of(group: KVGroup) -> int:
-    """Return the kind of a group: FULL, SLIDING, CHUNKED or STATE."""
+    """Return the kind of a KV cache group: FULL, SLIDING, CHUNKED or STATE."""
     kind = _KINDS[group.kind]
     return FULL if kind in (SLIDING, CHUNKED) and group.window is None else kind
 
 
 def in_order(layout: KVLayout) -> tuple[KVGroup, ...]:
-    """Return the groups in the order of the block manager's arrays: paged groups, then state groups."""
+    """Return the KV cache groups in the order of the block manager's arrays: state groups come last."""
     return tuple(sorted(layout.groups, key=lambda group: group.kind == "state"))
 
 
 def group_records(layout: KVLayout, aligned: bool = False) -> npt.NDArray[np.void]:
-    """Return one record (kind, window in tokens) per group: paged groups first, then state groups.
+    """Return one record (kind, window in tokens) per KV cache group: paged groups first, then state groups.
 
     ``window`` is 0 for a group without a window. ``aligned`` says that recurrent states are cached with
     prefixes.
@@ -56,7 +56,7 @@ def group_records(layout: KVLayout, aligned: bool = False) -> npt.NDArray[np.voi
 
 
 def paged(layout: KVLayout) -> tuple[KVGroup, ...]:
-    """Return the groups with block tables, in the layout's order."""
+    """Return the KV cache groups that have block tables, in the layout's order."""
     return tuple(group for group in layout.groups if group.kind != "state")
 
 
@@ -93,12 +93,12 @@ def state_every(interval: int | None, block_size: int) -> int:
 
 
 def windows_only(layout: KVLayout) -> bool:
-    """Return whether every group has a sliding window (Mistral 7B v0.1, Phi-3, StarCoder2)."""
+    """Return whether every KV cache group has a sliding window (Mistral 7B v0.1, Phi-3, StarCoder2)."""
     return all(kind_of(group) == SLIDING for group in layout.groups)
 
 
 def anchor_of(groups: npt.NDArray[np.void]) -> int:
-    """Return the index of the anchor group: a node of the prefix index has the id of its block in this group.
+    """Return the index of the anchor group, whose block ids name the nodes of the prefix index.
 
     The anchor is the first full-attention group. If all groups have sliding windows, it is the group with the
     largest window: a sequence that holds a node's block in any group then also holds the node's block in the

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 
 def resident(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return an array of zeros whose memory is allocated now."""
+    """Return an array of zeros whose memory pages are all allocated now, not at first access."""
     array = np.empty(shape, dtype)
     array.fill(0)
     return array

@@ -52,7 +52,7 @@ def enlist(core: Evictable, block: int, node: int, end: int) -> None:
 
 @inlined
 def unlink(core: Evictable, block: int) -> None:
-    """Remove a cached block from its eviction list, if it is in one, and from the count of cached blocks."""
+    """Remove a cached block from its eviction list, if any, and from the number of cached blocks."""
     pool, after = core.pool[0], core.next[block]
     if after != NULL_BLOCK:
         before = core.prev[block]
@@ -71,9 +71,9 @@ def uncache(core: Core, block: int) -> None:
 
 @inlined
 def pop_free(core: Core, full: bool, slot: int) -> int:
-    """Pop a block from the free stack for the request in ``slot``, and set its reference count to 1.
+    """Pop a block from the free stack for the request with index ``slot``; set its reference count to 1.
 
-    ``full`` says that the group is full attention, whose blocks are counted per request.
+    ``full`` says that the block is for a full-attention group, whose blocks are counted per request.
     """
     pool = core.pool[0]
     block = int(pool.free_head)
@@ -89,7 +89,7 @@ def pop_free(core: Core, full: bool, slot: int) -> int:
 
 @inlined
 def acquire(core: Core, block: int, full: bool, slot: int) -> None:
-    """Add a reference to a block; a cached block leaves its eviction list."""
+    """Add one to a block's reference count; a cached block leaves its eviction list."""
     if core.refs[block] == 0:
         unlink(core, block)
         core.stamp[block] = 0
@@ -103,11 +103,11 @@ def acquire(core: Core, block: int, full: bool, slot: int) -> None:
 
 @inlined
 def release(core: Core, block: int, full: bool, slot: int) -> None:
-    """Remove a reference; after the last one the block becomes cached if it is in the prefix index, else free.
+    """Subtract one from a block's reference count; at 0 the block becomes cached or free.
 
-    A node is an entry of the prefix index. A cached block is listed for eviction unless its node has child
-    nodes. The blocks of a node in several full-attention groups are evicted together, so only the node's first
-    block is listed.
+    It becomes cached if it is in the prefix index. A node is an entry of that index. A cached block is listed
+    for eviction unless its node has child nodes. The blocks of a node in several full-attention groups are
+    evicted together, so only the node's first block is listed.
     """
     core.refs[block] -= 1
     if core.refs[block] > 0:
@@ -133,14 +133,14 @@ def release(core: Core, block: int, full: bool, slot: int) -> None:
 
 @inlined
 def _own(core: Core, block: int, slot: int) -> None:
-    """Count a newly used block of a full-attention group as private to the request in ``slot``."""
+    """Count a newly used block of a full-attention group as held only by the request with index ``slot``."""
     core.pool[0].used_full += 1
     core.stamp[block] = slot + 1
     core.requests[slot].private += 1
 
 
 class BlockPool:
-    """A read-only view of the pool's block counts."""
+    """A read-only view of the pool's numbers of free, cached and used KV blocks."""
 
     def __init__(self, core: Core) -> None:
         self._counts = columns(core.pool)
@@ -150,27 +150,27 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without content."""
+        """Number of the pool's blocks that hold no K/V, neither in use nor cached."""
         return int(self._counts.free[0])
 
     @property
     def cached(self) -> int:
-        """Number of unreferenced blocks with content, which can be evicted."""
+        """Number of the pool's blocks that only the prefix cache holds, so that they can be evicted."""
         return int(self._counts.cached[0])
 
     @property
     def used(self) -> int:
-        """Number of blocks that a sequence references."""
+        """Number of the pool's blocks that at least one sequence references."""
         return self.usable - self.free - self.cached
 
     @property
     def used_full(self) -> int:
-        """Number of referenced blocks in tables of full-attention groups."""
+        """Number of the pool's blocks that sequences reference in block tables of full-attention groups."""
         return int(self._counts.used_full[0])
 
 
 def check_num_blocks(num_blocks: int) -> None:
-    """Raise CacheConfigError if the pool has no block beside the null block."""
+    """Raise CacheConfigError if a pool of ``num_blocks`` KV blocks has none beside the null block."""
     if num_blocks < 2:
         raise CacheConfigError(
             f"a pool of {num_blocks} blocks has no usable block: block 0 is the null block",

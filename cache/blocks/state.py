@@ -203,10 +203,10 @@ def new_core(
     aligned: bool = False,
     state_every: int = 0,
 ) -> Core:
-    """Return the arrays of a block manager whose pool is empty.
+    """Return the arrays of a new block manager, with no block in use or cached.
 
     ``seed`` is the hash before the first block of a prompt without salt.
-    Rows and salts are sized for the worst case; their memory is allocated when it is first used.
+    Arrays by row and by salt are sized for the worst case; their memory is allocated when first used.
     """
     groups = group_records(layout, aligned)
     model, history = new_model(num_blocks, learning and caching)
@@ -257,13 +257,13 @@ def _new(spec: _Array, sizes: dict[str, int]) -> npt.NDArray[Any]:
 
 
 def records(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return an array of records in a form that uncompiled code can read; return other arrays unchanged."""
+    """Return a structured array as a recarray, for uncompiled code; return other arrays unchanged."""
     # Uncompiled code reads record fields by attribute, which numpy allows only in a recarray; it costs 1 us per
     # call.
     return array.view(np.recarray) if numba.config.DISABLE_JIT and array.dtype.names else array
 
 
 def columns(records: Records) -> Any:
-    """Return each field of an array of records as an array of its own, by name, sharing the memory."""
+    """Return each field of a structured array as an array of its own, by name, sharing the memory."""
     plain = records.view(np.ndarray)
     return SimpleNamespace(**{name: plain[name] for name in plain.dtype.names or ()})

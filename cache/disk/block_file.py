@@ -28,7 +28,7 @@ _SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def write_block(path: Path, key: bytes, block: memoryview) -> None:
-    """Write a block to ``path``, through a temporary file beside it.
+    """Write a KV block and its header to the file ``path``, through a temporary file beside it.
 
     Raises:
         OSError: the disk is full, read-only or failed; nothing is left of the file.
@@ -48,7 +48,7 @@ def write_block(path: Path, key: bytes, block: memoryview) -> None:
 
 
 def read_block(path: Path, key: bytes, into: memoryview) -> bool:
-    """Read a block into ``into``; return whether the file has exactly this block, undamaged.
+    """Read a KV block from a file into ``into``; return whether the file has the block of ``key``, undamaged.
 
     After False, ``into`` has undefined bytes.
 

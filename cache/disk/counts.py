@@ -1,4 +1,4 @@
-"""The counts of a disk tier: its contents, and its operations since the start."""
+"""The counts of a disk tier of KV blocks: its contents, and its operations since the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DiskCounts:
-    """The contents of a disk tier, and counters of its operations since the start.
+    """The size of a disk tier of KV blocks, and counters of its operations since the start.
 
     Attributes:
         size: Upper bound of the folder in bytes.

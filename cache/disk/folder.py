@@ -38,13 +38,13 @@ FIRST_ENTRIES = PAGE // (ENTRY_BYTES // 2)  # entries in a directory's first pag
 
 
 def file_of(block: bytes) -> str:
-    """Return the path of a block's file below the folder, given the block's id."""
+    """Return the path of a KV block's file, relative to the disk tier's folder, for the block's id."""
     namespace, key = block[:NAMESPACE_BYTES].hex(), block[NAMESPACE_BYTES:].hex()
     return f"{namespace}/{key[:2]}/{key}{SUFFIX}"
 
 
 def block_of(path: str) -> bytes | None:
-    """Return the id of the block whose file is ``path`` below the folder; None if it is no block's file."""
+    """Return the id of the KV block whose file is ``path`` below a disk tier's folder; None for other files."""
     namespace, _, rest = path.partition("/")
     try:
         block = bytes.fromhex(namespace) + bytes.fromhex(rest[3:].removesuffix(SUFFIX))
@@ -54,14 +54,14 @@ def block_of(path: str) -> bytes | None:
 
 
 class DiskError(CacheError):
-    """The error that a folder cannot be a disk tier: another server has it, or it is not accessible."""
+    """The error that a folder cannot be a disk tier of KV blocks: another server uses it, or access failed."""
 
     code = "invalid_disk_tier"
 
 
 @dataclass(slots=True)
 class Contents:
-    """The blocks and other files that a scan found in a disk tier's folder.
+    """The KV blocks and other files that a scan found in a disk tier's folder.
 
     Attributes:
         blocks: Modification time, id and bytes on disk of each block.
@@ -75,10 +75,10 @@ class Contents:
 
 
 class Folder:
-    """The index of a folder of blocks. The caller serializes all calls.
+    """The index of a disk tier's folder of KV block files. The caller serializes all calls.
 
     Attributes:
-        blocks: Bytes on disk of each block by its id, the least recently used first. Any thread may look
+        blocks: Bytes on disk of each block by its id, the least recently used block first. Any thread may look
             whether a block is in it.
 
     Args:
@@ -119,11 +119,11 @@ class Folder:
 
     @property
     def used(self) -> int:
-        """Return the bytes of all files and directories."""
+        """Return the bytes on disk of all files and directories of the disk tier."""
         return self._others + self._in_blocks + self._unused
 
     def scan(self) -> Contents:
-        """Return the contents of the folder, and delete temporary files that a killed process has left."""
+        """List the disk tier's folder, and delete temporary files that a killed process has left."""
         found = Contents()
         for folder, _, files in os.walk(self.path):
             with contextlib.suppress(OSError):
@@ -145,7 +145,7 @@ class Folder:
         return found
 
     def adopt(self, found: Contents) -> None:
-        """Replace the index by the contents of the folder that `scan` returned."""
+        """Replace the index of KV blocks by the contents of the folder, which `scan` returned."""
         blocks = OrderedDict((block, taken) for _, block, taken in sorted(found.blocks))
         self._directories = found.directories
         self._entries = Counter(os.path.dirname(file_of(block)) for block in blocks)
@@ -154,11 +154,11 @@ class Folder:
         self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
 
     def oldest(self) -> bytes | None:
-        """Return the least recently used block."""
+        """Return the id of the least recently used KV block of the disk tier, or None if it has no block."""
         return next(iter(self.blocks), None)
 
     def make_room(self, path: str, taken: int, victim: Callable[[], bytes | None] | None = None) -> int | None:
-        """Remove blocks until a new file fits the size of the folder, and count the bytes of the new file.
+        """Remove KV blocks until a new file fits the folder's size limit, and count the new file's bytes.
 
         Args:
             path: Path of the new file below the folder.
@@ -184,7 +184,7 @@ class Folder:
         return removed
 
     def remove(self, block: bytes) -> bool:
-        """Delete a block's file and forget the block; return False, and keep it, if it cannot be deleted."""
+        """Delete a KV block's file and its index entry; if deletion fails, keep both and return False."""
         try:
             os.unlink(self.path / file_of(block))
         except FileNotFoundError:
@@ -198,13 +198,13 @@ class Folder:
         return True
 
     def room(self, namespace: bytes) -> int:
-        """Return the bytes that blocks of a namespace may take, after its directories are subtracted."""
+        """Return the bytes on disk that KV blocks of a namespace may take, besides its directories."""
         top = namespace.hex()
         own = sum(each == top or each.startswith(f"{top}/") for each in self._directories)
         return self.size - self._others - (1 + DIRECTORIES_OF_BLOCKS - own) * DIRECTORY_BYTES
 
     def forget(self, block: bytes, *, delete: bool) -> None:
-        """Remove an unreadable block from the index.
+        """Remove a KV block whose file cannot be read from the disk tier's index.
 
         Args:
             block: The block's id.
@@ -216,20 +216,20 @@ class Folder:
             self._others += self.blocks.pop(block)
 
     def written(self, block: bytes, taken: int) -> None:
-        """Add a written block to the index; `make_room` has counted its bytes before."""
+        """Add a KV block that was written to disk to the index; `make_room` has counted its bytes before."""
         self._others -= taken
         self._in_blocks += taken
         self.blocks[block] = taken
 
     def not_written(self, block: bytes, taken: int) -> None:
-        """Subtract the bytes that `make_room` counted for a block whose write has failed."""
+        """Subtract the bytes that `make_room` counted for a KV block whose write has failed."""
         self._others -= taken
         self._count_entry(file_of(block), -1)
 
     def _count_entry(self, path: str, more: int) -> None:
-        """Count a file that was added to its directory (``more`` 1) or removed (-1).
+        """Count a KV block's file that was added to its directory (``more`` 1) or removed from it (-1).
 
-        The bytes that the directory keeps on disk for entries of removed files are updated, too.
+        The method also updates the bytes that the directory keeps on disk for entries of removed files.
         """
         directory = os.path.dirname(path)
         self._unused -= self._kept(directory)
@@ -246,19 +246,19 @@ class Folder:
         return 0 if most <= FIRST_ENTRIES else (most - self._entries[directory]) * ENTRY_BYTES
 
     def touch(self, block: bytes) -> None:
-        """Mark a block as the most recently used, if it is in the index."""
+        """Mark a KV block as the most recently used one, if it is in the index."""
         if block in self.blocks:
             self.blocks.move_to_end(block)
 
     def close(self) -> None:
-        """Release the lock of the folder."""
+        """Release the lock on the disk tier's folder, so that another server may write it."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def _locked(path: Path) -> int:
-    """Lock a file for this process alone and return its descriptor.
+    """Lock a disk tier's lock file for this process alone and return its descriptor.
 
     The call waits up to `LOCK_SECONDS` for a server that is ending. Raises DiskError if the lock is not free
     then.
@@ -283,7 +283,7 @@ def _locked(path: Path) -> int:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock a file for this process alone; return False if another process holds the lock."""
+    """Lock an open file for this process alone; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -28,5 +28,5 @@ assert [each.name for each in fields(DiskCounts)] == list(METRICS)
 
 
 def metric_name(field: str) -> str:
-    """Return the Prometheus name of a field of `DiskCounts`; a counter's ends in ``_total``."""
+    """Return the name of the Prometheus metric for a field of `DiskCounts`; a counter's ends in ``_total``."""
     return f"tonnage_tier_{field}" if field in GAUGES else f"tonnage_tier_{field}_total"

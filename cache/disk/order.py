@@ -20,7 +20,7 @@ log = logging.getLogger("tonnage.cache")
 
 
 class LearnedBlocks:
-    """The blocks of a tier in order of eviction. The caller serializes all calls.
+    """The KV blocks of a cache tier in order of eviction. The caller serializes all calls.
 
     An exception in the learned order fails no request: afterwards `failed` is true, every block is admitted,
     and `victim` returns None, so that the caller evicts the least recently used block.
@@ -38,11 +38,11 @@ class LearnedBlocks:
 
     @property
     def full(self) -> bool:
-        """Return whether a block must be evicted before another is inserted."""
+        """Return whether the tier is full, so that a KV block must be evicted before another is inserted."""
         return not self.failed and not self._old and len(self._order) >= self._capacity
 
     def admits(self, prefix: Sequence[bytes], new: Sequence[bytes]) -> bool:
-        """Return whether to store the blocks ``new`` of a request, by their forecast reuse.
+        """Return whether to store a request's KV blocks ``new`` in the tier, by their forecast reuse.
 
         Args:
             prefix: Ids of the request's blocks in prefix order, from the first on.
@@ -51,7 +51,7 @@ class LearnedBlocks:
         return bool(self._old) or self._ask(lambda order: order.admits(prefix, new), True)
 
     def insert(self, block: bytes) -> None:
-        """Add a block that is about to be written. It is not evicted before its request has ended."""
+        """Add a KV block that is about to be written. It is not evicted before its request has ended."""
         if block in self._order:
             return
         if len(self._order) < self._capacity:
@@ -61,14 +61,14 @@ class LearnedBlocks:
             self._old[block] = None
 
     def remove(self, block: bytes) -> None:
-        """Remove a block whose write has failed."""
+        """Remove from the eviction order a KV block whose write to the tier has failed."""
         if block in self._old:
             del self._old[block]
         elif block in self._order:
             self._ask(lambda order: order.remove(block), None)
 
     def finish(self, blocks: Sequence[bytes], held: Iterable[bytes], reused: set[bytes]) -> None:
-        """Record the end of a request, from which the order learns.
+        """Record which KV blocks a request that ended has used; the eviction order learns from it.
 
         Args:
             blocks: Ids of the blocks that the request used, in prefix order.
@@ -81,18 +81,18 @@ class LearnedBlocks:
         self._ask(lambda order: order.finish(blocks, reused - new), None)
 
     def victim(self) -> bytes | None:
-        """Remove and return the next block to evict; None if running requests have written all blocks."""
+        """Remove and return the id of the next block to evict; None if running requests wrote all blocks."""
         if self._old:
             return self._old.popitem(last=False)[0]
         found = self._ask(lambda order: order.evict(1, (), {}), None)
         return None if found is None else found[0]
 
     def put_back(self, block: bytes) -> None:
-        """Add a block again whose file could not be deleted; all other old blocks are evicted before it."""
+        """Add an evicted block again, because its file could not be deleted, as the last old block to evict."""
         self._old[block] = None
 
     def _ask(self, call: Callable[[LearnedChunkOrder[bytes]], Answer], default: Answer) -> Answer:
-        """Return the result of ``call`` on the learned order, or ``default`` after an exception in it."""
+        """Return the result of ``call`` on the learned eviction order, or ``default`` if it raises."""
         if self.failed:
             return default
         try:
@@ -106,7 +106,7 @@ class LearnedBlocks:
 
 
 def compile_order() -> None:
-    """Compile the learned order, or read its machine code from disk, before a request waits for it."""
+    """Compile the code of the learned eviction order, or read it from disk, before a request waits for it."""
     order = LearnedBlocks(2)
     for block in (b"a", b"b", b"c"):
         if order.full:

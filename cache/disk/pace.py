@@ -1,4 +1,4 @@
-"""The rule that reads blocks from a disk tier only while reading is faster than computing them.
+"""The rule that reads KV blocks from a disk tier only while reading is faster than computing them.
 
 Both costs are measured in seconds per block.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-# The weight of a measurement is multiplied by this factor at each later one, so about the last ten decide.
+# The weight of a measurement is multiplied by this factor at each later measurement, so that the mean depends
+# on about the last ten measurements.
 _KEPT = 0.9
 # While reading is slower than computing, one block is read after this time as a probe, so that a disk that has
 # become faster is used again. At 10 MB/s, probes of 2 MiB cost 0.2 s per minute.
@@ -17,24 +18,24 @@ PROBE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Pace:
-    """A moving average of the seconds that one block takes to be read or computed."""
+    """A moving average of the seconds that it takes to read, or to compute, one KV block."""
 
     blocks: float = 0.0
     seconds: float = 0.0
 
     def add(self, blocks: int, seconds: float) -> None:
-        """Add a measurement: ``blocks`` blocks took ``seconds`` seconds together."""
+        """Add a measurement: reading or computing ``blocks`` KV blocks took ``seconds`` seconds in total."""
         self.blocks = self.blocks * _KEPT + blocks
         self.seconds = self.seconds * _KEPT + seconds
 
     @property
     def seconds_per_block(self) -> float | None:
-        """Return the mean seconds of a block, or None before the first measurement."""
+        """Return the mean seconds to read or compute a KV block, or None before the first measurement."""
         return self.seconds / self.blocks if self.blocks else None
 
 
 class ReadRule:
-    """The rule that decides for each request whether its blocks are read or computed.
+    """The rule that decides for each request whether its KV blocks are read from disk or computed.
 
     Reads are allowed until both costs are known. The costs are linear in blocks, so attention to a longer
     context, which makes later blocks of a prompt more expensive to compute, is not counted.
@@ -51,26 +52,26 @@ class ReadRule:
 
     @property
     def compute_seconds(self) -> float | None:
-        """Return the seconds to compute a block, given or measured; None before the first measurement."""
+        """Return the seconds to compute a KV block: configured, or measured (None before a measurement)."""
         return self._computing.seconds_per_block if self._given is None else self._given
 
     @property
     def read_seconds(self) -> float | None:
-        """Return the seconds to read a block; None before the first measurement."""
+        """Return the mean seconds to read a KV block from disk; None before the first measurement."""
         return self._reading.seconds_per_block
 
     def computed(self, blocks: int, seconds: float) -> None:
-        """Record that a request computed ``blocks`` blocks in ``seconds`` seconds."""
+        """Record that a request computed ``blocks`` KV blocks in ``seconds`` seconds."""
         self._computing.add(blocks, seconds)
 
     def read(self, blocks: int, seconds: float) -> None:
-        """Record that a request waited ``seconds`` seconds for ``blocks`` blocks from the disk."""
+        """Record that a request waited ``seconds`` seconds for ``blocks`` KV blocks from the disk."""
         if self._probed:  # measurements from before the probe are older than PROBE_SECONDS
             self._reading, self._probed = Pace(), False
         self._reading.add(blocks, seconds)
 
     def blocks_to_read(self) -> int | None:
-        """Return how many blocks the next request may read: None for all, 0, or 1 for a probe."""
+        """Return how many KV blocks the next request may read from disk: None for all, 0, or 1 for a probe."""
         read, compute = self.read_seconds, self.compute_seconds
         if read is None or compute is None or read <= compute:
             self._probe_at = None

@@ -1,4 +1,4 @@
-"""A second cache tier on disk: blocks by key, in a folder that never exceeds its size.
+"""A second cache tier on disk: KV blocks by key, in a folder that never exceeds its size limit.
 
 Damage to the folder costs only cache hits. A missing, truncated or damaged block is not read. A block that
 cannot be written, because the disk is full or has failed, is dropped and counted.
@@ -46,7 +46,7 @@ _NOT_THE_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class _Ended(NamedTuple):
-    """A request that has ended: the keys of its blocks in prefix order, and the keys of the reused blocks."""
+    """A request that has ended: the keys of its KV blocks in prefix order, and the keys of the reused ones."""
 
     keys: Sequence[bytes]
     reused: Collection[bytes]
@@ -94,15 +94,15 @@ class DiskStore:
     # -- the scheduler's thread ------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
-        """Return whether the index has the block; no file is opened."""
+        """Return whether the disk tier's index has the KV block ``key``, without opening a file."""
         return self._namespace + key in self._folder.blocks
 
     def announce(self, keys: Collection[bytes]) -> None:
-        """Record that the engine is about to write these blocks; `settle` must be called afterwards."""
+        """Record that the engine will write the KV blocks ``keys`` to disk; call `settle` afterwards."""
         self._announced.update(keys)
 
     def finish(self, keys: Sequence[bytes], reused: Collection[bytes]) -> None:
-        """Record the end of a request, which updates the eviction order.
+        """Record which KV blocks a request that ended has used; this updates the disk tier's eviction order.
 
         The update waits until all announced blocks of the request are settled (`settle`).
 
@@ -115,7 +115,7 @@ class DiskStore:
             self._events.put(_Ended(keys, reused))
 
     def counts(self) -> DiskCounts:
-        """Return the tier's contents, and the counters of its operations since the tier was opened."""
+        """Return the disk tier's size and number of blocks, and counters of its operations since the start."""
         now, folder = self._counts, self._folder
         return replace(
             now, used=folder.used, blocks=len(folder.blocks), dropped=now.dropped + self._dropped,
@@ -123,22 +123,24 @@ class DiskStore:
         )  # fmt: skip
 
     def drop(self, blocks: int) -> None:
-        """Count blocks that the engine did not write, because too many blocks were waiting to be written."""
+        """Count KV blocks that the engine did not write to disk, because too many were waiting for it."""
         self._dropped += blocks
 
     def decline(self) -> None:
-        """Count a request whose blocks the engine computed, because reading them was slower."""
+        """Count a request whose KV blocks the engine computed, because reading them from disk was slower."""
         self._declined += 1
 
     # -- the engine's own threads ----------------------------------------------------------------------------
 
     def settle(self, keys: Collection[bytes]) -> None:
-        """Record that announced blocks have been written or dropped."""
+        """Record that KV blocks passed to `announce` have been written to disk or dropped."""
         self._announced.difference_update(keys)
         self._events.put(None)
 
     def admits(self, prefix: Sequence[bytes], new: Sequence[bytes]) -> bool:
-        """Return whether to write a request's new blocks, by their forecast reuse; count blocks left out.
+        """Return whether to write a request's new KV blocks to disk, by their forecast reuse.
+
+        If the result is False, the blocks are counted as left out.
 
         Args:
             prefix: Keys of the request's blocks in prefix order.
@@ -151,7 +153,7 @@ class DiskStore:
         return found
 
     def store(self, key: bytes, block: memoryview) -> bool:
-        """Write a block, and remove older ones to make room; return whether the folder has the block now."""
+        """Write a KV block to disk, removing others to make room; return whether the folder has it now."""
         own, taken = self._namespace + key, file_bytes(len(block))
         with self._lock:
             if own in self._folder.blocks:
@@ -190,7 +192,7 @@ class DiskStore:
         return True
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Read a block into ``into``; return whether its file exists and is undamaged.
+        """Read a KV block from disk into ``into``; return whether its file exists and is undamaged.
 
         After False, ``into`` has undefined bytes, and the index no longer has the block. A damaged file is
         deleted.
@@ -215,11 +217,11 @@ class DiskStore:
         return found
 
     def wait_until_ready(self, seconds: float) -> bool:
-        """Wait until the blocks from before the start are in the index; return whether they are."""
+        """Wait at most ``seconds`` until the index lists the folder's KV blocks; return whether it does."""
         return self._indexed.wait(seconds) and self._counts.ready
 
     def close(self) -> None:
-        """Release the folder. No other method may be running or be called afterwards."""
+        """Unlock the disk tier's folder. No other method may run at the same time or afterwards."""
         self._closed.set()
         self._events.put(None)
         self._index.join()
@@ -228,7 +230,7 @@ class DiskStore:
     # ---------------------------------------------------------------------------------------------------------
 
     def _keep_index(self) -> None:
-        """Fill the index with the blocks from before the start, then update the order as requests end.
+        """List the folder's KV blocks in the index, then update the eviction order as requests end.
 
         Blocks are read as soon as the index has them, and written once the learned order is compiled.
         """
@@ -260,14 +262,14 @@ class DiskStore:
                     self._start_order()
 
     def _compile(self) -> None:
-        """Compile the learned order, or read its machine code, in up to some seconds."""
+        """Compile the learned eviction order, or read its machine code from disk, in up to some seconds."""
         if self._block_bytes is not None:
             from tonnage.cache.disk import order  # imported here, because it imports numba
 
             order.compile_order()
 
     def _use(self, ended: _Ended) -> None:
-        """Update the eviction order for a request that has ended."""
+        """Update the disk tier's eviction order with the blocks of a request that has ended."""
         self._waiting -= len(ended.keys)
         blocks, reused = self._ids(ended.keys), set(self._ids(ended.reused))
         with self._lock:
@@ -278,7 +280,7 @@ class DiskStore:
                 self._learned.finish(blocks, held, reused)
 
     def _start_order(self) -> None:
-        """Start a new learned order with the folder's blocks as old blocks, which are evicted in LRU order."""
+        """Start a new learned eviction order; blocks already in the folder are evicted in LRU order."""
         if self._learned is not None and self._learned.failed:
             self._learned = self._block_bytes = None
         if self._block_bytes is not None:
@@ -288,7 +290,7 @@ class DiskStore:
             self._learned = LearnedBlocks(max(1, capacity), self._folder.blocks)
 
     def _begin(self) -> None:
-        """Make the folder ready for writing, unless other files leave no room."""
+        """Make the disk tier's folder ready for writing blocks, unless its other files leave no room."""
         note = f"{self._namespace.hex()}/{_DESCRIPTION}"
         evicted = self._folder.make_room(note, file_bytes(len(self._described)))
         if evicted is None:
@@ -311,7 +313,7 @@ class DiskStore:
         path.write_text(self._described + "\n", encoding="utf-8")
 
     def _make_room(self, path: str, taken: int) -> int | None:
-        """Remove blocks until a file fits; return their number, or None if it does not fit."""
+        """Remove KV blocks until a file of ``taken`` bytes fits; return their number, None if it cannot fit."""
         learned = self._learned
         if learned is None:
             return self._folder.make_room(path, taken)
@@ -327,7 +329,7 @@ class DiskStore:
         if asked and asked[-1] is None:  # running requests have written all blocks
             self._start_order()
             found = self._folder.make_room(path, taken)
-        elif asked and (last := asked[-1]) and last in self._folder.blocks:  # its file cannot be deleted
+        elif asked and (last := asked[-1]) and last in self._folder.blocks:  # the block's file was not deleted
             learned.put_back(last)
         return None if found is None else found + more
 

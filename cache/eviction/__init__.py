@@ -1,1 +1,1 @@
-"""Eviction: the choice of the cached block to evict next, and a learned model of block reuse."""
+"""Eviction: the choice of the cached KV block to evict next, and a learned model of block reuse."""

@@ -1,4 +1,4 @@
-"""The choice of the next cached block to evict: by learned reuse, or by LRU where that was better.
+"""The choice of the next cached KV block to evict: by learned reuse, or by LRU where LRU had more hits.
 
 **Lists.** A node is a block in the prefix index. Only nodes without children may be evicted, so no cached child
 loses its parent. There is one list per class, in order of release. All blocks of a request get a class when the
@@ -32,7 +32,7 @@ OLDEST, YOUNGEST = 0, 1  # the two ends of an eviction list
 
 @inlined
 def age_level(age: int, blocks: int) -> int:
-    """Return the level, 0 to AGES - 1, of a block's age on a logarithmic scale.
+    """Return the level, 0 to AGES - 1, of a cached block's age on a logarithmic scale.
 
     ``age`` is the number of blocks released since the block was; ``blocks`` is the size of the pool.
     """
@@ -51,7 +51,7 @@ def age_of(core: Evictable, block: int) -> int:
 
 @inner
 def choose_list(core: Evictable) -> tuple[int, int, int]:
-    """Return the class whose eviction list is next, the end of that list, and the number of blocks to evict.
+    """Return which eviction list to evict from next: its class, which end of it, and how many blocks.
 
     At least one list must not be empty.
     """

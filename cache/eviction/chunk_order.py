@@ -30,7 +30,7 @@ _LONGEST = 1 << 16
 
 
 class LearnedChunkOrder(Generic[Key]):
-    """The eviction order of one tier's chunks in one KV cache group, by their reuse in earlier requests.
+    """The order in which a KV tier evicts the chunks of one KV cache group, by their reuse in earlier requests.
 
     Args:
         capacity: Chunks of the tier.
@@ -41,14 +41,14 @@ class LearnedChunkOrder(Generic[Key]):
         self.clear()
 
     def clear(self) -> None:
-        """Remove all chunks and everything learned."""
+        """Remove all chunks from the eviction order, and forget what it has learned."""
         # Lengths are in chunks, so a block is one "token" long.
         self._order = EvictionOrder(self.capacity + 1, 1, _LONGEST)
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._free = list(range(self.capacity, 0, -1))
-        # Chunks of running requests, which are not in the order, with the order's clock at their last use. The
-        # chunk used longest ago is first.
+        # Chunks of running requests, which are left out of the eviction order, with that order's clock at the
+        # chunk's last use. The chunk used longest ago is first.
         self._used: dict[Key, int] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -59,17 +59,17 @@ class LearnedChunkOrder(Generic[Key]):
 
     @property
     def learned(self) -> bool:
-        """Whether learned eviction is in effect, not LRU."""
+        """Whether the tier evicts chunks in the learned order now, not by LRU."""
         return self._order.learned
 
     def insert(self, key: Key) -> None:
-        """Add a chunk of a running request."""
+        """Add a chunk that a running request stores in the tier."""
         block = self._free.pop()
         self._block_of[key], self._key_of[block] = block, key
         self._used[key] = self._order.clock
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Take chunks out of the eviction order until their request ends; keys of absent chunks are ignored."""
+        """Protect chunks from eviction until their request ends; ignore keys that the tier does not hold."""
         held = [key for key in keys if key in self._block_of]
         self._order.take([self._block_of[key] for key in held if key not in self._used])
         for key in held:
@@ -77,7 +77,7 @@ class LearnedChunkOrder(Generic[Key]):
             self._used[key] = self._order.clock
 
     def remove(self, key: Key) -> None:
-        """Remove a chunk whose store has failed."""
+        """Remove a chunk that could not be stored in the tier."""
         block = self._block_of.pop(key)
         self._order.forget([block])
         self._order.take([block])
@@ -86,7 +86,7 @@ class LearnedChunkOrder(Generic[Key]):
         self._used.pop(key, None)
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return whether to store the chunks ``new`` of a request, by their forecast reuse.
+        """Return whether to store a request's chunks ``new`` in the tier, by their forecast reuse.
 
         Args:
             keys: Chunks of the request's prompt, in prefix order.
@@ -95,7 +95,7 @@ class LearnedChunkOrder(Generic[Key]):
         return len(new) <= len(self._free) or self._order.is_worth_storing(_hashes(keys))
 
     def finish(self, keys: Sequence[Key], reused: Collection[Key]) -> None:
-        """Record the end of a request.
+        """Record the end of a request and the chunks that it used, from which the order learns.
 
         Args:
             keys: Chunks that the request used, in prefix order, whether the tier holds them or not.
@@ -119,7 +119,7 @@ class LearnedChunkOrder(Generic[Key]):
     def evict(
         self, count: int, kept: Collection[Key], busy: Mapping[Key, int], own: Sequence[Key] | None = None
     ) -> list[Key] | None:
-        """Remove and return ``count`` chunks; return None and remove no chunk if fewer may be evicted.
+        """Evict and return ``count`` chunks of the tier; return None and evict none if fewer may be evicted.
 
         Chunks that no running request uses go first, then the least recently used chunks of other running
         requests. While LRU is in effect, the oldest chunk of either kind goes first.
@@ -155,7 +155,7 @@ class LearnedChunkOrder(Generic[Key]):
 
 
 def _hashes(keys: Sequence[Hashable]) -> UInt64Array:
-    """Return one well-mixed number per key (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
+    """Return one 64-bit hash per chunk key (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
     value = np.array([hash(key) for key in keys], np.int64).view(np.uint64)
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

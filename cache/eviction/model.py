@@ -71,7 +71,7 @@ MODEL = np.dtype(
 
 
 class OrderArrays(NamedTuple):
-    """The arrays of an `EvictionOrder`, named like the block manager's arrays (`Core`) that eviction reads."""
+    """The arrays of an eviction order (`EvictionOrder`), named like those of the block manager (`Core`)."""
 
     pool: npt.NDArray[np.void]
     refs: npt.NDArray[np.int32]
@@ -90,12 +90,12 @@ class OrderArrays(NamedTuple):
 
 
 def history_buckets(history: int) -> int:
-    """Return the number of hash buckets, a power of two, for a history of ``history`` entries."""
+    """Return the number of hash buckets, a power of two, for a release history of ``history`` entries."""
     return 1 << max(0, (history // 2).bit_length() - 1)
 
 
 def new_model(num_blocks: int, learning: bool) -> tuple[npt.NDArray[np.void], int]:
-    """Return an untrained model of reuse and the number of history entries it needs."""
+    """Return an untrained model of block reuse, and the number of release-history entries that it needs."""
     most = SAMPLED if num_blocks >= FEWER_BELOW else FEW_SAMPLED
     shift = max(0, (num_blocks // most).bit_length() - 1)
     model = np.zeros(1, MODEL)

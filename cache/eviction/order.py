@@ -103,7 +103,7 @@ class EvictionOrder:
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
     ) -> None:
-        """Record the blocks of another KV cache group, for the request last passed to `end`.
+        """Record the request's blocks in another KV cache group, for the request last passed to `end`.
 
         ``key`` is a number unique to the group, which enters the hashes; ``full`` says that the group is full
         attention.
@@ -116,7 +116,7 @@ class EvictionOrder:
             _follow(self.arrays, self._table, count, block_size, self._ended, self._classes)
 
     def is_worth_storing(self, hashes: UInt64Array) -> bool:
-        """Return whether new blocks of a prompt are worth at least as much as the block that is evicted next.
+        """Return whether a prompt's new blocks have at least the forecast reuse of the next block to evict.
 
         The method is for stores that need not store every block. ``hashes`` are the hashes of the prompt's full
         blocks. The result is True while LRU is in effect, and if no block can be evicted.
@@ -134,11 +134,11 @@ class EvictionOrder:
         _release(self.arrays, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Remove blocks that are referenced again from the eviction order; other blocks are ignored."""
+        """Remove blocks that requests reference again from the eviction order; ignore blocks not in it."""
         _take(self.arrays, np.array(blocks, np.int32))
 
     def pop(self, count: int) -> list[int]:
-        """Evict ``count`` blocks and return them. Raises ValueError if fewer blocks can be evicted."""
+        """Evict ``count`` cached blocks and return their ids. Raises ValueError if fewer can be evicted."""
         if count > self.cached:
             raise ValueError(f"{count} blocks requested, {self.cached} cached")
         return self._popped(count, FOR_PREFILL)
@@ -152,19 +152,19 @@ class EvictionOrder:
         _forget(self.arrays, np.array(blocks, np.int32))
 
     def reset(self) -> list[int]:
-        """Evict all cached blocks and return them in order of eviction."""
+        """Evict all cached blocks and return their ids in order of eviction."""
         return self._popped(self.cached, BY_RESET)
 
     # -- what may be read ----------------------------------------------------------------------------------
 
     @property
     def cached(self) -> int:
-        """Number of unreferenced blocks with content, all of which are in the eviction order."""
+        """Number of cached blocks that no request references, all of which are in the eviction order."""
         return int(self._counts.cached[0])
 
     @property
     def clock(self) -> int:
-        """Number of blocks released so far."""
+        """Number of blocks released to the eviction order so far, which serves as its clock."""
         return int(self._counts.clock[0])
 
     @property
@@ -174,16 +174,16 @@ class EvictionOrder:
 
     @property
     def evicted(self) -> int:
-        """Number of evicted blocks whose content no other block had."""
+        """Number of blocks evicted so far whose content no other block had."""
         return int(self._counts.evicted[0, :BY_RESET].sum())
 
     @property
     def learned(self) -> bool:
-        """Whether learned eviction is in effect, not LRU."""
+        """Whether cached blocks are evicted in the learned order now, not by LRU."""
         return bool(self._model.rule[0] == LEARNED)
 
     def blocks(self) -> list[int]:
-        """Return the unreferenced blocks with content: duplicates first, then by time of release; O(pool)."""
+        """Return the ids of the cached blocks: duplicates first, then by time of release; O(pool)."""
         here = np.flatnonzero(self.arrays.refs == 0)
         age = (int(self._counts.clock[0]) - self.arrays.stamp[here]) & CLOCK_MASK
         spare = self.arrays.kind[here] & CLASS_MASK == SPARE
@@ -202,7 +202,7 @@ class EvictionOrder:
 
 
 def _new_arrays(num_blocks: int, block_size: int, learning: bool) -> OrderArrays:
-    """Return the arrays of an eviction order without blocks."""
+    """Return the arrays of an eviction order that contains no blocks."""
     model, history = new_model(num_blocks, learning)
     pool = np.zeros(1, POOL)
     pool["num_blocks"], pool["block_size"] = num_blocks, block_size
@@ -271,7 +271,7 @@ def _oldest(core: OrderArrays) -> int:
 
 @compiled
 def _publish(core: OrderArrays, hashes: UInt64Array, table: Int32Array, count: int, key: np.uint64) -> None:
-    """Create nodes for the used blocks in ``table``; replace blocks by existing nodes of the same content."""
+    """Create nodes for a request's blocks in ``table``; replace entries by existing nodes of equal content."""
     parent = ROOT
     for at in range(count):
         mine = int(table[at])
@@ -304,7 +304,7 @@ def _bucket(core: OrderArrays, value: np.uint64) -> int:
 
 @inlined
 def _find(core: OrderArrays, value: np.uint64) -> int:
-    """Return the node whose hash is ``value``, or 0.
+    """Return the node (full block after its prefix) whose hash is ``value``, or 0 if there is none.
 
     A hash collision can only spoil the eviction order, because the pool's owner decides which blocks a request
     reuses.
@@ -327,7 +327,7 @@ def _insert(core: OrderArrays, block: int, parent: int, value: np.uint64) -> Non
 
 @inner
 def _link(core: OrderArrays, node: int, parent: int) -> None:
-    """Make ``node`` a child of ``parent``."""
+    """Make ``node`` a child of ``parent``, the block before it in the prefix."""
     core.parent[node] = parent
     if parent == ROOT:
         return
@@ -340,7 +340,7 @@ def _link(core: OrderArrays, node: int, parent: int) -> None:
 
 @inner
 def _unhash(core: OrderArrays, node: int) -> None:
-    """Remove a node from its hash bucket, if the bucket contains the node."""
+    """Remove a node from its hash bucket, if it is in the bucket."""
     bucket = _bucket(core, core.node_hash[node])
     at = int(core.heads[bucket])
     if at == node:
@@ -355,7 +355,7 @@ def _unhash(core: OrderArrays, node: int) -> None:
 
 @inner
 def _drop(core: OrderArrays, node: int) -> None:
-    """Remove a node without children from the index of nodes."""
+    """Remove a node without children from the index of nodes by hash."""
     _unhash(core, node)
     core.node_of[node] = NULL_BLOCK
     core.pool[0].nodes -= 1
@@ -429,7 +429,10 @@ def _take(core: OrderArrays, blocks: Int32Array) -> None:
 
 @compiled
 def _pop(core: OrderArrays, count: int, cause: int, out: Int32Array) -> None:
-    """Evict ``count`` blocks for reason ``cause`` and write them to ``out``; that many must be cached."""
+    """Evict ``count`` cached blocks for reason ``cause`` and write their ids to ``out``.
+
+    At least ``count`` blocks must be cached.
+    """
     pool, done = core.pool[0], 0
     while done < count:
         spare = pool.num_blocks + SPARE

@@ -1,4 +1,4 @@
-"""Learned reuse: a model of how soon and how often blocks of a kind are requested again.
+"""Learned reuse: a model of how soon and how often cached KV blocks of a kind are requested again.
 
 **History.** Every release of a sampled block is written to a ring that covers `REACH` times the pool's
 capacity. Blocks are sampled by hash (Waldspurger et al., USENIX ATC 2017). Reuse of blocks that were evicted
@@ -85,7 +85,7 @@ def _answer_level(tokens: int) -> int:
 
 @inlined
 def _score_class(factor: float) -> int:
-    """Return the level, 0 to SCORES - 1, of blocks that are reused ``factor`` times as often as the mean."""
+    """Return the class, 0 to SCORES - 1, of blocks that are reused ``factor`` times as often as the mean."""
     place = math.log(factor / LOWEST) / math.log(HIGHEST / LOWEST) * (SCORES - 1)
     return min(SCORES - 1, max(0, math.floor(place + 0.5)))
 
@@ -100,7 +100,7 @@ def _class_factor(score: int) -> float:
 
 @inlined
 def _find(core: Evictable, value: np.uint64) -> int:
-    """Return the index of the history entry of the last release of the block with hash ``value``, or -1."""
+    """Return the history index of the last release of the block with hash ``value``, or -1 if there is none."""
     tag = int(value >> np.uint64(33))
     entry = int(core.history_heads[tag & (core.history_heads.size - 1)]) - 1
     while entry >= 0 and core.history[entry].tag != tag:
@@ -110,7 +110,7 @@ def _find(core: Evictable, value: np.uint64) -> int:
 
 @inner
 def _unlink(core: Evictable, entry: int) -> None:
-    """Remove a history entry from its hash bucket, if linked there; the entry's other fields stay."""
+    """Remove an entry of the release history from its hash bucket, if it is there; keep its other fields."""
     heads = core.history_heads
     bucket = core.history[entry].tag & (heads.size - 1)
     at = int(heads[bucket]) - 1
@@ -127,7 +127,7 @@ def _unlink(core: Evictable, entry: int) -> None:
 
 @inlined
 def _lru_has(core: Evictable, entry: int) -> bool:
-    """Return whether LRU would still cache the block of a history entry: the entry is among the youngest."""
+    """Return whether LRU eviction would still cache the block of an entry of the release history."""
     model = core.model[0]
     back = (model.at - 1 - entry) % core.history.size
     return bool(core.history[entry].status == LIVING and back < model.span)
@@ -135,7 +135,7 @@ def _lru_has(core: Evictable, entry: int) -> bool:
 
 @inner
 def _end(core: Evictable, entry: int, status: int) -> None:
-    """Set the status and final age of a history entry whose block was requested or released again."""
+    """Set status and final age of a release-history entry whose block was requested or released again."""
     pool, model = core.pool[0], core.model[0]
     if _lru_has(core, entry):
         model.alive -= 1
@@ -158,9 +158,9 @@ def _shrink(core: Evictable) -> None:
 
 @inner
 def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, length: int, hit: int) -> int:
-    """Record the start of a request for the model of reuse, and return its conversation turn.
+    """Record the start of a request for the model of block reuse, and return the request's conversation turn.
 
-    Earlier releases of its blocks are marked as reused. The turn is 0 while learning is off.
+    History entries of earlier releases of its blocks are marked as reused. The turn is 0 while learning is off.
 
     Args:
         core: The arrays of eviction.
@@ -209,7 +209,7 @@ def observe_start(core: Evictable, hashes: UInt64Array, table: Int32Array, lengt
 
 @inner
 def choose_rule(core: Evictable) -> None:
-    """Choose between learned eviction and LRU, at the start of a request."""
+    """Choose between learned eviction and LRU by their hits so far, at the start of a request."""
     pool, model = core.pool[0], core.model[0]
     if model.learning == 0:
         return
@@ -250,7 +250,7 @@ def worth_of_new(core: Evictable, hashes: UInt64Array) -> float:
 def observe_end(
     core: Evictable, hashes: UInt64Array, table: Int32Array, count: int, prompt: int, length: int, turn: int
 ) -> None:
-    """Assign classes to the full blocks of a request that ends, and add its sampled blocks to the history.
+    """Assign eviction classes to the full blocks of a request that ends; add its sampled blocks to the history.
 
     Args:
         core: The arrays of eviction.
@@ -324,7 +324,7 @@ def _write(core: Evictable, value: np.uint64) -> int:
 
 @inner
 def fit(core: Evictable) -> None:
-    """Fit the model of reuse to the whole history, starting from the factors of the last fit."""
+    """Fit the model of block reuse to the whole release history, starting from the factors of the last fit."""
     pool, model = core.pool[0], core.model[0]
     factors, events, lived = model.factors, model.events, model.lived
     blocks = pool.num_blocks
@@ -384,14 +384,14 @@ def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
 
 @inlined
 def _lru_hazard(age: int) -> float:
-    """Return the prior hazard of reuse at an age: constant up to two pool capacities, then 1 / age."""
+    """Return the prior hazard of block reuse at an age: constant up to two pool capacities, then 1 / age."""
     middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNG_PART
     return 1.0 / max(LEVEL_UNTIL, middle)
 
 
 @inner
 def _fit_factor(core: Evictable, factor: int, scale: float) -> None:
-    """Fit the factor of turns (0) or answer lengths (1): observed reuses / reuses predicted without it."""
+    """Fit the hazard factor of turns (0) or answer lengths (1): observed / predicted reuses without it."""
     model = core.model[0]
     factors, seen, forecast = model.factors, model.fitted[0], model.fitted[1]
     seen[:] = PRIOR_REQUESTS

@@ -13,7 +13,7 @@ from tonnage.cache.compiled import inlined
 
 @inlined
 def entries(kind: int, tokens: int, size: int) -> int:
-    """Return the number of block-table entries that ``tokens`` tokens fill, with ``size`` tokens per block."""
+    """Return how many block-table entries of a group ``tokens`` tokens fill, with ``size`` tokens per block."""
     if kind == STATE:
         return 1 if tokens > 0 else 0
     return (tokens + size - 1) // size
@@ -21,10 +21,10 @@ def entries(kind: int, tokens: int, size: int) -> int:
 
 @inlined
 def blocks_to_grow(kind: int, computed: int, room: int, end: int, size: int) -> int:
-    """Return the blocks that a group takes to extend a sequence from ``room`` positions to ``end`` positions.
+    """Return how many blocks a KV cache group takes to extend a sequence from ``room`` to ``end`` positions.
 
-    ``room`` is the number of positions that the held blocks provide. A cached recurrent state takes one block
-    for any distance. It takes none if an earlier step took the block but was then not computed.
+    ``room`` is the number of positions that the sequence's blocks provide now. A cached recurrent state takes
+    one block for any distance. It takes none if an earlier step took the block but was then not computed.
     """
     if kind == ALIGNED:
         return 1 if room // size == (computed + size - 1) // size else 0

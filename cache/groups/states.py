@@ -31,7 +31,7 @@ from tonnage.cache.compiled import inlined, inner
 
 @inlined
 def is_kept(core: Core, row: int, at: int) -> bool:
-    """Return whether to keep the row's recurrent state after its block ``at``.
+    """Return whether to keep the recurrent state of a sequence's row after its token block ``at``.
 
     The state is kept if a step ended exactly at this position, and the position is one of those that the
     module's docstring lists.
@@ -46,7 +46,7 @@ def is_kept(core: Core, row: int, at: int) -> bool:
 
 @inner
 def grow_state(core: Core, at_row: int, group: int, to: int, copies: Int32Array, copied: int) -> int:
-    """Move the row's recurrent state to a new block at table entry ``to``, where its next step ends.
+    """Move a row's recurrent state to a new block at table entry ``to``, where the sequence's next step ends.
 
     The call appends the needed block copy to ``copies`` and returns the number of copies so far.
     """

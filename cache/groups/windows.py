@@ -14,7 +14,10 @@ from tonnage.cache.compiled import inner
 
 @inner
 def first_needed(core: Core, group: int, computed: int) -> int:
-    """Return the index of the first block that queries from ``computed`` on can read; 0 without a window."""
+    """Return the table index of the first block that queries from position ``computed`` on can read.
+
+    The result is 0 for a group without a window.
+    """
     window, size = core.groups[group].window, core.pool[0].block_size
     if window == 0:
         return 0
@@ -25,7 +28,7 @@ def first_needed(core: Core, group: int, computed: int) -> int:
 
 @inner
 def usable_hit(core: Core, table: Int32Array, found: int) -> int:
-    """Return the length in blocks of the longest prefix that every group can reuse.
+    """Return the length in blocks of the longest cached prefix that every KV cache group can reuse.
 
     The first ``found`` blocks are cached in full-attention groups. Groups with windows need the last window
     before the prefix's end.
@@ -48,7 +51,7 @@ def usable_hit(core: Core, table: Int32Array, found: int) -> int:
 
 @inner
 def count_left(core: Core, row: int, computed: int, change: int) -> int:
-    """Add ``change`` to the reference counts of the row's blocks that are before its sliding windows.
+    """Add ``change`` to the reference counts of a row's KV blocks that its sliding windows have left behind.
 
     ``computed`` is the number of computed positions. Returns the number of reference counts that reach zero.
     """
@@ -67,7 +70,7 @@ def count_left(core: Core, row: int, computed: int, change: int) -> int:
 
 @inner
 def drop_left(core: Core, row: int) -> None:
-    """Release the blocks of the row that are before its sliding windows and no longer needed."""
+    """Release the KV blocks of a row that its sliding windows have left behind."""
     for group in range(core.groups.size):
         if core.groups[group].window != 0:
             first = first_needed(core, group, core.rows[row].computed)
@@ -81,7 +84,10 @@ def drop_left(core: Core, row: int) -> None:
 
 @inner
 def forget_alone(core: Core, node: int, block: int) -> bool:
-    """Free a cached block of a windowed group but keep its prefix-index node; return False for other groups."""
+    """Free a cached block of a group with a window, but keep its prefix-index node.
+
+    Returns False, and frees nothing, for a block of another group.
+    """
     for group in range(core.groups.size):
         if core.groups[group].window != 0 and core.node_blocks[group, node] == block:
             core.node_blocks[group, node] = NULL_BLOCK

@@ -1,1 +1,1 @@
-"""The invariants of the block manager: conditions that must be true after every operation."""
+"""The invariants of the KV block manager: conditions that must be true after every operation."""

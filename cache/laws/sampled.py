@@ -38,7 +38,7 @@ _FREE_STATE, _CACHED_STATE, _LISTED_STATE = 1, 2, 3
 
 
 def first_broken(core: Core) -> tuple[str, int] | None:
-    """Return the name of the first broken invariant and its block or row, or None if all hold."""
+    """Return the name of the first broken invariant with the block or row it concerns, or None if all hold."""
     counts, states = np.zeros((2, core.refs.size), np.int32)
     law, at = broken_law(core, counts, states, np.zeros(core.requests.size, np.int32))
     return (LAWS[law], int(at)) if law else None
@@ -46,7 +46,7 @@ def first_broken(core: Core) -> tuple[str, int] | None:
 
 @compiled
 def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32Array) -> tuple[int, int]:
-    """Return the index in LAWS and the block or row of the first broken invariant, or (0, 0) if all hold.
+    """Return the index in LAWS of the first broken invariant, and its block or row; (0, 0) if all hold.
 
     ``counts`` and ``states`` [blocks] and ``owned`` [slots] are scratch arrays of zeros.
     """
@@ -62,7 +62,7 @@ def broken_law(core: Core, counts: Int32Array, states: Int32Array, owned: Int32A
 
 @inner
 def _tables(core: Core, counts: Int32Array, places: Int32Array) -> tuple[int, int]:
-    """Check the block tables and count the references to each block in ``counts``; ``places`` is scratch."""
+    """Check the block tables, and count in ``counts`` the references to each block; ``places`` is scratch."""
     pool, size = core.pool[0], core.pool[0].block_size
     for at_row in range(core.rows.size):
         row = core.rows[at_row]
@@ -115,7 +115,7 @@ def _tables(core: Core, counts: Int32Array, places: Int32Array) -> tuple[int, in
 
 @inner
 def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
-    """Return whether a row has its cached states at the right table entries.
+    """Return whether a sequence's row has its cached recurrent states at the right block-table entries.
 
     A row has the state it continues from and the state it writes, and at most one more that the next step
     releases.
@@ -136,7 +136,7 @@ def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
 
 @inner
 def _held(core: Core, group: int, room: int) -> int:
-    """Return the number of block-table entries that blocks for ``room`` positions fill in a group."""
+    """Return how many block-table entries of a KV cache group the blocks for ``room`` positions fill."""
     blocks = int(room // core.pool[0].block_size)
     return min(1, blocks) if core.groups[group].kind == STATE else blocks
 

@@ -1,4 +1,4 @@
-"""The prefix cache as the block manager uses it: prefix hits, salts and resets."""
+"""The prefix cache as the block manager uses it: prefix hits, cache salts and resets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrefixCache:
 
     Attributes:
         enabled: Whether prefix caching is on.
-        salts: The salts of the live sequences and nodes.
+        salts: The cache salts of the live sequences and of the prefix index's nodes.
         query_tokens: Prompt tokens of admitted requests.
         hit_tokens: Tokens of ``query_tokens`` that were cached.
         shared_hit_tokens: Tokens of ``hit_tokens`` that requests with any salt may read.
@@ -57,12 +57,15 @@ class PrefixCache:
         return hits.find_hit(self._core, row)
 
     def hash(self, rows: Int64Array) -> None:
-        """Hash the full blocks of the rows by ``hash_rows``; without it, compiled code hashes them later."""
+        """Hash the rows' full blocks of tokens by ``hash_rows``; without it, compiled code hashes later."""
         if self._hash_rows is not None and self.enabled:
             self._hash_rows(self._core, rows)
 
     def take(self, row: int, blocks: int) -> Admitted:
-        """Lock the cached blocks recorded in the row of an admitted request, and count its cached tokens."""
+        """Add a reference to each cached block that `find` recorded in an admitted request's row.
+
+        The call counts the tokens of the prefix hit, too.
+        """
         self.lock_hit(self._core, row, blocks)
         length, salt, shared = (int(of[row]) for of in (self._rows.length, self._rows.salt, self._rows.shared))
         hit, shared_hit = blocks * self._block_size, min(blocks, shared if salt else blocks) * self._block_size
@@ -79,7 +82,7 @@ class PrefixCache:
         hits.drop_hit(self._core, row, blocks)
 
     def allow(self, tokens: Int32Array) -> None:
-        """Let requests of every salt share the whole blocks of the prefix ``tokens``.
+        """Let requests of every cache salt share the full blocks of the prefix ``tokens``.
 
         Raises InvalidRequest if the prefix is shorter than a block.
         """
@@ -91,7 +94,7 @@ class PrefixCache:
         self.salts.allow(tokens[:whole], self._block_size)
 
     def forget(self) -> None:
-        """Evict all cached blocks; it must be called while no sequence holds a block."""
+        """Evict all cached blocks. The call is allowed only while no sequence holds a block."""
         cached = int(self._counts.cached[0])
         if cached:
             evict(self._core, cached, BY_RESET)

@@ -14,7 +14,7 @@ import numpy as np
 
 
 class ContentKeys:
-    """The keys of one sequence's full blocks, each computed when it is first requested.
+    """The keys of one sequence's full KV blocks, each computed when it is first requested.
 
     Args:
         salt: cache salt of the sequence; sequences with different salts have no key in common.
@@ -27,13 +27,13 @@ class ContentKeys:
         self._keys: list[bytes] = []
 
     def copy(self) -> ContentKeys:
-        """Return a copy of the keys, for a sequence that was forked from this one."""
+        """Return a copy of the block keys, for a sequence that was forked from this one."""
         made = ContentKeys(self._salt, self._shared, self._block_size)
         made._keys = self._keys.copy()
         return made
 
     def first(self, blocks: int, tokens: Sequence[int]) -> list[bytes]:
-        """Return the keys of the sequence's first ``blocks`` blocks.
+        """Return the keys of the sequence's first ``blocks`` KV blocks.
 
         Args:
             blocks: number of blocks, all full.
@@ -50,5 +50,5 @@ class ContentKeys:
 
 
 def _root(salt: bytes) -> bytes:
-    """Return the digest of a salt; a fixed text before the salt keeps it different from a block's digest."""
+    """Return the digest of a cache salt, with a fixed prefix so that it differs from any block's digest."""
     return hashlib.sha256(b"tonnage salt " + salt).digest()

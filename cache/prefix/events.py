@@ -16,7 +16,7 @@ from tonnage.cache.blocks.state import ROOT, Core, columns
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """The event that consecutive blocks of a prefix have entered the prefix cache, in prefix order.
+    """The KV event that consecutive blocks of a prefix have entered the prefix cache, in prefix order.
 
     ``parent_block_hash`` is the hash of the block before them, None at the start of a prompt.
     """
@@ -29,14 +29,14 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """The event that blocks have left the prefix cache and can no longer be hit."""
+    """The KV event that blocks have left the prefix cache and can no longer be hit."""
 
     block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The event that the prefix cache has been emptied."""
+    """The KV event that the prefix cache has been emptied."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -44,7 +44,7 @@ Subscriber = Callable[[Sequence[KVEvent]], None]
 
 
 class EventLog:
-    """A converter of the changes that compiled code records into KV events for subscribers."""
+    """A converter of recorded changes of the prefix cache into KV events for subscribers."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._counts = core, columns(core.pool)
@@ -78,12 +78,12 @@ class EventLog:
         self._tell(events)
 
     def cleared(self) -> None:
-        """Send the event that the prefix cache has been emptied, instead of one event per evicted block."""
+        """Send subscribers one KV event that the prefix cache is empty, instead of one per evicted block."""
         self._counts.removed[0] = 0
         self._tell([AllBlocksCleared()])
 
     def _tell(self, events: Sequence[KVEvent]) -> None:
-        """Send ``events`` to every subscriber."""
+        """Send the KV events ``events`` to every subscriber."""
         for subscriber in self._subscribers:
             subscriber(events)
 

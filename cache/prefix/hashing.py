@@ -1,4 +1,4 @@
-"""The hash of a block of tokens after its prefix: XXH64 of the tokens, seeded with the parent's hash.
+"""The hash of a block of tokens after its prefix: XXH64 of the tokens, seeded with the previous block's hash.
 
 XXH64 follows the xxHash specification (Y. Collet, doc/xxhash_spec.md, version 0.2.0). It is implemented here
 because the compiled loop over a prompt's blocks cannot call a library. The tests compare it with the `xxhash`
@@ -26,7 +26,7 @@ _U64 = np.uint64(64)
 
 
 def seed_of(salt: bytes, key: int) -> int:
-    """Return the hash with which the first block of a prompt with this salt is seeded.
+    """Return the seed for the hash of the first block of a prompt, derived from the request's cache salt.
 
     ``key`` is random per process, so that a client cannot choose tokens whose hashes collide.
     """
@@ -35,7 +35,7 @@ def seed_of(salt: bytes, key: int) -> int:
 
 @inner
 def rotate(value: np.uint64, bits: int) -> np.uint64:
-    """Return ``value`` rotated left by ``bits`` bits."""
+    """Return the 64-bit integer ``value`` rotated left by ``bits`` bits."""
     count = np.uint64(bits)
     return (value << count) | (value >> (_U64 - count))
 
@@ -47,7 +47,7 @@ def _round(lane: np.uint64, value: np.uint64) -> np.uint64:
 
 @inner
 def pair(tokens: Int32Array, at: int) -> np.uint64:
-    """Return two int32 tokens as the 64-bit little-endian integer of their bytes."""
+    """Return the int32 tokens at ``at`` and ``at + 1`` as one 64-bit little-endian integer."""
     low, high = np.uint64(tokens[at]) & U32, np.uint64(tokens[at + 1]) & U32
     return low | (high << np.uint64(32))
 

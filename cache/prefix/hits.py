@@ -10,7 +10,7 @@ from tonnage.cache.prefix.index import hash_row, lock, match
 
 @compiled
 def find_hit(core: Core, row: int) -> int:
-    """Return the number of cached blocks that the prompt in an unused row can reuse.
+    """Return the number of cached blocks that the prompt written to an unused table row can reuse.
 
     The prefix-index nodes of these blocks are recorded in the row.
     """
@@ -21,7 +21,7 @@ def find_hit(core: Core, row: int) -> int:
 
 @compiled
 def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, int]:
-    """Count the full-attention blocks of the prefix hit that `find_hit` recorded in the row.
+    """Count the full-attention blocks of the prefix hit that `find_hit` recorded in a table row.
 
     Args:
         core: The block manager's arrays.
@@ -30,7 +30,7 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
         lost: int32 [slots], zeros; receives for each running request how many of the blocks it now holds alone.
 
     Returns:
-        The number of these blocks that are in use, and the number that are cached without a reference.
+        The number of the hit's blocks that are in use, and the number that are cached without a reference.
     """
     used, cached = 0, 0
     for group in range(core.groups.size):
@@ -49,7 +49,10 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
 
 @compiled
 def lock_hit(core: Core, row: int, count: int) -> None:
-    """Lock the first ``count`` cached blocks recorded in the row of an admitted request."""
+    """Add a reference to each of the first ``count`` cached blocks that `find_hit` recorded in the row.
+
+    The row is that of an admitted request.
+    """
     state = core.rows[row]
     if count > 0:
         lock(core, row, count)

@@ -46,7 +46,7 @@ from tonnage.cache.prefix.hashing import hash_tokens
 
 @compiled
 def hash_row(core: Core, row: int, blocks: int) -> None:
-    """Compute the hashes of the row's first ``blocks`` full blocks, except blocks hashed before."""
+    """Hash the tokens of the row's first ``blocks`` full blocks, except blocks hashed before."""
     size, state = core.pool[0].block_size, core.rows[row]
     for at in range(state.hashed, blocks):
         core.hashes[row, at] = hash_tokens(core.tokens[row], at * size, size, seed_at(core, row, at))
@@ -55,7 +55,7 @@ def hash_row(core: Core, row: int, blocks: int) -> None:
 
 @inlined
 def seed_at(core: Core, row: int, at: int) -> np.uint64:
-    """Return the seed for the hash of the row's block ``at``: the hash of its parent, its salt, or both."""
+    """Return the seed for hashing block ``at`` of a row: the previous block's hash, the salt's, or both."""
     state = core.rows[row]
     own: np.uint64 = core.seeds[state.salt]
     public: np.uint64 = core.seeds[0]
@@ -67,7 +67,7 @@ def seed_at(core: Core, row: int, at: int) -> np.uint64:
 
 @inlined
 def find(core: Core, row: int, at: int, parent: int) -> int:
-    """Return the node of the row's block ``at`` among the children of ``parent``, or 0 if there is none.
+    """Return the child node of ``parent`` with the tokens of block ``at`` of a row, or 0 if there is none.
 
     A node is an entry of the prefix index. Tokens are compared, not only hashes.
     """
@@ -89,7 +89,7 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
 
 @inner
 def match(core: Core, row: int, blocks: int) -> int:
-    """Return how many of the row's first ``blocks`` blocks are in the prefix index, from the first on.
+    """Return how many leading blocks, of the first ``blocks`` of a row's tokens, are in the prefix index.
 
     The nodes found are written to the row of the anchor group's table, which must be empty there. If every
     group has a sliding window, the count is the end of the longest usable prefix.
@@ -114,7 +114,7 @@ def match(core: Core, row: int, blocks: int) -> int:
 
 @inner
 def _match_windows(core: Core, row: int, blocks: int) -> int:
-    """Return the length in blocks of the longest prefix whose last window is cached in every group.
+    """Return the length in blocks of the longest prefix whose last sliding window every group has cached.
 
     The nodes of that window are written to the row of the anchor group's table.
     """
@@ -132,7 +132,7 @@ def _match_windows(core: Core, row: int, blocks: int) -> int:
 
 @inner
 def lock(core: Core, row: int, count: int) -> None:
-    """Lock the blocks of the first ``count`` nodes that `match` wrote to the row: add a reference to each.
+    """Add a reference to each block of the first ``count`` nodes that `match` wrote to the row.
 
     Table entries before a sliding window become the null block.
     """
@@ -152,7 +152,7 @@ def lock(core: Core, row: int, count: int) -> None:
 
 @inlined
 def insert(core: Core, row: int, at: int, parent: int) -> None:
-    """Add the row's used block ``at`` to the prefix index as a new node below ``parent``.
+    """Add the block at index ``at`` of a sequence's row to the prefix index, as a new child of ``parent``.
 
     The caller has checked with `find` that no node has the same content.
     """
@@ -184,7 +184,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
 
 @inner
 def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> None:
-    """Replace the row's blocks at table entry ``at`` by the blocks of ``node``, which hold the same tokens."""
+    """Replace a row's blocks at table entry ``at`` by the blocks of ``node``, which hold the same tokens."""
     slot = core.rows[row].request
     for group in range(core.groups.size):
         full = core.groups[group].kind == FULL
@@ -207,7 +207,7 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
 
 @inner
 def publish(core: Core, row: int) -> None:
-    """Add the row's full computed blocks to the prefix index; use the existing block if one has equal content.
+    """Add a row's full computed blocks to the prefix index; replace them by existing blocks of equal content.
 
     The blocks of every sequence then form a parent-child chain in the index, so eviction never orphans a node.
     """
@@ -228,7 +228,7 @@ def publish(core: Core, row: int) -> None:
 
 @inner
 def sibling_holds(core: Core, row: int, group: int, at: int, block: int) -> bool:
-    """Return whether another sequence of the same request holds the block, at the same table entry."""
+    """Return whether another sequence of the same request holds a block, at the same table entry."""
     slot = core.rows[row].request
     if core.requests[slot].live < 2 or core.refs[block] == 0:
         return False

@@ -87,6 +87,6 @@ def _hash_rows(core: Core, batch: Int64Array, key0: np.uint64, key1: np.uint64) 
 
 
 def keyed_hash(key: int) -> Callable[[Core, Int64Array], None]:
-    """Return a function that hashes the full blocks of sequences, with a key derived from a 64-bit key."""
+    """Return a function that hashes sequences' full blocks of tokens by SipHash, keyed from a 64-bit key."""
     key0, key1 = map(np.uint64, sip_key(key))
     return lambda core, batch: _hash_rows(core, batch, key0, key1)

@@ -9,7 +9,7 @@ from tonnage.cache.prefix.hashing import seed_of
 
 
 class Salts:
-    """The ids of the salts in use.
+    """The small integer ids of the cache salts in use.
 
     Id 0 is the empty salt, with the allowed prefixes that every request may share. An id is given to another
     salt only when no prefix-index node and no live sequence has the id. Equal ids therefore mean equal salts.
@@ -27,7 +27,7 @@ class Salts:
         self._blocks: list[int] = []
 
     def allow(self, tokens: Int32Array, block_size: int) -> None:
-        """Add a prefix of whole blocks to the prefixes that requests of every salt may share."""
+        """Let requests of every cache salt share the blocks of the prefix ``tokens``."""
         if any(np.array_equal(tokens, known) for known in self._allowed):
             return
         self._allowed.append(tokens.copy())
@@ -35,7 +35,7 @@ class Salts:
         self._blocks = [len(known) // block_size for known in self._allowed]
 
     def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
-        """Set the salt of a new sequence's row, and the number of its blocks that any salt may share."""
+        """Set the cache salt of a new sequence's row, and how many of its blocks any salt may share."""
         known = self._ids.get(salt)
         if known is None:
             known = self._new_id(salt)
@@ -44,15 +44,15 @@ class Salts:
         self._sequences.shared[row] = self._allowed_blocks(tokens) if known else 0
 
     def share(self, row: int) -> None:
-        """Count the row of a forked sequence as one more user of its salt."""
+        """Count one more live sequence with its cache salt: the forked sequence in ``row``."""
         self._rows[self._sequences.salt[row]] += 1
 
     def leave(self, row: int) -> None:
-        """Subtract one user from the salt of a row whose sequence has ended."""
+        """Count one live sequence less with its cache salt, because the sequence in ``row`` has ended."""
         self._rows[self._sequences.salt[row]] -= 1
 
     def salt_of(self, salt_id: int) -> bytes:
-        """Return the salt that has the id ``salt_id``, which must be in use."""
+        """Return the cache salt that has the id ``salt_id``, which must be in use."""
         return self._salts[salt_id]
 
     def _allowed_blocks(self, tokens: Int32Array) -> int:

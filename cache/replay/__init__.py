@@ -1,4 +1,4 @@
-"""Replay of request traces through the block manager and admission, as a discrete-event simulation.
+"""Replay of request traces through the KV block manager and admission, as a discrete-event simulation.
 
 ============= =======================================================================
 ``trace``     trace formats: Azure, Mooncake, the server's request log, own columns

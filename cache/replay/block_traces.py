@@ -66,7 +66,7 @@ class SessionReader:
         self._numbers: dict[tuple[str, int], int] = {}
 
     def read(self, session: dict[str, Any]) -> Iterator[TraceRequest]:
-        """Yield the requests of one agentic session.
+        """Yield the requests of one agentic session, a JSON object of Weka's traces.
 
         Raises:
             ValueError: A field has an impossible value; the message names it.
@@ -135,7 +135,7 @@ class RagPulseReader:
             raise ValueError("no file beside it has the lengths of its components (token_length)")
 
     def read(self, record: dict[str, Any]) -> TraceRequest:
-        """Convert a RAGPulse record to a request; prompts that begin with equal components share hash ids."""
+        """Convert one RAGPulse record to a request; prompts with equal first components share hash ids."""
         unknown = sorted(set(record["hash_ids"]) - set(_COMPONENTS))
         if unknown:
             raise ValueError(f"hash_ids has the unknown component {unknown[0]!r:.40}")
@@ -173,7 +173,7 @@ class RagPulseReader:
 
 @dataclass(slots=True)
 class _Chain:
-    """The blocks that one request stored; ``last`` is the hash of its prompt's last block."""
+    """The KV blocks that one request stored, per KV events; ``last`` is the hash of its prompt's last block."""
 
     arrival: float
     last: object
@@ -182,7 +182,7 @@ class _Chain:
 
 
 class EventReader:
-    """A reader of KV event batches in order of time, which collects the chains of stored blocks."""
+    """A reader of KV event batches in order of time, which turns chains of stored blocks into requests."""
 
     def __init__(self) -> None:
         self._parents: dict[object, object] = {}  # block hash -> hash of the block before, None for the first
@@ -233,7 +233,7 @@ class EventReader:
         self._open[before] = chain
 
     def requests(self) -> Iterator[TraceRequest]:
-        """Yield the requests of all batches, with the blocks of their prompts.
+        """Yield the requests found in all KV event batches, with the blocks of their prompts.
 
         Raises:
             ValueError: The chain of a block's parents leads back to the block.

@@ -42,29 +42,29 @@ class ChunkUse:
 
 
 class Order(Protocol):
-    """The order in which a store evicts chunks."""
+    """The interface of an order in which a KV tier's store evicts chunks."""
 
     def __contains__(self, key: Key) -> bool: ...
 
     def __len__(self) -> int: ...
 
     def insert(self, key: Key) -> None:
-        """Add a chunk that the store begins to hold."""
+        """Add to the eviction order a chunk that the store begins to hold."""
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Record chunks, in prefix order, that a request offers and the store does not hold."""
+        """Record chunks that a request offers to the store and the store does not hold, in prefix order."""
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return whether to store the chunks ``new`` of a request, whose chunks are ``keys``."""
+        """Return whether to store the chunks ``new`` of a request whose chunks are ``keys``."""
 
     def load(self, keys: Sequence[Key]) -> None:
-        """Record that a request loads chunks."""
+        """Record that a request loads the chunks ``keys`` from the store."""
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Record the end of a request that used the chunks ``keys``, in prefix order."""
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
-        """Remove and return ``count`` chunks that are neither ``kept`` nor ``busy``.
+        """Evict and return ``count`` chunks that are neither ``kept`` nor ``busy``.
 
         Returns None and removes no chunk if fewer can be evicted. ``own`` are the chunks of the request that
         needs the space.
@@ -72,7 +72,7 @@ class Order(Protocol):
 
 
 class LRUOrder:
-    """An eviction order: the least recently used chunk first.
+    """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
     A chunk is never older than the later chunks of the same prompt.
     """
@@ -87,18 +87,18 @@ class LRUOrder:
         return len(self._order)
 
     def insert(self, key: Key) -> None:
-        """Add a chunk as the most recent one."""
+        """Add a chunk that the store begins to hold, as the most recently used one."""
         self._order[key] = None
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Do nothing: LRU does not learn from misses; vLLM's touch skips chunks that are not stored."""
+        """Do nothing, because LRU does not learn from misses; vLLM's touch skips chunks that are not stored."""
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
         """Return True: LRU stores every chunk."""
         return True
 
     def load(self, keys: Sequence[Key]) -> None:
-        """Do nothing: chunks become recent when their request ends."""
+        """Do nothing, because a request's chunks become the most recently used ones when it ends."""
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Make the request's chunks the most recently used ones; its first chunk becomes the very last."""
@@ -107,7 +107,7 @@ class LRUOrder:
                 self._order.move_to_end(key)
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
-        """Remove and return the ``count`` oldest chunks that are neither ``kept`` nor ``busy``.
+        """Evict and return the ``count`` least recently used chunks that are neither ``kept`` nor ``busy``.
 
         Returns None and removes no chunk if fewer can be evicted.
         """
@@ -120,7 +120,7 @@ class LRUOrder:
 
 
 class ARCOrder:
-    """An eviction order by adaptive replacement (ARC).
+    """The order of evicting a tier's chunks by adaptive replacement (ARC).
 
     It has one list of chunks used once and one of chunks used again. The division of the space between both
     lists adapts to the misses.
@@ -141,13 +141,13 @@ class ARCOrder:
         return len(self.once) + len(self.again)
 
     def insert(self, key: Key) -> None:
-        """Add a chunk as used once."""
+        """Add a chunk that the store begins to hold, to the list of chunks used once."""
         self.once[key] = None
         self.gone_once.pop(key, None)
         self.gone_again.pop(key, None)
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Give more space to the list that has evicted the missed chunks ``keys``."""
+        """Give more space to that list, of the two, from which the missed chunks ``keys`` were evicted."""
         for key in reversed(keys):
             if key in self.gone_once:
                 step = max(1, len(self.gone_again) / len(self.gone_once))
@@ -163,7 +163,7 @@ class ARCOrder:
         return True
 
     def load(self, keys: Sequence[Key]) -> None:
-        """Do nothing: a request counts as one access, when it ends."""
+        """Do nothing, because a request counts as one access to its chunks, when it ends."""
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Count the request as one access to the chunks that it reused."""
@@ -212,22 +212,25 @@ class ARCOrder:
 
 
 class LearnedOrder(LearnedChunkOrder[Key]):
-    """The learned eviction order, adapted to the calls that a `ChunkStore` makes."""
+    """The learned order of evicting a tier's chunks, adapted to the calls that a `ChunkStore` makes."""
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Do nothing: `finish` gets all chunks of the request, including the missed ones."""
+        """Do nothing, because `finish` gets all chunks of the request, including the missed ones."""
 
     def load(self, keys: Sequence[Key]) -> None:
-        """Protect loaded chunks until their request ends: a prompt longer than the tier keeps its beginning."""
+        """Protect loaded chunks from eviction until their request ends.
+
+        A prompt longer than the tier thus keeps its beginning.
+        """
         self.use(keys)
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:  # type: ignore[override]
-        """Record the end of a request, with all chunks of its prompt, including chunks that are not stored."""
+        """Record a request's end with all chunks of its prompt, including those the store does not hold."""
         super().finish(use.keys, use.reused)
 
 
 class ChunkStore:
-    """The chunks of one KV tier.
+    """The chunks that one simulated KV tier holds, with their eviction order.
 
     A chunk in transfer is busy: it cannot be evicted. While it is being stored, it cannot be loaded either.
     """
@@ -246,11 +249,11 @@ class ChunkStore:
         self.stored = self.evicted = self.refused = self.declined = 0
 
     def lookup(self, key: Key) -> bool:
-        """Return whether a chunk can be loaded."""
+        """Return whether the tier holds the chunk ``key`` and it can be loaded."""
         return key in self.order and self._busy.get(key, 0) >= 0
 
     def load(self, use: ChunkUse, start: int, end: int) -> None:
-        """Begin to load the request's chunks [start, end), which must be loadable."""
+        """Begin to load a request's chunks [start, end) from the tier, which must hold them."""
         for place in range(start, end):
             key = use.keys[place]
             self._busy[key] = self._busy.get(key, 0) + 1
@@ -260,17 +263,17 @@ class ChunkStore:
         self.order.load(use.keys[start:end])
 
     def loaded(self, use: ChunkUse, start: int, end: int) -> None:
-        """Record that the load of the request's chunks [start, end) has ended."""
+        """Record that a request has loaded its chunks [start, end) from the tier."""
         for key in use.keys[start:end]:
             self._busy[key] -= 1
             if not self._busy[key]:
                 del self._busy[key]
 
     def store(self, use: ChunkUse, start: int, end: int) -> list[Key] | None:
-        """Begin to store the request's chunks [start, end), except chunks that the store holds already.
+        """Begin to store a request's chunks [start, end) in the tier, except chunks that it holds already.
 
         Returns:
-            The chunks to copy; None if so many chunks are busy that no space can be made.
+            Keys of the chunks to copy to the tier; None if so many are busy that no space can be made.
         """
         offered = use.keys[start:end]
         new = [key for key in offered if key not in self.order]
@@ -306,12 +309,12 @@ class ChunkStore:
         return new
 
     def written(self, keys: Iterable[Key]) -> None:
-        """Record that chunks have been stored; they are loadable from now on."""
+        """Record that chunks have been stored in the tier; they can be loaded from now on."""
         for key in keys:
             del self._busy[key]
 
     def finish(self, use: ChunkUse) -> None:
-        """Record the end of a request, which updates the eviction order."""
+        """Record the end of a request; its use of chunks updates the eviction order."""
         self.order.finish([use.keys[place] for place in sorted(use.seen)], use)
 
 

@@ -44,7 +44,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a trace record under the field names of the request log, with times in seconds.
+    """Return a trace record with its columns renamed to the request log's fields, and times in seconds.
 
     Raises ValueError for an invalid time, and KeyError with the trace's name of a missing column.
     """
@@ -58,7 +58,7 @@ def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
 
 
 def cell(text: str) -> Any:
-    """Convert a CSV cell: a whole number to int, a JSON list to a list, anything else stays text."""
+    """Convert a CSV cell of a trace: a whole number to int, a JSON list to a list; else return the text."""
     if text.startswith("["):
         with contextlib.suppress(ValueError):
             return parse_json(text)
@@ -66,7 +66,7 @@ def cell(text: str) -> Any:
 
 
 def seconds(text: str) -> float:
-    """Convert a time to seconds: a number, or an ISO 8601 date (UTC without a zone). Raises ValueError."""
+    """Convert a trace's time, a number or an ISO 8601 date (by default UTC), to seconds. Raises ValueError."""
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""JSON of trace files, which other programs wrote."""
+"""A parser of the JSON in trace files, which other programs wrote."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text; report every defect of the text as ValueError.
 
     Raises:
         ValueError: The text is not JSON, or is nested too deeply.

@@ -1,6 +1,6 @@
 """A reader of msgpack (github.com/msgpack/msgpack, spec.md): the encoding of KV events on the wire.
 
-A file is a sequence of values, one after the other. Extension types are refused, because KV events have none.
+A file is a sequence of msgpack values. Extension types are refused, because KV events have none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_batch(first: bytes) -> bool:
 
 
 def values(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield each msgpack value of the data with its byte offset, as (offset, value).
+    """Yield each msgpack value of the bytes ``data`` with its offset, as (offset, value).
 
     Raises:
         ValueError: A value is cut off or has a type that is not understood; the message names the place.

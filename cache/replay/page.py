@@ -1,4 +1,4 @@
-"""The result of a replay as one HTML file with figures and inline SVG plots, which loads nothing else."""
+"""The result of a trace replay as one HTML file with figures and inline SVG plots, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def page(
     result: Replay, title: str, rows: list[tuple[str, str]], words: Sequence[str] = (), facts: Facts = (),
     curve: SizeCurve | None = None,
 ) -> str:  # fmt: skip
-    """Return the HTML document of a replay.
+    """Return an HTML document with the figures and plots of a trace replay.
 
     Args:
-        result: The figures and samples.
+        result: The replay's figures and samples over time.
         title: Title of the page.
         rows: The figures as (name, value) text, as the terminal's table shows them.
         words: Arguments of the command line that ran the replay.
         facts: Descriptions of the replayed model, trace and hardware.
-        curve: The hit rate of every size; None: no plot of it.
+        curve: The prefix cache's hit rate by its size; None: no plot of it.
     """
     samples = result.samples
     cells = (f"<tr><td>{escape(name)}</td><td class=words>{escape(value)}</td></tr>" for name, value in rows)
@@ -53,7 +53,7 @@ def page(
 
 
 def _size_plot(curve: SizeCurve) -> str:
-    """Return the plot of hit rates by size on a logarithmic axis, with the knee as a vertical line."""
+    """Return the plot of hit rates by cache size on a logarithmic axis, with the knee as a vertical line."""
     title = "Hit rate by size of pool and tiers, share of prompt tokens"
     mark = (math.log2(curve.knee_bytes), f"knee: {gib(curve.knee_bytes)}") if curve.knee_bytes else None
     sizes = [math.log2(size) for size, _ in curve.points]

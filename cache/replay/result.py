@@ -1,4 +1,4 @@
-"""The result of a replay: its figures, its samples over time, and their JSON."""
+"""The result of a trace replay: its figures, its samples over time, and their JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT = 512  # a plot has this many points, up to twice as many
 
 @dataclass(slots=True)
 class Samples:
-    """Samples of pool and queue over time for plots: some hundred means, each over the same number of steps."""
+    """Means of pool use and request counts over time, for plots: some hundred, each over equally many steps."""
 
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)  # share of the pool's usable blocks in use
@@ -26,7 +26,7 @@ class Samples:
     _count: int = 0
 
     def add(self, at: float, lasted: float, running: int, pool: BlockPool, waiting: int) -> None:
-        """Add a sample for a step, or for several decode steps simulated at once.
+        """Add the pool's use and the request counts of a step, or of several decode steps simulated at once.
 
         The step began at second ``at`` and took ``lasted`` seconds.
         """
@@ -50,7 +50,7 @@ class Samples:
 
 @dataclass(slots=True)
 class Replay:
-    """The figures of the replay of a trace, filled by the simulator.
+    """The figures of a trace replay (counts, times, hit rates), filled by the simulator.
 
     Times are in seconds. ``stalls`` counts, over all steps, the sequences that got no block in the step.
     """
@@ -87,29 +87,29 @@ class Replay:
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the computed tokens that had been computed before, because of preemptions."""
+        """Share of the computed tokens that were computed a second time, because of preemptions."""
         computed = self.prompt_tokens + self.output_tokens
         return self.recomputed_tokens / computed if computed else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Share of (running sequence, step) pairs in which the sequence stalled for lack of blocks."""
+        """Share of (running sequence, step) pairs in which the sequence stalled for lack of KV blocks."""
         turns = self.stalls + self.output_tokens
         return self.stalls / turns if turns else 0.0
 
     @property
     def mean_running(self) -> float:
-        """Mean number of sequences that decode in a step."""
+        """Mean number of sequences that decode in a step of the replay."""
         return self.output_tokens / self.steps if self.steps else 0.0
 
     @property
     def mean_used(self) -> float:
-        """Mean share of the pool in use over time."""
+        """Mean share of the KV block pool in use over time."""
         used = self.samples.used
         return sum(used) / len(used) if used else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for ``--json``, with quantiles of times in seconds."""
+        """Return the replay's figures for ``--json``, with quantiles of times in seconds."""
         return {
             "trace": self.trace,
             "policy": self.policy,
@@ -137,7 +137,7 @@ class Replay:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """Return mean, p50, p90, p99 and max of the values; empty without values."""
+    """Return mean, p50, p90, p99 and max of ``values`` by name, or an empty dict if there are no values."""
     if not values:
         return {}
     ordered = sorted(values)

@@ -1,4 +1,4 @@
-"""The smallest number of engines that meets a target of waiting time, by bisection over whole replays.
+"""A search for the smallest number of engines that meets a waiting-time target, by replays of a trace.
 
 Requests are distributed round-robin over n equal engines. Only one engine is simulated, with every n-th
 request, since the shares of all engines are alike.

@@ -1,4 +1,4 @@
-"""The discrete-event simulation: the server's scheduler with a simulated clock and a trace's lengths.
+"""The simulation of a trace replay: the server's scheduler with a simulated clock and the trace's lengths.
 
 A step is one forward pass of an engine. `tonnage.cache.scheduler` decides what it computes, with the real
 `KVCacheManager` and its `Admission`. The simulation supplies the clock (a roofline) and the sampled tokens. It
@@ -41,7 +41,7 @@ _LEAP = 16
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The configuration of one replayed engine.
+    """The configuration of one engine whose serving of a trace is simulated.
 
     Attributes:
         layout: KV cache groups and block size.
@@ -145,11 +145,11 @@ class Simulator:
 
     @property
     def steps(self) -> int:
-        """Number of engine steps simulated so far."""
+        """Number of engine steps that the replay has simulated so far."""
         return self.scheduler.steps
 
     def run(self) -> Replay:
-        """Replay the whole trace and return the figures."""
+        """Replay the whole trace and return the replay's figures."""
         while self._arrived < len(self.trace.requests) or not self.scheduler.idle:
             self._arrive()
             self._resume()
@@ -197,7 +197,7 @@ class Simulator:
     # -- one step ------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run one scheduler step, or several decode steps at once, and advance the clock by the duration."""
+        """Simulate one engine step, or several decode steps at once; advance the clock by the duration."""
         before, scheduler = self.now, self.scheduler
         step = scheduler.step(self._leap() if self.setup.leap else None)
         self._note(step)
@@ -227,7 +227,7 @@ class Simulator:
         self.samples.add(before, self.now - before, running, self.manager.pool, waiting)
 
     def _leap(self) -> int:
-        """Return the number of decode steps until a request ends or arrives."""
+        """Return how many decode steps can be simulated at once, until a request ends or arrives."""
         running = self.scheduler.running.values()
         if not running:
             return 1
@@ -249,7 +249,7 @@ class Simulator:
         return tokens
 
     def _resume(self) -> None:
-        """Return sequences whose loads from a tier have ended to the running sequences."""
+        """Let sequences run whose loads from a KV tier have ended by now."""
         assert self.tiers is not None or not self.scheduler.loading
         for sequence in [s for s in self.scheduler.loading.values() if s.loaded <= self.now]:
             self.scheduler.resume(sequence)
@@ -257,14 +257,14 @@ class Simulator:
                 self.tiers.loaded(sequence.id)
 
     def _wait_for_load(self) -> None:
-        """Advance the clock to the next end of a load or the next arrival."""
+        """Advance the simulated clock to the next end of a load from a KV tier, or to the next arrival."""
         times = [s.loaded for s in self.scheduler.loading.values()]
         if self._arrived < len(self.trace.requests):
             times.append(self._arrival(self._arrived))
         self.now = max(self.now, min(times))
 
     def _note(self, step: Step[_Sequence]) -> None:
-        """Count the decisions of a step before it is computed."""
+        """Record the scheduler's decisions of a step (admitted, rejected, stalled) in the replay's figures."""
         result, scheduler = self.result, self.scheduler
         for sequence in step.admitted:
             sequence.tokens = None
@@ -282,7 +282,7 @@ class Simulator:
         result.output_tokens += step.turns * len(step.drawing)
 
     def _end(self, step: Step[_Sequence]) -> None:
-        """Record the times of sequences that sampled their first or last token."""
+        """Record the times of requests that got their first or last token in a step, and end the latter."""
         result, now = self.result, self.now
         for sequence in [s for s in step.drawing if s.first_token < 0]:
             sequence.first_token = now

@@ -46,7 +46,7 @@ class StepTime:
                 raise CacheConfigError(f"{getattr(self, field)} is not positive", field=field)
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
-        """Return the seconds of a step that computes ``tokens`` positions.
+        """Return the estimated seconds of an engine step that computes ``tokens`` positions.
 
         The running sequences hold ``context_tokens`` tokens of KV cache, which the step reads.
         """

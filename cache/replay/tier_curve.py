@@ -38,7 +38,7 @@ KNEE = 0.95  # the knee is the smallest cache with this share of the highest hit
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
-    """The hit rate of a cache by its size, as points to plot.
+    """The hit rate of a prefix cache by its size, as points to plot.
 
     Attributes:
         points: (cache size in bytes, share of prompt tokens hit), ascending.
@@ -51,7 +51,7 @@ class SizeCurve:
 
 @dataclass(frozen=True, slots=True)
 class TierCurve:
-    """The hit rate of an LRU cache by its size.
+    """The hit rate of an LRU prefix cache by its size, for one trace.
 
     Attributes:
         chunk_tokens: Tokens of a chunk.
@@ -83,7 +83,7 @@ class TierCurve:
         return int((self.distances[place] + 1) / self.rate)
 
     def plot(self, chunk_bytes: int) -> SizeCurve:
-        """Return the hit rates at sizes from one chunk to the smallest size with all hits, and the knee."""
+        """Return hit rates at cache sizes from one chunk to the smallest with all hits, and the knee."""
         last = int((self.distances[-1] + 1) / self.rate) if self.distances else 1
         steps = {int(max(1, last) ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {
             self.knee() or 1,
@@ -125,7 +125,7 @@ class ChunkUses:
     rate: float = 1.0
 
     def sampled(self, rate: float) -> ChunkUses:
-        """Return the uses of ``rate`` of the chunks, which are chosen by hash."""
+        """Return the uses of a sample of the chunks: a share of ``rate``, chosen by hash."""
         if rate >= 1:
             return self
         chosen = self.keys.astype(np.uint64) * np.uint64(_HASH) < np.uint64(rate * (1 << 64))
@@ -134,7 +134,7 @@ class ChunkUses:
 
 
 def chunk_uses(trace: Trace) -> ChunkUses:
-    """Return the chunk uses of a trace with hash ids."""
+    """Return each use of a prompt chunk by the requests of a trace with hash ids, in order."""
     size, known = chunk_tokens_of(trace), dict[tuple[int, int], int]()
     prompts = [chunk_keys(request, known) for request in trace.requests]
     ends = np.cumsum([len(prompt) for prompt in prompts], dtype=np.int64)
@@ -144,7 +144,7 @@ def chunk_uses(trace: Trace) -> ChunkUses:
 
 
 def tier_curve(uses: ChunkUses, rate: float | None = None) -> TierCurve:
-    """Return the hit rates of all sizes for a trace, in one pass.
+    """Return the LRU hit rates of all prefix cache sizes for a trace, in one pass.
 
     Args:
         uses: The chunk uses of the trace.

@@ -41,12 +41,12 @@ class TierVerdict:
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that the pool or a tier had."""
+        """Share of prompt tokens that were found in the GPU's pool or a KV tier."""
         return self.tiered.hit_rate + self.counts.hit_tokens / max(1, self.tiered.query_tokens)
 
     @property
     def counts(self) -> TierCounts:
-        """Counters of the tiers."""
+        """Counters of the KV tiers in the replay with tiers."""
         assert self.tiered.tiers is not None
         return self.tiered.tiers
 
@@ -58,13 +58,13 @@ class TierVerdict:
 
     @property
     def change(self) -> float:
-        """Relative change of the mean time to first token; below 0 is faster."""
+        """Relative change of the mean time to first token by KV tiers; below 0 is faster."""
         before, after = _mean(self.without), _mean(self.tiered)
         return after / before - 1 if before else 0.0
 
     @property
     def pays(self) -> bool:
-        """Whether the mean time to first token is lower by more than one percent."""
+        """Whether the mean time to first token is lower with KV tiers, by more than one percent."""
         return self.change < -_NOTHING
 
     def sentence(self) -> str:
@@ -79,7 +79,7 @@ class TierVerdict:
         return f"{word}: mean time to first token {100 * self.change:+.1f} % ({times}). {self.limit()}"
 
     def limit(self) -> str:
-        """Return a sentence on what limits the gain."""
+        """Return a sentence on what limits the gain from KV tiers."""
         counts, tokens = self.counts, self.tiered.query_tokens
         enough = f"{gib(self.curve.knee() * self.chunk_bytes)} reach {100 * KNEE:.0f} % of the hits of any size"
         if not self.curve.distances:
@@ -100,7 +100,7 @@ class TierVerdict:
         return f"The trace limits it: {share:.2f} % of prompt tokens come from the tiers; {enough}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for ``--json``; sizes in bytes, times in seconds."""
+        """Return the comparison's figures for ``--json``; sizes in bytes, times in seconds."""
         return {
             **asdict(self.counts),
             "hit_tokens": self.counts.hit_tokens,
@@ -120,7 +120,7 @@ class TierVerdict:
         }
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the figures as (name, value) text."""
+        """Return the comparison's figures for a table, as (name, value) text."""
         counts = self.counts
         tokens = max(1, self.tiered.query_tokens)
         hits = f"{100 * counts.host_hit_tokens / tokens:.2f} % of prompt tokens from host memory"

@@ -24,7 +24,7 @@ from tonnage.cache.replay.trace_request import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class TierSetup:
-    """The configuration of the tiers behind one engine's pool.
+    """The configuration of the KV tiers (host memory, disk) behind one engine's GPU pool.
 
     Attributes:
         host_bytes: Size of the tier in host memory.
@@ -45,7 +45,7 @@ class TierSetup:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counters of the tiers in a replay; bytes count in the direction in which they move."""
+    """Counters of the KV tiers in a replay; bytes are counted by the direction in which they move."""
 
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
@@ -63,7 +63,7 @@ class TierCounts:
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens that were loaded from any tier."""
+        """Number of prompt tokens that were loaded from any KV tier."""
         return self.host_hit_tokens + self.disk_hit_tokens
 
 
@@ -79,7 +79,7 @@ class _Request:
 
 @dataclass(slots=True)
 class Tiers:
-    """The tiers of one replayed engine.
+    """The simulated KV tiers (host memory, disk) of one replayed engine.
 
     Attributes:
         setup: Sizes and bandwidths.
@@ -108,7 +108,7 @@ class Tiers:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk."""
+        """Bytes of K and V in one chunk of a KV tier."""
         return self.chunk_tokens * self.setup.token_bytes
 
     def _chunks(self, size: int, name: str) -> int:
@@ -123,7 +123,7 @@ class Tiers:
     # -- the life of a request -----------------------------------------------------------------------------
 
     def load(self, sequence: int, trace: TraceRequest, computed: int, now: float) -> tuple[int, float]:
-        """Return how many tokens behind ``computed`` a starting request loads, and when the load has ended."""
+        """Return how many tokens behind ``computed`` a request loads from the tiers, and when the load ends."""
         request = self._requests.get(sequence)
         if request is None:
             found = chunk_keys(trace, self._keys)
@@ -158,7 +158,7 @@ class Tiers:
         return tokens, self._took(now, tokens, sum(place < end for place in from_disk), moved)
 
     def _begin(self, request: _Request, start: int, end: int, from_disk: list[int]) -> int:
-        """Begin the load of the request's chunks [start, end); return the end of the chunks that are loaded.
+        """Begin to load a request's chunks [start, end); return the index after the last chunk loaded.
 
         Chunks that only the disk holds are first stored in host memory. The chunks that host memory holds
         already are marked busy before, so that they are not evicted. If no space is left for a chunk, the load
@@ -181,7 +181,7 @@ class Tiers:
         return end
 
     def _took(self, now: float, tokens: int, from_disk: int, moved: int) -> float:
-        """Count a load and return the simulated time at which it ends.
+        """Count a load from the tiers and return the simulated time at which it ends.
 
         Args:
             now: Simulated time in seconds.
@@ -203,14 +203,14 @@ class Tiers:
         return self._link_free
 
     def loaded(self, sequence: int) -> None:
-        """Record that the load of a request's chunks has ended."""
+        """Record that the load of a request's chunks from the tiers has ended."""
         request = self._requests[sequence]
         if request.loading is not None:
             self.host.loaded(request.host, *request.loading)
             request.loading = None
 
     def computed(self, sequence: int, tokens: int) -> None:
-        """Store the full chunks of a prompt of which ``tokens`` tokens are computed."""
+        """Store in the tiers the full chunks of a prompt of which ``tokens`` tokens are computed."""
         request = self._requests[sequence]
         end = min(tokens // self.chunk_tokens, len(request.host.keys))
         if end <= request.next_stored:
@@ -228,7 +228,7 @@ class Tiers:
             self.unstored.discard(sequence)
 
     def step_ended(self) -> None:
-        """Make the chunks that were stored in this step loadable."""
+        """Let requests load the chunks that were stored in the tiers in this step."""
         for store, keys in self._writing:
             store.written(keys)
         self._writing.clear()
@@ -242,7 +242,7 @@ class Tiers:
             self.disk.finish(request.disk)
 
     def result(self) -> TierCounts:
-        """Return the counters of all tiers, including the counters of the store in host memory."""
+        """Return the counters of all KV tiers, including those of the store in host memory."""
         counts = self.counts
         counts.chunks_stored, counts.chunks_evicted = self.host.stored, self.host.evicted
         counts.refused_stores, counts.chunks_declined = self.host.refused, self.host.declined

@@ -60,12 +60,12 @@ class Trace:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether any request has hash ids, which show which prompts share a prefix."""
+        """Whether any request of the trace has hash ids, which show which prompts share a prefix."""
         return any(request.hash_ids is not None for request in self.requests)
 
     @property
     def longest_output(self) -> int:
-        """Largest number of output tokens of a request."""
+        """Largest number of output tokens of any request of the trace."""
         return max(request.output_tokens for request in self.requests)
 
 
@@ -119,7 +119,7 @@ def log_line(request: TraceRequest) -> str:
 
 
 def _read_sessions(paths: list[Path], name: str, limit: int | None) -> Trace:
-    """Read agentic sessions, one per file, which all start at second 0."""
+    """Read a trace of agentic sessions, one JSON file per session; all sessions start at second 0."""
     reader, requests = SessionReader(), list[TraceRequest]()
     for path in paths:
         try:
@@ -135,7 +135,7 @@ def _read_sessions(paths: list[Path], name: str, limit: int | None) -> Trace:
 def _read_events(
     pieces: Iterator[tuple[int, Any]], decode: Callable[[Any], Any], unit: str, name: str, limit: int | None
 ) -> Trace:
-    """Read batches of KV events.
+    """Read a trace from a file of KV event batches.
 
     Args:
         pieces: Place of each batch in the file, and the batch.
@@ -160,7 +160,7 @@ def _read_events(
 def _ordered(
     name: str, kind: str, requests: list[TraceRequest], limit: int | None = None, skipped: int = 0
 ) -> Trace:
-    """Return a trace in order of arrival, which begins at second 0."""
+    """Return the requests of a file as a trace in order of arrival, which begins at second 0."""
     if not requests:
         raise TraceError(f"{name} has no request", field="trace", hint=f"{skipped} lines were skipped")
     for request in requests:
@@ -251,7 +251,7 @@ def _check_columns(columns: list[str], named: Mapping[str, str], name: str) -> N
 
 
 def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], TraceRequest]:
-    """Return a parser of CSV lines; ``named`` maps the request log's fields to the file's columns."""
+    """Return a parser of a trace's CSV lines; ``named`` maps the request log's fields to the file's columns."""
 
     def parse(line: str) -> TraceRequest:
         cells = [text.strip() for text in next(csv.reader([line]))]

@@ -11,7 +11,7 @@ MOONCAKE_BLOCK = 512  # tokens per hash id in Mooncake's traces (FAST25-release/
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace.
+    """One request of a trace: its arrival, its lengths and the hash ids of its prompt.
 
     ``arrival`` is in seconds from the first request. ``max_tokens`` is None if the trace does not record it.
     """
@@ -27,7 +27,7 @@ class TraceRequest:
 
 
 def as_number(record: Mapping[str, Any], name: str) -> float:
-    """Return a field of a trace record as a number. Raises ValueError, or KeyError without the field."""
+    """Return field ``name`` of a trace record as a number. Raises ValueError, or KeyError without the field."""
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} is {value!r:.40}, not a number")
@@ -38,7 +38,7 @@ def as_number(record: Mapping[str, Any], name: str) -> float:
 
 
 def as_count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Return a field of a trace record as a whole number of at least ``least``. Raises as `as_number`."""
+    """Return the field ``name`` of a trace record as an int of at least ``least``. Raises as `as_number`."""
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise ValueError(f"{name} is {value!r:.40}, not a whole number from {least} to 2^31 - 1")

@@ -1,8 +1,8 @@
 """The step scheduler: what a step computes, which requests wait and which are preempted, for every engine.
 
 It has no clock, no tensors and no randomness: arrival times and tokens come in, chunks and block copies go out.
-The HF engine, the fake engine and the replay of a trace supply the *compute* (sampled tokens, finished
-requests) and the *clock*. A replay therefore takes the same decisions as a server, step by step
+The HF engine, the fake engine and the trace replay supply the *compute* (sampled tokens, finished requests)
+and the *clock*. A replay therefore takes the same decisions as a server, step by step
 (tests/server/test_one_step_loop.py).
 
 One step, in order (`scheduler.Scheduler.step`):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 def aligned_chunk(
     chunk: int, *, computed: int, length: int, prompt: int, junction: int, block_size: int, budget: int
 ) -> int:
-    """Return how many prompt tokens to compute so that the step ends where a recurrent state can be cached.
+    """Return how many prompt tokens to compute so that the chunk ends where a recurrent state can be cached.
 
     The result is 0 if the rest of the step's budget is less than a block; the prompt then waits for the next
     step.

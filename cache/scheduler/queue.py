@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An entry of the waiting queue.
+    """A request in the scheduler's waiting queue.
 
     Attributes:
         id: The caller's id, unique in the queue and ascending with arrivals; of two equal arrivals the lower
@@ -79,7 +79,7 @@ class WaitingQueue:
         return len(self._order) - self._first
 
     def __iter__(self) -> Iterator[Waiting]:
-        """Iterate over the waiting entries in queue order; the queue must not change during the iteration."""
+        """Iterate over the waiting requests in queue order; the queue must not change meanwhile."""
         return (self._entries[self._order[place][1]] for place in range(self._first, len(self._order)))
 
     def __contains__(self, id: int) -> bool:
@@ -91,7 +91,7 @@ class WaitingQueue:
         return sum(entry.request.total_tokens * entry.request.n for entry in self._entries.values())
 
     def push(self, entry: Waiting) -> None:
-        """Insert an entry; a preempted request keeps its first arrival time and so its place in the queue.
+        """Insert a request into the queue; a preempted request keeps its arrival time and thus its place.
 
         Raises InvalidRequest if the id is in the queue.
         """
@@ -103,7 +103,7 @@ class WaitingQueue:
         self._tenants[entry.request.tenant] += 1
 
     def remove(self, id: int) -> Waiting:
-        """Remove and return an entry (admitted, rejected or cancelled).
+        """Remove a request that was admitted, rejected or cancelled, and return its queue entry.
 
         Raises UnknownSequence if it is not queued.
         """
@@ -120,7 +120,7 @@ class WaitingQueue:
         return entry
 
     def _close(self, place: int) -> None:
-        """Remove the entry at index ``place`` of the sorted list; the entries on its shorter side move."""
+        """Remove the entry at index ``place`` of the sorted list, by moving the entries on its shorter side."""
         order, first = self._order, self._first
         if place - first > len(order) - place:
             del order[place]
@@ -138,7 +138,7 @@ class WaitingQueue:
         step: int,
         rank: Callable[[AdmissionRequest], Any] | None = None,
     ) -> tuple[Waiting, Answer] | None:
-        """Remove and return the next entry that can start or is rejected, or None if all must wait.
+        """Remove and return the next request that can start or is rejected, or None if all must wait.
 
         Args:
             ask: Function that decides on an entry and admits it if possible; its second argument is the head

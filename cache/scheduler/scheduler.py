@@ -40,7 +40,7 @@ from tonnage.cache.sequences.tables import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class _Wishes(Generic[S]):
-    """The lengths that sequences request in a step, in tokens.
+    """The lengths in tokens to which sequences would grow in a step, before blocks are granted.
 
     ``order`` lists the sequences; the first ``decodes`` of them compute one token. ``ends`` are the requested
     lengths.
@@ -93,12 +93,12 @@ class Scheduler(Generic[S]):
 
     @property
     def mode(self) -> AdmissionMode:
-        """The admission mode in effect."""
+        """The admission mode in effect now."""
         return self.admission.mode
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs or waits."""
+        """Whether the scheduler has no running and no waiting request."""
         return not self.running and not self.waiting and not self.loading
 
     # -- arrival and departure -----------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class Scheduler(Generic[S]):
     # -- the step ------------------------------------------------------------------------------------------
 
     def took(self, tokens: int, sequences: int, seconds: float, turns: int = 1) -> None:
-        """Report the duration of a step to admission.
+        """Report the measured duration of an engine step to admission, which learns from it.
 
         Args:
             tokens: Positions computed in each decode step.
@@ -168,7 +168,7 @@ class Scheduler(Generic[S]):
         return step
 
     def _leap(self, step: Step[S], turns: int) -> None:
-        """Schedule ``turns`` decode steps of each sequence at once, if all decode and blocks are available."""
+        """Schedule ``turns`` decode steps at once, if all sequences decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
             turns = min(turns, self.budget)  # a call of the manager takes at most this many tokens per sequence
@@ -186,7 +186,7 @@ class Scheduler(Generic[S]):
         step.picked, step.drawing, step.turns = order, order, turns
 
     def _run(self, step: Step[S]) -> int:
-        """Schedule the running sequences, and return the token budget left.
+        """Schedule the running sequences for a step, and return the rest of its token budget.
 
         The budget of a stalled sequence is offered to the next. The proof that a safe state always makes
         progress (`tonnage.cache.admission.safety`) requires it.
@@ -211,7 +211,7 @@ class Scheduler(Generic[S]):
             step.stalled.clear()
 
     def _run_last_out(self, step: Step[S]) -> int:
-        """Schedule the running sequences by vLLM's rule, and return the token budget left.
+        """Schedule the running sequences by vLLM's rule, and return the rest of the token budget.
 
         While blocks are missing, the sequence admitted last is preempted.
         """
@@ -225,7 +225,7 @@ class Scheduler(Generic[S]):
         return self.budget
 
     def _order(self, step: Step[S], sequences: list[S], budget: int) -> _Wishes[S]:
-        """Return the length that each sequence requests in this step.
+        """Return the length in tokens to which each sequence would grow in this step.
 
         Decodes come first, then prompt chunks while the budget lasts.
         """
@@ -257,7 +257,7 @@ class Scheduler(Generic[S]):
         return _Wishes(order, [s.id for s in order], ends, decodes)
 
     def _parts(self, sequences: list[S], budget: int) -> dict[str, int] | None:
-        """Return the tokens of the step that each API key may use for prompts; None: no division.
+        """Return how many of the step's tokens each API key may use for prompts; None: no division.
 
         The budget is not divided where chunks must end at block boundaries: a part below one block would
         compute nothing.
@@ -271,7 +271,7 @@ class Scheduler(Generic[S]):
         return divided(max(0, budget), wanted) if len(wanted) > 1 else None
 
     def _spared(self) -> int:
-        """Return the tokens of the step that running prompts leave to a waiting request of another API key.
+        """Return how many of the step's tokens running prompts leave for a waiting request of another key.
 
         The result is 0 if no sequence may be added for such a request, or if admission would decide as in the
         last step. It is also 0 where chunks end at block boundaries, as in `_parts`.
@@ -309,7 +309,10 @@ class Scheduler(Generic[S]):
         return self.manager.grant(wishes.ids, wishes.ends)
 
     def _take(self, step: Step[S], wishes: _Wishes[S], granted: Int64Array) -> int:
-        """Allocate the granted blocks and return the token budget used; a sequence granted nothing stalls."""
+        """Allocate the granted KV blocks and return how much token budget the sequences use.
+
+        A sequence that was granted no block stalls in this step.
+        """
         order, ids, decodes, ends = wishes.order, wishes.ids, wishes.decodes, granted.tolist()
         for sequence, end in zip(order, ends, strict=True):
             sequence.chunk = end - sequence.computed
@@ -351,7 +354,7 @@ class Scheduler(Generic[S]):
     # -- admission -----------------------------------------------------------------------------------------
 
     def _admit(self, step: Step[S], budget: int) -> None:
-        """Admit requests from the queue while token budget is left."""
+        """Admit requests from the waiting queue while the step has token budget left."""
         self._changed = False
         too_long = False
 
@@ -413,7 +416,7 @@ class Scheduler(Generic[S]):
         self.running[sequence.id] = sequence
 
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
-        """Allocate blocks for ``tokens`` tokens that are loaded from a KV tier, and let the sequence wait."""
+        """Allocate KV blocks for ``tokens`` tokens to load from a KV tier, and let the sequence wait for it."""
         end = sequence.computed + tokens
         while sequence.computed < end:  # a call of the manager extends by one step's budget at most
             reached = min(end, sequence.computed + self.budget)
@@ -426,13 +429,13 @@ class Scheduler(Generic[S]):
         self.loading[sequence.id] = self.running.pop(sequence.id)
 
     def resume(self, sequence: S) -> None:
-        """Return a sequence to the running sequences after its load from a KV tier has ended."""
+        """Let a sequence run again after its K/V has been loaded from a KV tier."""
         self.running[sequence.id] = self.loading.pop(sequence.id)
 
     # -- reports of the engine -----------------------------------------------------------------------------
 
     def computed(self, picked: Rows[S]) -> None:
-        """Commit the chunks of ``picked``, whose K/V is written, and publish their full blocks."""
+        """Commit the tokens that sequences computed in the step, and publish full blocks for prefix hits."""
         ends = [s.computed + s.chunk for s in picked]
         self.manager.commit([s.id for s in picked], ends)
         for sequence, end in zip(picked, ends, strict=True):
@@ -448,7 +451,7 @@ class Scheduler(Generic[S]):
             self.running[child.id] = child
 
     def append(self, sequences: Rows[S], token_ids: TokenIds) -> None:
-        """Append the sampled tokens to the sequences.
+        """Append the tokens that a step sampled to their sequences.
 
         Args:
             sequences: Sequences that drew tokens.

@@ -1,4 +1,4 @@
-"""The scheduler's record of a sequence, of a step and of its decisions, and the counters."""
+"""The scheduler's records: sequences, steps, the decisions of a step, and counters."""
 
 from __future__ import annotations
 
@@ -44,40 +44,40 @@ class Sequence(ABC):
 
     @abstractmethod
     def token_ids(self) -> TokenIds:
-        """Return the ``length`` known tokens for the block manager."""
+        """Return the ``length`` known tokens (prompt and output) for the block manager."""
 
     @property
     def salt(self) -> str | bytes:
-        """Salt of the sequence; sequences with different salts share no block."""
+        """Cache salt of the sequence; sequences with different salts share no KV block."""
         return ""
 
     @property
     def generated(self) -> int:
-        """Number of output tokens generated so far."""
+        """Number of output tokens that the sequence has so far."""
         return self.length - self.prompt
 
     @property
     def scores(self) -> bool:
-        """Whether the logits of every token of the step are needed, not only of the last."""
+        """Whether the sequence needs the logits of each of its tokens in the step, not only of the last."""
         return self.scored and self.length == self.prompt
 
     @property
     def samples(self) -> bool:
-        """Whether the current step reaches the last known token, so that a token is sampled."""
+        """Whether the current step computes the last known token, so that the next token is sampled."""
         return self.computed + self.chunk >= self.length
 
     @property
     def indices(self) -> range:
-        """Numbers (0 to n - 1) of the request's sequences that end when this sequence ends."""
+        """Indices, in 0 to n - 1, of the request's sequences that end when this sequence ends."""
         return range(self.index, self.index + 1 + self.forks)
 
     def includes(self, index: int | None) -> bool:
-        """Return whether this object stands for sequence ``index`` of its request; None means all sequences."""
+        """Return whether this object is its request's sequence ``index`` alone; True if ``index`` is None."""
         return index is None or self.indices == range(index, index + 1)
 
     @property
     def wish(self) -> AdmissionRequest:
-        """The admission request of this sequence; after a preemption it includes the output to recompute."""
+        """The sequence as a request for admission; after a preemption with the output to recompute."""
         produced = self.length - self.prompt
         return AdmissionRequest(
             self.length,
@@ -95,7 +95,7 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions of a step as ids, in which replay, fake engine and HF engine have to agree."""
+    """The scheduler's decisions in one step, as sequence ids; replay, fake and HF engine must agree in them."""
 
     chunks: tuple[tuple[int, int], ...]  # (sequence id, tokens) in the order of the batch
     admitted: tuple[int, ...]
@@ -105,7 +105,7 @@ class Decisions:
 
 @dataclass(slots=True)
 class Step(Generic[S]):
-    """The decisions of one scheduler step.
+    """The scheduler's decisions for one engine step.
 
     Attributes:
         picked: Sequences that compute their ``chunk`` tokens in this step, in batch order, after ``copies``.
@@ -128,7 +128,7 @@ class Step(Generic[S]):
     turns: int = 1
 
     def decisions(self) -> Decisions:
-        """Return the decisions as ids; call it before `Scheduler.computed`."""
+        """Return the step's decisions as sequence ids; call it before `Scheduler.computed`."""
         return Decisions(
             tuple((s.id, s.chunk) for s in self.picked),
             tuple(s.id for s in self.admitted),

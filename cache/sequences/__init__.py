@@ -1,1 +1,1 @@
-"""The live sequences: block tables and tokens, and their changes by a step, a fork and an end."""
+"""The live sequences' block tables and tokens, and how a step, a fork and an end change them."""

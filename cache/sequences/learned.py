@@ -15,7 +15,7 @@ from tonnage.cache.sequences import steps
 
 @compiled
 def lock_hit(core: Core, row: int, count: int) -> None:
-    """Observe the start of an admitted request, then lock its prefix hit of ``count`` blocks."""
+    """Report an admitted request to the model of block reuse, then reference the blocks of its prefix hit."""
     pool, state = core.pool[0], core.rows[row]
     if pool.caching:
         table = core.tables[pool.anchor, row]
@@ -26,7 +26,7 @@ def lock_hit(core: Core, row: int, count: int) -> None:
 
 @compiled
 def leave(core: Core, batch: Int64Array) -> None:
-    """Observe the end of each row's request, then release the row's blocks."""
+    """Report the end of each row's request to the model of block reuse, then release the row's blocks."""
     pool = core.pool[0]
     for i in range(batch.size):
         at_row = batch[i]

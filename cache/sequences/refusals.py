@@ -10,7 +10,7 @@ from tonnage.cache.sequences import steps
 def refused(
     core: Core, code: int, sequence_id: int, row: int, ends: Int64Array, tokens: Int32Array
 ) -> CacheError:
-    """Return the error for a result code of `steps.step` other than OK.
+    """Return the exception for a failed step of the block manager, given `steps.step`'s result code.
 
     Args:
         core: The block manager's arrays.

@@ -37,7 +37,7 @@ DECODE = COMMIT | APPEND | EXTEND
 def step(
     core: Core, what: int, batch: Int64Array, ends: Int64Array, tokens: Int32Array, copies: Int32Array
 ) -> tuple[int, int]:
-    """Commit, append and extend a batch of distinct rows in one call, all or nothing.
+    """Commit, append to and extend the sequences of distinct table rows in one call, all or nothing.
 
     Args:
         core: The block manager's arrays.
@@ -112,10 +112,11 @@ def step(
 
 @inlined
 def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) -> int:
-    """Return the number of blocks that a sequence needs to write K/V up to position ``end``.
+    """Return the number of KV blocks that a sequence needs to write K/V up to position ``end``.
 
-    The count has new blocks, and a copy of a last block that is shared. ``at_row`` is the sequence's row in the
-    tables. Its K/V below position ``computed`` is written. ``full_only`` counts full-attention groups only.
+    The number includes new blocks, and a copy of a last block that is shared. ``at_row`` is the sequence's row
+    in the tables. Its K/V below position ``computed`` is written. ``full_only`` counts full-attention groups
+    only.
     """
     row, size, blocks = core.rows[at_row], core.pool[0].block_size, 0
     for group in range(core.groups.size):
@@ -131,7 +132,7 @@ def demand(core: Core, at_row: int, computed: int, end: int, full_only: bool) ->
 
 @inner
 def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> int:
-    """Return the index of the first row that would not get all the blocks that `_grow` takes, or -1.
+    """Return the index of the first row for which the pool has too few blocks to extend it, or -1.
 
     Blocks released during the call count as available: blocks before a moving window, and a shared block after
     all sharers but the last have copied it. The function decrements reference counts on trial and restores
@@ -167,23 +168,23 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
 
 @inlined
 def _moves_on(core: Core, at_row: int) -> bool:
-    """Return whether the current call releases blocks that are before the row's sliding windows."""
+    """Return whether the current call releases blocks that the row's sliding windows have left behind."""
     row = core.rows[at_row]
     return bool(row.end > row.room or (row.shared_tail & DROP_SOURCE and row.end > row.written))
 
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` the full-attention blocks that extending row i takes, including a block copy."""
+    """Write to ``wanted[i]`` how many full-attention blocks extending row i takes, with a block copy."""
     for i in range(batch.size):
         wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 
 
 @inner
 def _grow(core: Core, at_row: int, end: int, copies: Int32Array, copied: int) -> int:
-    """Allocate a row's blocks for positions below ``end``, and copy shared blocks that it will write to.
+    """Allocate a row's KV blocks for positions below ``end``, and copy shared blocks that it will write to.
 
-    Returns the number of copies so far.
+    Returns the number of block copies so far.
     """
     pool, row = core.pool[0], core.rows[at_row]
     size, slot = pool.block_size, row.request
@@ -233,7 +234,7 @@ def _copy_shared_tail(core: Core, at_row: int, copies: Int32Array, copied: int) 
 
 @compiled
 def share(core: Core, parent: int, child: int) -> None:
-    """Make the child's row a copy of the parent's row that shares all blocks with computed positions."""
+    """Fork a sequence: fill the row ``child`` with the parent's, sharing all blocks with computed positions."""
     size, old, new = core.pool[0].block_size, core.rows[parent], core.rows[child]
     computed, stateful = old.computed, False
     for group in range(core.groups.size):
@@ -263,14 +264,14 @@ def share(core: Core, parent: int, child: int) -> None:
 
 @compiled
 def leave(core: Core, batch: Int64Array) -> None:
-    """Release the blocks of each row, last block first, and clear the row."""
+    """Release the KV blocks of each row of ``batch``, last block first, and clear the row."""
     for i in range(batch.size):
         leave_row(core, batch[i])
 
 
 @inlined
 def leave_row(core: Core, at_row: int) -> None:
-    """Release the blocks of one row, last block first, and clear the row."""
+    """Release the KV blocks of one sequence's row, last block first, and clear the row."""
     pool, row, slot = core.pool[0], core.rows[at_row], core.rows[at_row].request
     for at in range(row.room // pool.block_size - 1, -1, -1):
         for group in range(pool.num_groups):

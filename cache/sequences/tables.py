@@ -1,4 +1,4 @@
-"""The mapping of live sequences to table rows, and the conversion of call arguments to arrays.
+"""The mapping of live sequences to block-table rows, and the conversion of call arguments to arrays.
 
 An engine reads rows: for each group a block table, int32 [rows, max_blocks], updated in place. An entry is the
 null block if no block is allocated there yet or a sliding window has released it. Freed rows are reused last
@@ -35,14 +35,17 @@ class Sequences:
         return len(self.row_of)
 
     def row(self, sequence_id: int) -> int:
-        """Return the row of a live sequence. Raises SequenceFinished or UnknownSequence."""
+        """Return the block-table row of a live sequence. Raises SequenceFinished or UnknownSequence."""
         row = self.row_of.get(sequence_id)
         if row is None:
             raise self._missing(sequence_id)
         return row
 
     def rows(self, sequence_ids: Iterable[int]) -> Int64Array:
-        """Return the rows of live sequences, int64, read-only. Raises SequenceFinished or UnknownSequence."""
+        """Return the block-table rows of live sequences, int64 [sequences], read-only.
+
+        Raises SequenceFinished or UnknownSequence.
+        """
         ids = tuple(sequence_ids)
         if ids != self._asked[0]:  # most calls name the same sequences as the call before
             try:
@@ -53,22 +56,22 @@ class Sequences:
 
     @property
     def next_row(self) -> int:
-        """The row that the next call of `open` returns, or -1 if all rows are in use."""
+        """The block-table row that the next call of `open` returns, or -1 if all rows are in use."""
         return self._unused[-1] if self._unused else -1
 
     def finished(self, sequence_id: int) -> bool:
-        """Return whether the id belonged to a freed sequence; this is known until its row is reused."""
+        """Return whether the id belonged to a freed sequence; the answer is False once its row is reused."""
         return sequence_id in self._finished
 
     def open(self, sequence_id: int) -> int:
-        """Allocate a row for a new sequence and return it."""
+        """Allocate a block-table row for a new sequence and return it."""
         row = self._unused.pop()
         self._finished[row] = None
         self.row_of[sequence_id] = row
         return row
 
     def close(self, sequence_id: int) -> None:
-        """Free the row of a sequence and remember its id as finished."""
+        """Free the block-table row of a sequence, and remember its id as finished."""
         row = self.row_of.pop(sequence_id)
         self._asked = (), np.zeros(0, np.int64)
         self._unused.append(row)
@@ -137,7 +140,7 @@ def tokens_by_row(batch: Int64Array, token_ids: TokenIds) -> Int32Array:
 
 
 def end_array(batch: Int64Array, ends: TokenIds, field: str) -> Int64Array:
-    """Return one position per row of the batch, int64 [rows].
+    """Return an argument that has one position per sequence of a batch as int64 [rows].
 
     Raises InvalidRequest, naming ``field``, if their number does not match.
     """

@@ -25,7 +25,7 @@ class Capabilities:
     Attributes:
         honours: names of the SamplingParams fields (and ``priority``) that have an effect in this engine.
         pools: pooling task, such as embeddings, that the engine runs on each prompt; None if it generates text.
-        own_metrics: whether ``Engine.own_metrics`` returns a metrics page.
+        own_metrics: whether ``Engine.own_metrics`` returns Prometheus metrics.
     """
 
     honours: frozenset[str] = BASIC_PARAMS
@@ -34,7 +34,7 @@ class Capabilities:
 
 
 def common(each: Iterable[Capabilities]) -> Capabilities:
-    """Return the capabilities that all given engines share; without engines, the mandatory capabilities."""
+    """Return the capabilities that every engine in ``each`` has; without engines, the mandatory ones."""
     first, *others = tuple(each) or (Capabilities(),)
     for other in others:
         first = Capabilities(
@@ -51,7 +51,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The memory plan that was made before the model was loaded (plan revision 0)."""
+        """The memory plan that was made for this model before it was loaded (plan revision 0)."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -60,7 +60,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Load the model and return when the engine can serve.
+        """Load the model, and return when the engine can serve requests.
 
         Raises:
             TonnageError: the engine cannot start; the message says what to do.
@@ -80,18 +80,18 @@ class Engine(ABC):
 
     @abstractmethod
     async def abort(self, request_id: str, index: int | None = None) -> None:
-        """Abort a request, or only its sequence ``index`` if the engine supports that.
+        """Abort a request, or only sequence ``index`` of the request if the engine supports that.
 
         The last chunk of an aborted sequence has the finish reason ``abort``.
         """
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """Return the most recent statistics without waiting for the engine."""
+        """Return the engine's most recent statistics without waiting for the engine."""
 
     @property
     def ready(self) -> bool:
-        """Whether the engine can serve now.
+        """Whether the engine can serve requests now.
 
         An engine overrides this property if its statistics are slow to make.
         """
@@ -99,14 +99,14 @@ class Engine(ABC):
 
     @abstractmethod
     def capacity(self) -> Capacity:
-        """Return the capacity measured after the load.
+        """Return the engine's capacity (blocks, lengths, memory) as measured after the model was loaded.
 
         Raises:
             QueueFull: the engine has not loaded yet.
         """
 
     def own_metrics(self) -> bytes:
-        """Return the engine's own metrics page; empty if ``Capabilities.own_metrics`` is false."""
+        """Return the engine's own Prometheus metrics; empty if ``Capabilities.own_metrics`` is false."""
         return b""
 
     @abstractmethod

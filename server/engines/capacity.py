@@ -14,7 +14,7 @@ from tonnage.planner.source.resolve import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The capacity of an engine as measured after the load, for comparison with the plan."""
+    """The capacity of an engine as measured after the model was loaded, for comparison with the memory plan."""
 
     num_blocks: int
     block_size: int
@@ -23,7 +23,7 @@ class Capacity:
 
 
 def limits_of(plan: Plan) -> Limits:
-    """Return the admission limits of a plan: the size of its block pool and its length limits.
+    """Return the admission limits of a memory plan: the size of its KV block pool and its length limits.
 
     Raises:
         DeploymentError: the plan has no value for one of these limits.
@@ -51,7 +51,7 @@ def limits_of(plan: Plan) -> Limits:
 
 
 def held_to(plan: Plan, source: ModelSource, deployment: Deployment) -> Plan:
-    """Return the plan of ``source`` with a KV pool size that an engine on a GPU can keep after its load.
+    """Return the memory plan of ``source`` with a KV pool size that still fits a GPU after the model's load.
 
     The plan forecasts an interval for the pool size. The engine gets the lower end of the interval as its pool
     size, if that holds at least one sequence, and does not measure free memory. Requests reserve blocks of this

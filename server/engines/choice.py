@@ -1,4 +1,4 @@
-"""Selection for ``--backend auto``: vLLM if it is installed and supports device and model, else hf."""
+"""Selection of the engine for ``--backend auto``: vLLM if installed and fit for device and model, else hf."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ASK_SECONDS = 120
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The selected backend, and the reason for its selection."""
+    """The backend (vllm or hf) selected by ``--backend auto``, and the reason for its selection."""
 
     backend: Literal["hf", "vllm"]
     reason: str
@@ -88,7 +88,7 @@ def ask_vllm() -> VLLMInstallation | None:
 
 
 def choose_backend(source: ModelSource) -> BackendChoice:
-    """Return the backend for a model whose files are on disk or on the hub."""
+    """Return the backend, vllm or hf, for a model whose files are on disk or on the Hugging Face hub."""
     reason = _why_not_vllm(source.config, source.path)
     if reason is None:
         return BackendChoice("vllm", f"vLLM {vllm_version()} is installed and serves this architecture")
@@ -113,7 +113,7 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
 
 
 def _served_as(name: str) -> set[str]:
-    """Return the names of vLLM's classes that can serve an architecture.
+    """Return the names of vLLM's model classes that can serve an architecture of config.json.
 
     If vLLM has no class for a classifier, it derives one from the class that generates text (_normalize_arch in
     model_executor/models/registry.py, vLLM 0.32).

@@ -47,4 +47,4 @@ class Chunk:
     pooled: Pooled = ()  # result of a pooling request, in its only chunk
     # Seconds from submission to admission; None if the engine does not report it.
     queued_seconds: float | None = None
-    refused: bool = False  # with ``error``: whether the request caused the error, not the engine
+    refused: bool = False  # if ``error`` is set: whether the request caused the error, not the engine

@@ -24,7 +24,7 @@ class Refused(TonnageError):
 
 
 class QueueFull(TonnageError):
-    """An error for a request that could fit, but not now.
+    """An error for a request that fits the empty KV pool, but cannot be accepted now.
 
     ``retry_after_seconds`` is an estimate of when blocks will be free.
     """

@@ -42,7 +42,7 @@ Reply = Callable[[GenerationRequest, int], Iterator[int]]
 
 
 def random_reply(vocab_size: int) -> Reply:
-    """Return a reply function that yields random tokens without end.
+    """Return a function that gives each sequence an endless iterator of random output tokens.
 
     The tokens are reproducible for a prompt if the request has a seed or greedy sampling.
     """
@@ -64,7 +64,7 @@ def random_reply(vocab_size: int) -> Reply:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Request:
-    """A request in flight, with the inbox that receives its chunks."""
+    """A request in flight in the fake engine, with the inbox that receives its output chunks."""
 
     request: GenerationRequest
     inbox: Inbox[Chunk | TonnageError]
@@ -142,7 +142,7 @@ class FakeEngine(Engine):
 
     @property
     def manager(self) -> KVCacheManager:
-        """The block manager, which tests use to check its invariants."""
+        """The engine's KV block manager, which tests use to check its invariants."""
         return self._manager
 
     async def start(self) -> None:
@@ -176,7 +176,7 @@ class FakeEngine(Engine):
             self._forget(request.request_id)
 
     def add(self, request: GenerationRequest, arrival: float) -> _Request:
-        """Queue a request that arrived at time ``arrival``, in seconds since a fixed origin."""
+        """Queue a request that arrived at time ``arrival``, in seconds since any fixed origin."""
         entry = _Request(request, Inbox())
         first = _Sequence(
             prompt=len(request.prompt_token_ids),
@@ -221,7 +221,7 @@ class FakeEngine(Engine):
         return self._ready and self._dead is None
 
     def stats(self) -> EngineStats:
-        """Return the scheduler's statistics, with the measured memory that the constructor was given."""
+        """Return the scheduler's statistics, with the measured memory that was passed to the constructor."""
         stats = engine_stats(self._manager, self.scheduler, self._generation_tokens, ready=self.ready)
         return dataclasses.replace(stats, memory=self._memory)
 
@@ -243,7 +243,7 @@ class FakeEngine(Engine):
             await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
-        """Stop the task that computes the steps."""
+        """Stop the asyncio task that computes the engine's steps."""
         self._ready = False
         if self._loop is not None:
             self._loop.cancel()
@@ -369,7 +369,7 @@ class FakeEngine(Engine):
         sequence.owner.sequences.remove(sequence)
 
     def _forget(self, request_id: str) -> None:
-        """Drop a request in any state and free its blocks before returning."""
+        """Drop a request in any state, and free its KV blocks before returning."""
         entry = self._live.pop(request_id, None)
         if entry is None:
             return

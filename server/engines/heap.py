@@ -19,7 +19,7 @@ _MALLOC = ((-3, 2**17), (-1, 2**20), (-8, 1))
 
 
 def bound_heap() -> None:
-    """Make the allocator return freed memory to the kernel; it affects only later allocations."""
+    """Make glibc's allocator return freed memory to the kernel; this affects only later allocations."""
     with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc may lack mallopt
         for option, value in _MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
@@ -32,7 +32,7 @@ _COLLECTED_AT_ONCE = 50_000
 
 
 def settle_heap() -> None:
-    """Exempt all existing objects from garbage collection, make it rare, and return free memory to the kernel.
+    """Exempt existing objects from garbage collection, make collections rare, return free memory to the kernel.
 
     A full collection visits every object. With the code and the model's tables loaded it takes 60 to 170 ms,
     during which no stream receives a token (benchmarks/server.py, 512 streams). Call this after a model has
@@ -53,7 +53,7 @@ _CHECK_SECONDS = 1.0
 
 
 async def shrink_heap() -> NoReturn:
-    """Return free memory to the kernel whenever this process has grown, until the task is cancelled.
+    """Return free heap memory to the kernel whenever this process has grown, until the task is cancelled.
 
     By itself, glibc returns only the free memory behind the last block in use. After large requests it kept 13
     to 20 MiB, to which the memory of the next large requests was added (benchmarks/abuse.py). A check takes 12

@@ -27,15 +27,15 @@ class Inbox(Generic[Item]):
         self._waiter: asyncio.Future[None] | None = None
 
     def put_nowait(self, item: Item) -> None:
-        """Append an item, and wake the reader if it is waiting."""
+        """Append a chunk to the queue, and wake the reader if it is waiting."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> Item:
-        """Remove and return the first item; wait while the queue is empty.
+        """Remove and return the first chunk of the queue; wait while the queue is empty.
 
-        A reader of many queued items lets other tasks run in between, so that its client's disconnect is
+        A reader of many queued chunks lets other tasks run in between, so that its client's disconnect is
         noticed.
         """
         self._at_once += 1

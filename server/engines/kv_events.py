@@ -27,7 +27,7 @@ MEDIUM = "GPU"  # vLLM's name for the pool that the model reads, used on other d
 
 
 def encode(events: Sequence[KVEvent], timestamp: float, rank: int | None = None) -> bytes:
-    """Return the msgpack payload of one batch of events."""
+    """Return one batch of KV cache events as a msgpack payload in vLLM's format."""
     return msgspec.msgpack.encode([timestamp, [_event(event) for event in events], rank])
 
 
@@ -42,7 +42,9 @@ def _event(event: KVEvent) -> dict[str, Any]:
 
 
 class KVEventPublisher:
-    """A publisher of KV event batches with a thread of its own; `publish` never waits for a subscriber.
+    """A publisher of KV cache event batches over ZeroMQ, with a thread of its own.
+
+    `publish` never waits for a subscriber.
 
     Args:
         endpoint: address to bind, such as ``tcp://*:5557``.
@@ -92,7 +94,7 @@ class KVEventPublisher:
 
     @classmethod
     def of(cls, config: KVEventsConfig) -> KVEventPublisher:
-        """Create the publisher configured by ``--kv-events-config``."""
+        """Create the KV event publisher that ``--kv-events-config`` configures."""
         return cls(
             config.endpoint,
             config.replay_endpoint,
@@ -103,14 +105,14 @@ class KVEventPublisher:
         )
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Queue one batch of events; this method can be the callback of `KVCacheManager.subscribe`."""
+        """Queue one batch of KV cache events; usable as the callback of `KVCacheManager.subscribe`."""
         try:
             self._queue.put_nowait((time.time(), events))
         except queue.Full:
             self.dropped += 1
 
     def close(self) -> None:
-        """Send the queued batches, then stop the thread and close the sockets."""
+        """Send the queued event batches, then stop the publisher's thread and close its sockets."""
         self._queue.put(None)
         self._thread.join()
         self._context.destroy(linger=1000)

@@ -1,4 +1,4 @@
-"""Token ids and biases of a request in a few bytes each.
+"""Compact sequences for a request's token ids and logit biases, with a few bytes per element.
 
 A tuple of ints takes 36 bytes per id, and a tuple of pairs 116 bytes per bias. A request may have 20,000 ids or
 biases, and hundreds of requests may wait, in the API process and in the engine process.

@@ -24,7 +24,7 @@ LAWS_EVERY = 1024
 
 
 def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -> KVCacheManager:
-    """Create the block manager for the plan's KV pool.
+    """Create the KV block manager for the pool of a memory plan.
 
     Args:
         plan: the memory plan.
@@ -49,13 +49,13 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
 
 
 def sample_laws(manager: KVCacheManager, step: int) -> None:
-    """Check the block manager's invariants every `LAWS_EVERY` steps; log and count a violation."""
+    """Check the KV block manager's invariants every `LAWS_EVERY` steps; log and count a violation."""
     if step % LAWS_EVERY == 0 and (law := manager.sample_invariants()) is not None:
         log.error("the block manager's invariant %s does not hold; restart this engine and report it", law)
 
 
 def share(manager: KVCacheManager, sharing: Sharing) -> None:
-    """Connect the block manager to the configured event publisher and shared prefixes.
+    """Connect the KV block manager to the configured KV event publisher and to the shared prefixes.
 
     Raises:
         DeploymentError: an endpoint of the publisher cannot be bound.
@@ -82,7 +82,10 @@ def share(manager: KVCacheManager, sharing: Sharing) -> None:
 def engine_stats(
     manager: KVCacheManager, scheduler: Scheduler[S], generation_tokens: int, *, ready: bool = True
 ) -> EngineStats:
-    """Return the statistics of scheduler and block pool in tens of microseconds, without measured memory."""
+    """Return the statistics of scheduler and KV block pool, without measured memory.
+
+    This takes tens of microseconds.
+    """
     counters = scheduler.counters
     return EngineStats(
         ready=ready,
@@ -103,7 +106,7 @@ def engine_stats(
 
 
 def pool_stats(manager: KVCacheManager) -> PoolStats:
-    """Return a snapshot of the block pool's statistics, in tens of microseconds."""
+    """Return a snapshot of the KV block pool's statistics; this takes tens of microseconds."""
     stats, rows = manager.stats(), manager.rows
     # Every KV cache group has blocks for the same positions, so the waste of one group is multiplied. Unused
     # rows are zero and add nothing.

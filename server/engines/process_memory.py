@@ -1,4 +1,4 @@
-"""Memory of a server's processes, anonymous plus shared, read from /proc (Linux only).
+"""Memory of the server's processes, anonymous plus shared, read from /proc (Linux only).
 
 RssAnon + RssShmem (proc_pid_status(5)) exclude file-backed pages: libraries and mapped files. All processes
 share these pages and the kernel reclaims them under pressure, so a plan does not count them.
@@ -45,7 +45,9 @@ def process_tree(pid: int) -> list[int]:
 
 
 def anonymous_bytes(pid: int | str = "self") -> int:
-    """Return RssAnon of a process in bytes, by default of this one; 0 if it has ended or there is no /proc.
+    """Return the anonymous memory (RssAnon) of a process in bytes; 0 if it has ended or there is no /proc.
+
+    The default is this process.
 
     /proc/PID/statm has the number of resident pages, and of those that belong to files or are shared
     (proc_pid_statm(5)).
@@ -93,7 +95,7 @@ _TREE_SECONDS = 1.0
 
 
 class PeakSampler:
-    """A thread that records the peak of ``process_tree_bytes``, sampled every ``interval`` seconds.
+    """A thread that records the peak memory of a process tree, sampled every ``interval`` seconds.
 
     It samples less often if sampling would take more than 5 % of a core. It can miss a peak shorter than the
     interval, and the first second of a new process. Use it as a context manager, or call ``start`` and
@@ -112,16 +114,16 @@ class PeakSampler:
 
     @property
     def current(self) -> int:
-        """Bytes that the process tree held at the most recent sample."""
+        """Bytes of memory that the process tree held at the most recent sample."""
         return self._current
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes that the process tree held at any sample."""
+        """Largest number of bytes of memory that the process tree held at any sample."""
         return self._peak
 
     def sample(self) -> int:
-        """Take a sample now; return the bytes that the process tree holds."""
+        """Measure now how many bytes of memory the process tree holds, and return the number."""
         self._tree = process_tree(self._pid)
         self._found = time.monotonic()
         return self._sample()
@@ -141,7 +143,7 @@ class PeakSampler:
         self._thread.start()
 
     def stop(self) -> int:
-        """End the sampling thread after a last sample; return the peak in bytes."""
+        """End the sampling thread after a last sample; return the memory peak in bytes."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()

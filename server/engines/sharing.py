@@ -23,7 +23,7 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Prefix cache settings: the KV event publisher, and prompts whose blocks all cache salts share.
+    """Prefix cache settings: the KV event publisher, and prompts whose KV blocks all cache salts share.
 
     ``events`` is None if no KV events are published. ``prefixes`` has the token ids of each shared prompt.
     """
@@ -33,9 +33,9 @@ class Sharing:
 
 
 def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Return how many whole blocks of ``prompt`` are filled by the longest of ``prefixes`` that it begins with.
+    """Return how many whole KV blocks the longest of ``prefixes`` fills with which ``prompt`` begins.
 
-    Returns 0 if it begins with none of them.
+    Returns 0 if the prompt begins with none of the prefixes.
     """
     most = 0
     for prefix in prefixes:

@@ -51,7 +51,7 @@ class PoolStats:
 
     @property
     def headroom(self) -> int:
-        """Number of blocks that admission can still reserve.
+        """Number of KV blocks that admission can still reserve.
 
         A request that needs no more blocks than this is admitted now.
         """
@@ -59,7 +59,7 @@ class PoolStats:
 
     @property
     def reserved_share(self) -> float:
-        """The ratio of reserved to usable blocks; 0 without usable blocks (an encoder has no KV cache)."""
+        """The ratio of reserved to usable KV blocks; 0 without usable blocks (an encoder has no KV cache)."""
         return self.reserved / self.usable if self.usable else 0.0
 
 
@@ -93,7 +93,10 @@ class MeasuredMemory:
 
     @property
     def activations(self) -> int | None:
-        """The engine's own measurement, else the process peak minus weights, pool, LoRA slots and framework."""
+        """Bytes of activations: as the engine measured them, else derived from the process peak.
+
+        The derived value is the peak minus weights, KV pool, LoRA slots and framework.
+        """
         if self.activation_peak is not None:
             return self.activation_peak
         parts = (self.process_peak, self.weights, self.kv_pool, self.framework)
@@ -123,7 +126,7 @@ class AutoStats:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds that a step takes, by part (see ``COST_PARTS``); empty before they are known."""
+        """The learned seconds of an engine step by part (see ``COST_PARTS``); empty before they are known."""
         cost = self.cost
         if cost is None:
             return {}
@@ -131,7 +134,7 @@ class AutoStats:
         return dict(zip(COST_PARTS, values, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return these statistics as the JSON object in ``/memory`` and in ``tonnage watch --json``."""
+        """Return the statistics of mode ``auto`` as JSON for ``/memory`` and ``tonnage watch --json``."""
         return {
             "step_cost_seconds": self.parts or None,
             "holds_back": self.share is not None,
@@ -233,7 +236,7 @@ _BLOCKS = (
 
 
 def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
-    """Return the sum over several engines of the counts for each (outcome, reason)."""
+    """Return the sum over several engines of the counts of admission decisions, by (outcome, reason)."""
     sums: dict[tuple[str, str], int] = {}
     for outcome, reason, count in itertools.chain.from_iterable(parts):
         key = (str(outcome), str(reason))
@@ -242,7 +245,7 @@ def merged(parts: Iterable[ReasonCounts]) -> ReasonCounts:
 
 
 def added(values: Iterable[int | None]) -> int | None:
-    """Return the sum of the values, or None if one of them is None (unknown)."""
+    """Return the sum of a statistic over several engines, or None if one of the values is None (unknown)."""
     known = [*values]
     return None if None in known else sum(value or 0 for value in known)
 
@@ -266,7 +269,7 @@ def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
 
 
 def total(parts: Sequence[EngineStats]) -> EngineStats:
-    """Add up the statistics of one or more engines.
+    """Return the statistics of one or more engines added up to one `EngineStats`.
 
     Measured memory is left out, because it is compared with the plan of a single engine.
     """

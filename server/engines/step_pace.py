@@ -31,7 +31,7 @@ class StepPace:
         self._seconds = 0.0  # measured seconds per prompt token
 
     def took(self, prompt_tokens: int, seconds: float) -> None:
-        """Record that a step with ``prompt_tokens`` prompt tokens took ``seconds``.
+        """Record that an engine step with ``prompt_tokens`` prompt tokens took ``seconds``.
 
         A step with few prompt tokens is ignored, because the fixed time of a step would count as theirs. On a
         GPU the budget would then fall below a full step whenever only short prompts arrive.
@@ -40,10 +40,10 @@ class StepPace:
             self._seconds = seconds / prompt_tokens
 
     def budget(self, decodes: int) -> int:
-        """Return the token budget of a step in which ``decodes`` sequences compute one token each."""
+        """Return the token budget of an engine step in which ``decodes`` sequences compute one token each."""
         return min(self._most, decodes + self._prompt_tokens())
 
     def _prompt_tokens(self) -> int:
-        """Return how many prompt tokens a step may compute."""
+        """Return how many prompt tokens an engine step may compute."""
         possible = int(STEP_SECONDS / self._seconds) if self._seconds else 0
         return max(self._least, possible)

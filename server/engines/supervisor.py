@@ -85,7 +85,7 @@ class SupervisedEngine(Engine):
         return self._engine.capabilities
 
     def own_metrics(self) -> bytes:
-        """Return the metrics page of the current engine."""
+        """Return the current engine's own Prometheus metrics."""
         return self._engine.own_metrics()
 
     @property
@@ -130,12 +130,12 @@ class SupervisedEngine(Engine):
         return self._engine.capacity()
 
     async def drain(self, seconds: float) -> None:
-        """Drain the current engine; it is no longer restarted after this call."""
+        """Let the current engine finish its running requests; it is not restarted after this call."""
         self._stopping = True
         await self._engine.drain(seconds)
 
     async def stop(self) -> None:
-        """Stop the supervision and the current engine."""
+        """Stop the task that restarts engines, and the current engine."""
         self._stopping = True
         if self._watch is not None:
             self._watch.cancel()
@@ -155,7 +155,7 @@ class SupervisedEngine(Engine):
             attempt, since = attempt + 1, time.monotonic()
 
     async def _restart(self, attempt: int) -> bool:
-        """Wait and restart once; return whether the new engine runs.
+        """Wait, then replace the dead engine by a new one; return whether the new engine runs.
 
         ``attempt`` is the number of the restart in its series. When the supervisor gives up, the call does not
         return.
@@ -216,7 +216,7 @@ class SupervisedEngine(Engine):
 
 
 def _sum(stats: EngineStats, before: EngineStats) -> EngineStats:
-    """Return ``stats`` with the counters of ``before`` added to its own."""
+    """Return an engine's statistics with the counters of earlier engines, ``before``, added."""
     counters = {name: added((getattr(stats, name), getattr(before, name))) for name in COUNTERS}
     causes = itertools.zip_longest(stats.pool.evictions_by_cause, before.pool.evictions_by_cause, fillvalue=0)
     pool = dataclasses.replace(

@@ -27,7 +27,7 @@ HANG_CHECKS_LOADING = 300
 
 
 def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
-    """Return the clock ticks (user and system) that processes and their ended, waited-for children used.
+    """Return the clock ticks of processor time that processes and their reaped children have used.
 
     Source: proc_pid_stat(5), utime, stime, cutime and cstime.
 
@@ -68,7 +68,7 @@ class Watchdog:
         self._checks = 0
 
     def check(self, messages: int) -> int:
-        """Check once; return how many consecutive checks have found no progress.
+        """Check the processes once; return how many consecutive checks have found no progress.
 
         ``messages`` is the number of messages received so far; a new message is progress.
         """
@@ -81,7 +81,7 @@ class Watchdog:
         return self._checks
 
     def reset(self) -> None:
-        """Reset the count of checks without progress, because a message came."""
+        """Reset the count of checks without progress, because a message from the processes arrived."""
         self._since, self._checks = None, 0
 
 

@@ -122,7 +122,10 @@ class GrammarCache:
             raise GrammarError(library.first_line(str(error)), field=grammar.kind) from None
 
     def _make_room(self, wanted: int) -> bool:
-        """Evict cached grammars until ``wanted`` bytes of memory are free; return whether so many are free."""
+        """Evict compiled grammars until ``wanted`` bytes of the memory for grammars are free.
+
+        Returns whether so many bytes are free now.
+        """
         with self._lock:
             while held_bytes() + wanted > HELD_BYTES and self._compiled:
                 self._compiled.popitem(last=False)

@@ -71,7 +71,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
 
 
 def special_tokens(tokenizer: llguidance.LLTokenizer) -> list[int]:
-    """Return the ids of the tokens that represent no text."""
+    """Return the ids of a tokenizer's special tokens, which represent no text."""
     return [token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)]
 
 
@@ -115,7 +115,7 @@ def matcher_of(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLM
 
 
 def check(matcher: llguidance.LLMatcher) -> None:
-    """Raise GrammarError if the matcher is in llguidance's error state."""
+    """Raise GrammarError if a grammar's matcher is in llguidance's error state."""
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
 
@@ -127,9 +127,9 @@ def first_line(text: str) -> str:
 
 
 def parts_of(grammar: Grammar) -> list[Grammar]:
-    """Return the grammars to compile in a trial.
+    """Return the grammars that a trial of ``grammar`` compiles.
 
-    They are ``grammar`` itself, or for a structural tag the JSON schemas of the functions in it.
+    The result is ``grammar`` itself, or for a structural tag the JSON schemas of the functions in it.
 
     Raises:
         GrammarError: a schema is invalid.
@@ -152,7 +152,7 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
 
 
 def source_of(grammar: Grammar) -> str:
-    """Return ``grammar`` in llguidance's syntax.
+    """Return a request's grammar converted to llguidance's syntax.
 
     Raises:
         ValueError: the grammar is invalid; the converters may raise other errors, too.

@@ -1,4 +1,4 @@
-"""Matchers, which hold a sequence's state in its grammar, and the time budget for a step's token masks."""
+"""Matchers, which track how far a sequence's output is in its grammar, and the time limit for token masks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BUILDING = threading.Event()  # set while a grammar compiles: memory growth is 
 
 
 class CompiledGrammar:
-    """A compiled grammar, from which matchers are created.
+    """A compiled grammar, from which a matcher is created for each output sequence.
 
     ``held`` is its memory in bytes: the growth measured in its trial, plus the growth while masks were
     computed.
@@ -70,7 +70,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """The state of one output sequence in its grammar.
+    """The progress of one output sequence in its grammar, which determines the permitted next tokens.
 
     When the text is complete, one of the tokens ``ends`` may follow. Without ``ends`` the sequence ends as soon
     as the text is complete. ``seconds`` is the processor time of computing the last mask and of accepting the
@@ -87,11 +87,11 @@ class GrammarMatcher:
 
     @property
     def due(self) -> bool:
-        """Whether the mask for the next token is still to be computed."""
+        """Whether the mask of permitted next tokens is still to be computed."""
         return self._bits is None
 
     def fill(self) -> None:
-        """Compute the mask of tokens that the grammar permits next.
+        """Compute the mask of the tokens that the grammar permits next.
 
         Raises:
             GrammarError: the mask exceeds llguidance's limits.
@@ -119,7 +119,7 @@ class GrammarMatcher:
         logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
 
     def row(self) -> npt.NDArray[np.int32]:
-        """Return the mask as int32 words [vocabulary / 32] with one bit per token, the lowest bit first.
+        """Return the token mask as int32 words [vocabulary / 32], one bit per token, lowest bit first.
 
         A bit of 1 means that the grammar permits the token next.
         """
@@ -145,7 +145,7 @@ class GrammarMatcher:
         return allowed
 
     def accept(self, token: int) -> bool:
-        """Advance the grammar by one token; return whether the text is complete and no token may follow.
+        """Advance by one output token; return whether the text is complete and no token may follow.
 
         Raises:
             GrammarError: the grammar does not permit the token, or it exceeds llguidance's limits.
@@ -163,7 +163,7 @@ class GrammarMatcher:
 
 
 def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int, str]:
-    """Compute the masks that are still missing for a step, within the budget of `STEP_SECONDS`.
+    """Compute the token masks that a step still needs, within its time budget of `STEP_SECONDS`.
 
     Tenants share the budget: the next mask computed is the cheapest one of the tenant that has used the least
     time in this step. Once the budget is used up, no further mask is computed.

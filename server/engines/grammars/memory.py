@@ -14,7 +14,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Held(Protocol):
-    """A compiled grammar that states its memory."""
+    """A compiled grammar that states how many bytes of memory it takes."""
 
     held: int  # memory of the compiled grammar in bytes
 
@@ -26,7 +26,7 @@ _LIVE_LOCK = threading.Lock()  # several compiler threads add to the set
 
 
 def count(compiled: Held) -> None:
-    """Include the grammar's memory in `held_bytes` until the object is freed."""
+    """Include a compiled grammar's memory in `held_bytes` until the object is freed."""
     with _LIVE_LOCK:
         _LIVE.add(compiled)
 

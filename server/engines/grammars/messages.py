@@ -9,7 +9,7 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A message to compile ``grammar`` in a trial; the result carries the same ``number``."""
+    """A message to compile ``grammar`` in a trial; the message with the result has the same ``number``."""
 
     number: int
     grammar: Grammar
@@ -17,14 +17,14 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A message to cancel the trial with this number; no result follows."""
+    """A message to cancel the grammar trial with this number; no result follows."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The result of a trial: the grammar in llguidance's syntax (``source``), or an ``error`` message.
+    """The result of a grammar trial: the grammar in llguidance's syntax (``source``), or an ``error`` message.
 
     The ``source`` of a structural tag is its own text. ``bytes`` is the memory that compiling took, in bytes.
     """

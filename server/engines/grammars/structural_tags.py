@@ -66,7 +66,7 @@ class TagCompiler:
 
 
 class CompiledTag:
-    """A compiled structural tag, from which matchers are created."""
+    """A compiled structural tag, from which a matcher is created for each output sequence."""
 
     def __init__(self, compiled: Any, vocab_size: int) -> None:
         self._compiled, self._vocab_size = compiled, vocab_size
@@ -101,7 +101,7 @@ class TagMatcher:
         self.seconds, self.due = time.thread_time() - began, False
 
     def row(self) -> npt.NDArray[np.int32]:
-        """Return the mask as int32 words [vocabulary / 32] with one bit per token, the lowest bit first.
+        """Return the token mask as int32 words [vocabulary / 32], one bit per token, lowest bit first.
 
         A bit of 1 means that the tag permits the token next.
         """
@@ -120,7 +120,7 @@ class TagMatcher:
         self._apply(logits[None], self._bitmask.to(logits.device))
 
     def accept(self, token: int) -> bool:
-        """Advance the tag by one token; return whether the text is complete.
+        """Advance by one output token; return whether the structural tag's text is complete.
 
         Raises:
             GrammarError: the tag does not permit the token.

@@ -36,7 +36,7 @@ log = logging.getLogger("tonnage.server")
 PLACES = GRAMMAR_TRIALS
 # Upper bound of the texts with cached results, in bytes; above it, the least recently used are evicted.
 KNOWN_BYTES = 4 << 20
-_PATIENCE = 5.0  # seconds in which the process must end after its connection was closed
+_PATIENCE = 5.0  # seconds in which the trial process must end after its connection was closed
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Job:
 
 
 class TrialClient:
-    """A client that has the grammars of requests tried in another process and reports each result.
+    """A client that sends requests' grammars to a trial process and reports whether each one compiles.
 
     Args:
         folder: folder with the model's tokenizer.json.
@@ -82,7 +82,7 @@ class TrialClient:
         self._say(request_id)
 
     def close(self) -> None:
-        """End the thread of this client, and the process that tries grammars."""
+        """End this client's thread, and the process that compiles grammars in trials."""
         self._say(None)
 
     def _say(self, said: GenerationRequest | str | None) -> None:
@@ -210,7 +210,7 @@ def _size(known: tuple[Grammar, Tried]) -> int:
 
 
 class _Trial:
-    """A process that tries grammars, and the connection to it."""
+    """A child process that compiles grammars in trials, and the connection to it."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()
@@ -226,7 +226,7 @@ class _Trial:
         self.connection = Connection(ours.detach())
 
     def end(self) -> None:
-        """Close the connection, which makes the process end; kill the process if it does not (SIGSTOP)."""
+        """Close the connection, at which the trial process ends; kill it if it does not (SIGSTOP)."""
         self.connection.close()
         try:
             self.process.wait(_PATIENCE)

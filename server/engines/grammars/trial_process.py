@@ -57,7 +57,7 @@ TOO_MUCH = (
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A running trial, with the number of its request message and the id of its process."""
+    """A running grammar trial: the number of its request message, and the id of the forked process."""
 
     number: int
     pid: int
@@ -117,7 +117,7 @@ def _special_tokens(folder: str) -> list[str]:
 def _begin(
     tokenizer: llguidance.LLTokenizer, trial: Try, connection: Connection, forks: dict[Connection, _Fork]
 ) -> None:
-    """Start a trial in a fork, and add the reading end of its pipe to ``forks``."""
+    """Start the trial of a grammar in a fork, and add the reading end of its pipe to ``forks``."""
     reader, writer = Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -135,7 +135,7 @@ def _begin(
 
 
 def _limit() -> None:
-    """Set this process's limits of time, memory and stack; the kernel kills it beyond the time limit."""
+    """Limit the time, memory and stack of this process, a grammar trial; the kernel enforces the limits."""
     os.nice(BEHIND_THE_ENGINE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
@@ -145,7 +145,7 @@ def _limit() -> None:
 
 
 def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
-    """Compile the grammar and compute its first mask, as the engine will do; return the result."""
+    """Compile a grammar and compute its first token mask, as the engine will do; return the trial's result."""
     before = memory.resident_bytes()
     try:
         source = trial.grammar.text
@@ -166,7 +166,7 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
 
 
 def _result(reader: Connection, fork: _Fork) -> Tried:
-    """Return the result that a fork has sent, or an error if the fork ended without a result."""
+    """Return the trial result that a fork has sent, or an error if the fork ended without a result."""
     try:
         tried: Tried = reader.recv()
     except (EOFError, OSError):  # the kernel has killed the fork

@@ -1,4 +1,4 @@
-"""Entry point of the engine process: ``python -m tonnage.server.engines.hf FD THREADS``."""
+"""Entry point of the Hugging Face engine's process: ``python -m tonnage.server.engines.hf FD THREADS``."""
 
 from __future__ import annotations
 

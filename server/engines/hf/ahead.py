@@ -1,4 +1,4 @@
-"""Compile all kernels before the first start: ``python -m tonnage.server.engines.hf.ahead [--all]``.
+"""Compile all numba kernels before the first start: ``python -m tonnage.server.engines.hf.ahead [--all]``.
 
 It writes one archive of machine code per instruction set (such as AVX-512) beside the package. A start reads
 the archive for its processor, see `tonnage.cache.ahead`. Run it when an image or a wheel is built, or once
@@ -46,7 +46,7 @@ PARTS = {"kernels": [Part(None)], "manager": _MANAGERS}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The machine code that one compiling process has produced.
+    """The machine code of numba kernels that one compiling process has produced.
 
     Attributes:
         name: name of the compiler's cache, and of the archive part that the code goes to.
@@ -94,7 +94,7 @@ def named() -> list[str]:
 
 
 def is_there(level: Level, names: list[str]) -> bool:
-    """Return whether the archive of this instruction set has the parts ``names`` of the current sources."""
+    """Return whether the archive for ``level`` has machine code of the parts ``names`` from these sources."""
     return all(
         {part.note for part in PARTS[name]}
         <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()
@@ -103,7 +103,7 @@ def is_there(level: Level, names: list[str]) -> bool:
 
 
 def write(level: Level, found: list[Compiled]) -> None:
-    """Write the compiled code to the archive of instruction set ``level``, atomically."""
+    """Write machine code to the archive file for the CPU instruction set ``level``, atomically."""
     level.path.parent.mkdir(parents=True, exist_ok=True)
     partial = level.path.with_suffix(f".{os.getpid()}")
     try:
@@ -114,7 +114,7 @@ def write(level: Level, found: list[Compiled]) -> None:
 
 
 class _Processes:
-    """A pool of compiling processes, at most one per core, which prints progress lines on stderr."""
+    """A pool of processes that compile kernels, at most one per core, with progress lines on stderr."""
 
     def __init__(self, work: Path, pool: ThreadPoolExecutor) -> None:
         self._work = work
@@ -172,12 +172,12 @@ def _tell(compiler: Compiler) -> None:
 
 
 def read(path: Path) -> Compiled:
-    """Return the compiled code that a compiling process has pickled to ``path``."""
+    """Return the machine code that a compiling process has pickled to the file ``path``."""
     return Compiled(*pickle.loads(path.read_bytes()))
 
 
 def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
-    """Compile the parts ``names`` for each instruction set in ``levels``, and write the archives.
+    """Compile the kernel parts ``names`` for each CPU instruction set in ``levels``, and write archives.
 
     This processor's instruction set, ``here``, comes first: running the code yields the functions' signatures.
     The other instruction sets are compiled from these signatures.
@@ -202,7 +202,7 @@ def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
 
 
 def main() -> int:
-    """Parse the command line and compile the parts missing from the archives; return the exit status."""
+    """Parse the command line, and compile the kernels that the archives lack; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help=f"for {', '.join(level.name for level in LEVELS)}")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)

@@ -15,7 +15,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A flat (unpadded) batch of S sequences and T tokens, with prefill chunks and decodes mixed.
+    """The flat (unpadded) token batch of one step: T tokens of S sequences, prefill chunks and decodes.
 
     ``slots[g]`` has the pool slot (block * block_size + offset) to which KV cache group g writes the K and V of
     each token. ``tables[g]`` has the block tables of the S sequences in group g. ``kv_len`` is each sequence's
@@ -33,5 +33,5 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences in the batch."""
+        """Number of sequences in the step's batch."""
         return len(self.kv_len)

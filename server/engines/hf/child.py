@@ -1,4 +1,4 @@
-"""The engine process: a loop that receives requests, computes steps, and sends chunks and statistics.
+"""The HF engine's process: a loop that receives requests, computes steps, sends chunks and statistics.
 
 ``__main__.py`` starts it, and the first message on its socket is ``Load``. This process imports torch; the API
 process, its parent, does not.
@@ -50,7 +50,7 @@ _MESSAGES_PER_STEP = 64
 
 
 def main(descriptor: int, threads: int) -> None:
-    """Load the model and serve until a Stop message arrives or the parent process has ended.
+    """Load the model and serve requests until a Stop message arrives or the parent process has ended.
 
     Args:
         descriptor: file descriptor of the socket to the parent process.
@@ -136,7 +136,7 @@ class EngineLoop:
         self.warm_weights_bytes = storage_bytes(self.runner.model)
 
     def ready(self) -> Ready:
-        """Return the Ready message with the memory measured during the load, in bytes."""
+        """Return the Ready message to the API process, with the bytes of memory measured during the load."""
         return Ready(
             num_blocks=self.runner.pool.tensor.shape[0],
             weights_bytes=self.runner.weights_bytes,
@@ -155,7 +155,7 @@ class EngineLoop:
         return self.scheduler.idle and not self._compiling and not self.scheduler.fetching
 
     def run(self) -> None:
-        """Receive messages and compute steps until a Stop message arrives."""
+        """Receive messages of the API process and compute steps until a Stop message arrives."""
         wakes: list[Connection | int] = [self.connection, self.grammars.fileno()]
         if self.tier is not None:
             wakes.append(self.tier.fileno())
@@ -220,13 +220,15 @@ class EngineLoop:
         return chunks + self.scheduler.finish(draws)
 
     def _draw(self, logits: torch.Tensor, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
-        """Draw a token for each draw from its row of ``logits``, with log probabilities if requested.
+        """Draw the next token of each sequence in ``draws`` from its row of ``logits``.
+
+        The draws also get log probabilities if requested.
 
         Grammars, penalties and biases of the sequence adjust the row first.
 
         Args:
             logits: [rows, vocabulary].
-            draws: the draws, which name their rows.
+            draws: the sequences that get a token, each with its row number.
 
         Returns:
             The draws that have a token, and error chunks of sequences without a possible token.
@@ -287,7 +289,7 @@ class EngineLoop:
         return chunks
 
     def _fill_masks(self, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
-        """Compute the token masks of all sequences with a grammar.
+        """Compute the grammar masks for this step's tokens, for all sequences with a grammar.
 
         Returns:
             The draws that can go on, and error chunks of sequences whose mask took more time than a step
@@ -316,7 +318,7 @@ class EngineLoop:
                     self.runner.pool.clear(slots[rows])
 
     def _score_prompts(self, batch: Batch, picked: list[HFSequence]) -> torch.Tensor:
-        """Compute the step, and record the log probabilities of prompt tokens for requests that ask for them.
+        """Compute the model's step, and record log probabilities of prompt tokens where requested.
 
         Returns:
             The rows of logits to draw tokens from, [sequences that sample, vocabulary].
@@ -338,19 +340,19 @@ class EngineLoop:
 
 
 def _takes_likeliest(sequence: HFSequence) -> bool:
-    """Return whether the next token is the argmax of the logits: greedy, without logprobs or adjustment."""
+    """Return whether a sequence's next token is the argmax of its logits: greedy, no logprobs or adjustment."""
     params = sequence.params
     return is_greedy(params) and params.logprobs is None and not needs_adjusting(sequence)
 
 
 def _rows(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Return the rows of ``logits`` that ``draws`` name, in order; no copy if these are all rows in order."""
+    """Return the rows of ``logits`` that ``draws`` name, in order; without a copy if these are all rows."""
     rows = [draw.row for draw in draws]
     return logits if rows == list(range(len(logits))) else logits[rows]
 
 
 def _errors(request: GenerationRequest, error: TonnageError) -> list[Chunk]:
-    """Return one error chunk per sequence, marked as refused if the request caused the error."""
+    """Return one error chunk per sequence of a request, marked as refused if the request caused the error."""
     at_fault = isinstance(error, Refused)
     return [
         Chunk(request.request_id, index, (), "error", error=str(error), refused=at_fault)

@@ -1,8 +1,8 @@
-"""Compilation of the kernels in separate processes, before the weights are loaded.
+"""Compilation of the HF engine's numba kernels in separate processes, before the weights are loaded.
 
-A compiler does not free its memory. Code that the engine process compiles itself takes about 190 MB more than
-code that it reads from disk (demo model). So without separate processes the memory plan would be wrong at the
-first start.
+numba's compiler does not free its memory. Code that the engine process compiles itself takes about 190 MB more
+than code that it reads from disk (demo model). So without separate processes the memory plan would be wrong at
+the first start.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SAY_SECONDS = 5.0  # seconds between two progress lines
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The code that one process compiles: the block manager for a KV layout, or the CPU kernels.
+    """The numba code that one process compiles: the block manager for a KV layout, or the CPU kernels.
 
     Attributes:
         layout: KV layout that the block manager is compiled for; None for the CPU kernels.
@@ -42,7 +42,7 @@ class Part:
 
     @property
     def compiler(self) -> Compiler:
-        """The compiler in whose cache this part's machine code is stored."""
+        """The `Compiler` in whose cache this part's machine code is stored."""
         return KERNELS if self.layout is None else COMPILER
 
     @property
@@ -54,7 +54,7 @@ class Part:
         return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
 
     def load(self) -> None:
-        """Load the machine code of this part from disk, or compile it."""
+        """Load this part's machine code from disk, or compile the part if there is none."""
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return
@@ -65,7 +65,7 @@ class Part:
 
 
 class Preparation:
-    """The compiled code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
+    """The machine code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
 
     Each part that is not on disk is compiled in a process of its own, one after the other: two processes at
     once would need more memory than the plan has for a first start. The first one starts at once, the next ones
@@ -83,7 +83,7 @@ class Preparation:
             self._first = _Compilation(self._missing[0])
 
     def load(self) -> None:
-        """Compile what is missing, then load all parts from disk, which takes half a second."""
+        """Compile the parts without machine code on disk, then load all parts from disk in half a second."""
         for number, part in enumerate(self._missing, 1):
             compilation = self._first if number == 1 and self._first else _Compilation(part)
             self._finish(compilation, f"part {number} of {len(self._missing)}")
@@ -91,7 +91,7 @@ class Preparation:
             part.load()
 
     def _finish(self, compilation: _Compilation, name: str) -> None:
-        """Wait until ``compilation`` ends; print its progress on stderr, with ``name`` as its name."""
+        """Wait until ``compilation`` ends; print its progress on stderr under the name ``name``."""
         said = self._begun
         while compilation.works():
             if time.monotonic() - said >= SAY_SECONDS:
@@ -130,7 +130,7 @@ class _Compilation:
 
 
 def _compile(part: Part, told: Connection) -> None:
-    """Compile ``part`` in this process; exit with status 1 if the code could not be stored on disk.
+    """Compile ``part`` in this process; exit with status 1 if the machine code could not be stored on disk.
 
     ``told`` is the pipe for progress reports to the parent process.
     """
@@ -139,7 +139,7 @@ def _compile(part: Part, told: Connection) -> None:
     # and peak memory is 30 MB higher.
     gc.freeze()
     gc.set_threshold(50_000)
-    bound_heap()  # freed memory returns to the kernel, because the model loads meanwhile
+    bound_heap()  # return freed memory to the kernel: the engine process takes memory at the same time
     threading.Thread(target=_tell, args=(part.compiler, told), daemon=True).start()
     part.load()
     if not part.compiler.kept:

@@ -79,7 +79,7 @@ def capabilities() -> Capabilities:
 
 
 def default_threads() -> int:
-    """Return the default number of compute threads.
+    """Return the default number of compute threads of the HF engine.
 
     It is the first number in OMP_NUM_THREADS if that is set, else the number of cores available to the process.
     """
@@ -251,7 +251,7 @@ class HFEngine(Engine):
         process.kill()
 
     def _check_limit(self) -> int | None:
-        """Return how many consecutive checks may find no progress before the process is killed.
+        """Return how many consecutive checks may find no progress before the engine process is killed.
 
         Returns None if the engine has no work.
         """
@@ -291,7 +291,7 @@ class HFEngine(Engine):
             waiting.put_nowait(error)
 
     def _ended(self, request_id: str) -> None:
-        """Record that one more sequence of the request has finished."""
+        """Record that one more of the request's n sequences has finished."""
         unfinished = self._unfinished.pop(request_id, 0)
         if unfinished > 1:
             self._unfinished[request_id] = unfinished - 1

@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._trials = None if self._cache.broken else TrialClient(folder, self._tried)
 
     def fileno(self) -> int:
-        """Return the file descriptor that is readable while compilation outcomes are pending."""
+        """Return the file descriptor that is readable while results of grammar compilation are pending."""
         return self._told
 
     @property
@@ -60,7 +60,7 @@ class GrammarCompiler:
         return self._trials.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """Start compiling the request's grammar; a GrammarOutcome follows unless the request is cancelled."""
+        """Start compiling a request's grammar; `outcomes` reports the result unless it is cancelled."""
         if self._trials is None:
             self._tell(request.request_id, self._cache.broken)
         elif request.params.grammar in self._cache:
@@ -74,12 +74,12 @@ class GrammarCompiler:
             self._trials.cancel(request_id)
 
     def close(self) -> None:
-        """Stop the thread and the child process that try grammars."""
+        """Stop the thread and the child process that compile grammars in trials."""
         if self._trials is not None:
             self._trials.close()
 
     def outcomes(self) -> list[GrammarOutcome]:
-        """Return the grammar compilation outcomes since the last call."""
+        """Return the results of grammar compilation since the last call, one per request."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._told)
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]

@@ -9,7 +9,7 @@ SMALLER = "lower --kv-cache-memory-bytes, --max-num-seqs or --max-num-batched-to
 
 
 def gib(count: int) -> str:
-    """Format a number of bytes as bytes and GiB."""
+    """Return a number of bytes as text, in bytes and in GiB."""
     return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
 
 
@@ -23,7 +23,7 @@ def available_memory() -> int:
 
 
 def require_available(plan: Plan, available: int) -> None:
-    """Raise DoesNotFit if the plan needs more than ``available``, the bytes that other programs leave free."""
+    """Raise DoesNotFit if the plan needs more than the ``available`` bytes of the machine's memory."""
     needed = plan.rank.used_bytes
     if needed > available:
         raise DoesNotFit(
@@ -53,7 +53,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(plan: Plan, error: BaseException) -> DoesNotFit:
-    """Return the error for a load that ran out of memory; it states planned and available memory."""
+    """Return the error for a model load that ran out of memory, with planned and available bytes."""
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return DoesNotFit(
         f"out of memory while loading ({first[:200]}); the plan needs {gib(plan.rank.used_bytes)} of "

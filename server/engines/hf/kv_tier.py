@@ -51,13 +51,13 @@ _SECONDS_TO_CLOSE = 3.0
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A request that waits for blocks from the folder.
+    """A request that waits until its KV blocks are read from the disk tier's folder.
 
     Attributes:
         sequence: the request's first sequence.
         missing: keys of the blocks that are not read yet.
         since: time at which the reads were requested, in seconds.
-        read: blocks read for this request.
+        read: number of blocks read for this request.
     """
 
     sequence: HFSequence
@@ -67,7 +67,7 @@ class _Fetch:
 
 
 class KVTier:
-    """A second-level KV cache behind one pool: host memory, and optionally a folder behind it.
+    """A second-level KV cache behind one KV pool: host memory, and optionally a folder on disk.
 
     Args:
         pool: the KV pool, in host memory.
@@ -114,21 +114,21 @@ class KVTier:
         self._load_seconds = self._saved_seconds = self._spent_seconds = 0.0
 
     def fileno(self) -> int:
-        """Return the file descriptor that becomes readable when a read or write ends, until `collect`."""
+        """Return a file descriptor that is readable from the end of a disk read or write until `collect`."""
         return self._wake
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the tier takes."""
+        """Bytes of host memory that the KV tier takes."""
         return self._memory.nbytes
 
     @property
     def fetching(self) -> list[HFSequence]:
-        """The sequences that wait for blocks from the folder."""
+        """The sequences that wait until their KV blocks are read from disk."""
         return [fetch.sequence for fetch in self._fetches]
 
     def stats(self) -> TierStats:
-        """Return the contents of the tier, and the counters of its operations."""
+        """Return the number and bytes of the KV tier's blocks, and counters of its operations."""
         return TierStats(
             host_size=self.nbytes,
             host_used=len(self._slots) * self.block_bytes,
@@ -146,7 +146,7 @@ class KVTier:
     # -- from the pool to the tier -----------------------------------------------------------------------------
 
     def keep(self, keys: Sequence[bytes], start: int, blocks: Sequence[int]) -> None:
-        """Copy blocks of the pool to host memory, and write them to the folder later.
+        """Copy a sequence's KV blocks from the pool to host memory; write them to the disk folder later.
 
         A sequence longer than the host memory keeps its beginning, which alone can be hit.
 
@@ -189,7 +189,7 @@ class KVTier:
         self._spent_seconds += time.perf_counter() - since
 
     def finish(self, keys: Sequence[bytes], reused: int) -> None:
-        """Record the end of a sequence in the eviction order; its first block becomes the most recently used.
+        """Record a sequence's end in the tier's eviction order; its first block counts as used last.
 
         Args:
             keys: keys of the sequence's blocks that were offered to the tier, from its first token on.
@@ -204,7 +204,7 @@ class KVTier:
             self._store.finish(keys, keys[:reused])
 
     def _take_slot(self, kept: set[bytes]) -> int | None:
-        """Return a free slot of host memory, after an eviction if needed; None if no block can be evicted."""
+        """Return a free block slot of host memory, evicting a block if needed; None if none can be evicted."""
         if self._free:
             return self._free.pop()
         if self._learned is not None and not self._learned.failed:
@@ -220,14 +220,14 @@ class KVTier:
     # -- from the tier to the pool -----------------------------------------------------------------------------
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the blocks are in host memory, from the first on."""
+        """Return how many leading KV blocks of ``keys`` are in host memory."""
         for count, key in enumerate(keys):
             if key not in self._slots:
                 return count
         return len(keys)
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Copy blocks that `match` has found to blocks of the pool."""
+        """Copy KV blocks that `match` has found in host memory to the blocks ``blocks`` of the pool."""
         since = time.perf_counter()
         for key, block in zip(keys, blocks, strict=True):
             slot = self._slots[key]
@@ -242,7 +242,7 @@ class KVTier:
     # -- from the folder to host memory ------------------------------------------------------------------------
 
     def fetch(self, sequence: HFSequence, keys: Sequence[bytes]) -> bool:
-        """Begin to read a request's blocks from the folder; return whether the request waits for them.
+        """Begin to read a request's KV blocks from disk; return whether the request waits for them.
 
         `collect` returns the sequence when it need not wait any longer.
 
@@ -284,16 +284,16 @@ class KVTier:
         return bool(missing)
 
     def computed(self, tokens: int, seconds: float, block_size: int) -> None:
-        """Record the seconds of a step that computed ``tokens`` prompt tokens, to compare reads with them."""
+        """Record the seconds of a step that computed ``tokens`` prompt tokens, to compare with disk reads."""
         if tokens >= block_size:
             self._rule.computed(tokens // block_size, seconds)
 
     def forget(self, sequence: HFSequence) -> None:
-        """Forget a cancelled request that waits for blocks."""
+        """Forget a cancelled request that waits until its KV blocks are read from disk."""
         self._fetches = [fetch for fetch in self._fetches if fetch.sequence is not sequence]
 
     def collect(self) -> list[HFSequence]:
-        """Add blocks whose reads have ended to host memory; return the sequences that need not wait any longer.
+        """Add KV blocks read from disk to host memory; return the sequences that need not wait any longer.
 
         The sequence that waited longest comes first.
         """
@@ -325,7 +325,7 @@ class KVTier:
         return [fetch.sequence for fetch in ready]
 
     def _write(self, prefix: Sequence[bytes], jobs: list[tuple[bytes, int]]) -> None:
-        """Write blocks to the folder, or drop them if the folder's learned order refuses them.
+        """Write KV blocks to disk, or drop them if the disk tier's learned order refuses them.
 
         A writer thread runs this method.
         """
@@ -340,7 +340,7 @@ class KVTier:
     def _run(
         self, work: Callable[[bytes, memoryview], bool], jobs: list[tuple[bytes, int]], reads: bool
     ) -> None:
-        """Read or write blocks in a thread; report the end of each block's transfer, even after an error."""
+        """Read or write KV blocks in a thread; report the end of each block's transfer, even after an error."""
         for key, slot in jobs:
             success = False
             try:
@@ -354,7 +354,7 @@ class KVTier:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Wait some seconds for blocks that are being written, and release the folder."""
+        """Wait some seconds for KV blocks that are being written to disk, and release the folder."""
         if self._store is None:
             return
         until = time.monotonic() + _SECONDS_TO_CLOSE
@@ -368,12 +368,12 @@ class KVTier:
 
 
 def _leave_out(key: bytes, block: memoryview) -> bool:
-    """Return False without writing the block, in place of `DiskStore.store`."""
+    """Return False without writing the KV block to disk; a stand-in for `DiskStore.store`."""
     return False
 
 
 def tier_of(plan: Plan, pool: PagedPool) -> KVTier | None:
-    """Return the KV tier of a plan, or None if it has none.
+    """Create the KV tier that a memory plan has, or return None if the plan has no KV tier.
 
     Raises:
         DiskError: the folder cannot be used, or another server writes it.
@@ -390,7 +390,7 @@ def tier_of(plan: Plan, pool: PagedPool) -> KVTier | None:
 
 
 def namespace_of(plan: Plan) -> Mapping[str, Any]:
-    """Return the facts that the bytes of a block depend on: weights, dtypes, quantization and layout."""
+    """Return the facts that a KV block's bytes depend on: weights, dtypes, quantization and layout."""
     flags = plan.deployment
     return {
         "engine": "hf 1",  # increase the number when the meaning of a block's bytes changes

@@ -1,4 +1,4 @@
-"""Messages between the API process and the engine process, which are pickled on a socket."""
+"""Messages between the API process and the HF engine's process, which are pickled on a socket."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A message to the engine process to exit."""
+    """A message to the engine process to stop serving and exit."""
 
 
 @dataclass(frozen=True, slots=True)

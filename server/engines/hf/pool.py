@@ -1,4 +1,4 @@
-"""The KV pool of one rank: a tensor, plus scales for some dtypes, with every page touched at start."""
+"""The KV pool of one rank: a tensor, plus scales for some dtypes, with all its memory allocated at start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m
 
 
 def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a host array to a tensor on ``device``.
+    """Copy a numpy array in host memory to a tensor on ``device``.
 
     The copy to a GPU goes through pinned memory, so it does not wait for the GPU's current work. The pinned
     memory stays allocated until the copy is done.
@@ -66,12 +66,12 @@ class PagedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool's tensor and its scales."""
+        """Bytes of memory of the KV pool's tensor and its scales."""
         scales = 0 if self.scales is None else self.scales.untyped_storage().nbytes()
         return self.tensor.untyped_storage().nbytes() + scales
 
     def row_index(self, slots: Int64) -> Int64:
-        """Return the pool row that holds K of layer slot 0 for each slot (block * block_size + offset).
+        """Return the pool row with K of layer slot 0 for each token slot (block * block_size + offset).
 
         A slot of -1 (padding) gives row -1.
         """
@@ -79,7 +79,7 @@ class PagedPool:
         return (slots // size) * (self.layout.layer_slots * 2 * size) + slots % size
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Store ``values`` [T, KV heads, head size] in the pool rows ``rows`` [T], in the pool's dtype.
+        """Store K or V ``values`` [T, KV heads, head size] in the pool rows ``rows`` [T], in its dtype.
 
         For a dtype with scales, the pool stores the values divided by their scale, and the scale.
         """
@@ -97,7 +97,7 @@ class PagedPool:
         self.rows[rows] = values.clamp_(-largest, largest).to(self.dtype).view(torch.uint8)
 
     def read(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values [T, KV heads, head size] of the pool rows ``rows`` [T], converted to ``dtype``."""
+        """Return K or V [T, KV heads, head size] of the pool rows ``rows`` [T], converted to ``dtype``."""
         stored = self.rows.index_select(0, rows)
         if stored.dtype != self.dtype:
             stored = stored.view(self.dtype)
@@ -116,7 +116,7 @@ class PagedPool:
             self.scales.view(len(self.tensor), -1, size, self.layout.kv_heads)[blocks, :, offsets] = 0
 
     def copy_blocks(self, source: Int64, destination: Int64) -> None:
-        """Copy whole blocks in all layers at once: ``source[i]`` to ``destination[i]`` (copy-on-write)."""
+        """Copy KV block ``source[i]`` to block ``destination[i]``, in all layers at once (copy-on-write)."""
         if not len(source):
             return
         to, start = (on_device(array, self.tensor.device) for array in (destination, source))

@@ -1,4 +1,4 @@
-"""The request scheduler of the engine process: it turns requests into batches, and tokens into chunks.
+"""The HF engine's request scheduler: it turns requests into batches, and sampled tokens into chunks.
 
 `tonnage.cache.scheduler` decides what a step computes, and which requests wait or are preempted. This module
 converts its decisions to arrays for the model runner, and drawn tokens to chunks.
@@ -37,7 +37,7 @@ MakeMatcher = Callable[[Grammar, tuple[int, ...]], Matcher]
 
 
 class HFScheduler:
-    """The scheduler of one rank, with the state of all waiting and running requests.
+    """The HF engine's scheduler of one rank, with the state of all waiting and running requests.
 
     Each step calls ``schedule``, the model's forward, ``publish`` and ``fork``, draws tokens, and calls
     ``finish``.
@@ -70,7 +70,7 @@ class HFScheduler:
 
     @property
     def entries(self) -> dict[int, HFSequence]:
-        """The waiting sequences by sequence id."""
+        """The sequences in the waiting queue, by sequence id."""
         return self.core.waiting
 
     @property
@@ -104,7 +104,7 @@ class HFScheduler:
             self.core.add(sequence)
 
     def _fetches(self, tier: KVTier, sequence: HFSequence) -> bool:
-        """Set the keys of a new sequence; return whether it waits for blocks that are read from disk.
+        """Set the KV tier keys of a new sequence; return whether it waits for blocks read from disk.
 
         A sequence whose prompt tokens are all scored shares no block, so it has no keys.
         """
@@ -118,7 +118,7 @@ class HFScheduler:
         return tier.fetch(sequence, keys[found // size :])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Chunk]:
-        """Drop a request in any state, or only its sequence ``index``, and free the blocks.
+        """Drop a request in any state, or only its sequence ``index``, and free its KV blocks.
 
         The n sequences of a request share one prefill and fork after it. Before the fork they can only be
         dropped together.
@@ -140,7 +140,7 @@ class HFScheduler:
         return [Chunk(request_id, index, (), "abort") for index in ended]
 
     def schedule(self) -> tuple[Batch | None, list[HFSequence], list[Chunk]]:
-        """Schedule one step and build its batch.
+        """Decide what one step computes, and build the batch of its tokens.
 
         Returns:
             The batch (None if there is nothing to compute), its sequences in batch order, and error chunks of
@@ -172,7 +172,7 @@ class HFScheduler:
         return (self._batch(step.picked, step.copies) if step.picked else None), step.picked, refused
 
     def _tokens_in_tier(self, sequence: HFSequence) -> int:
-        """Return how many tokens behind the pool's prefix hit of an admitted sequence are in the host tier."""
+        """Return how many tokens behind a sequence's prefix hit in the pool the KV tier has in host memory."""
         if self.tier is None or sequence.keys is None:
             return 0
         size = self.manager.block_size
@@ -181,7 +181,7 @@ class HFScheduler:
         return self.tier.match(keys[sequence.hit :]) * size
 
     def _load(self, sequence: HFSequence) -> None:
-        """Copy the blocks of an admitted sequence from the tier to the pool, and let the sequence run.
+        """Copy KV blocks of an admitted sequence from the KV tier to the pool, and let the sequence run.
 
         The scheduler has allocated these blocks and counts their tokens as computed. Nothing reads them before
         the forward of this step.
@@ -197,7 +197,7 @@ class HFScheduler:
         self.core.resume(sequence)
 
     def _keep(self, sequence: HFSequence) -> None:
-        """Copy a sequence's new full blocks to the tier."""
+        """Copy a sequence's KV blocks that are newly full from the pool to the KV tier."""
         assert self.tier is not None
         assert sequence.keys is not None
         start, end = sequence.kept, sequence.computed // self.manager.block_size
@@ -281,7 +281,7 @@ class HFScheduler:
         self.core.took(tokens, len(picked), seconds)
 
     def fork(self, draws: list[Draw]) -> list[Draw]:
-        """Fork each sequence whose request wants n > 1 answers; return the draws of parents and forks.
+        """Fork each sequence whose request wants n > 1 outputs; return the draws of parents and forks.
 
         Call it after `publish`. A fork draws its first token from the row of logits of its parent.
         """
@@ -297,7 +297,7 @@ class HFScheduler:
         return drawing
 
     def finish(self, draws: list[Draw]) -> list[Chunk]:
-        """Append the drawn tokens and free the blocks of ended sequences; return one chunk per draw."""
+        """Append the drawn tokens, free the KV blocks of ended sequences, and return one chunk per draw."""
         chunks = []
         going: list[HFSequence] = []
         for draw in draws:
@@ -326,7 +326,10 @@ class HFScheduler:
         return chunks
 
     def fail(self, picked: list[HFSequence], error: str, *, refused: bool = False) -> list[Chunk]:
-        """End these sequences with an error; ``refused`` means that the request caused it, not the engine."""
+        """End the sequences ``picked`` with an error, and return their error chunks.
+
+        ``refused`` means that the request caused the error, not the engine.
+        """
         chunks = []
         for sequence in picked:
             self._leave(sequence)
@@ -367,7 +370,7 @@ class HFScheduler:
         return self._said(sequence, token_ids, reason, scored)
 
     def stats(self) -> EngineStats:
-        """Return the current statistics of the scheduler and the block pool."""
+        """Return the current statistics of the scheduler and the KV block pool."""
         stats = engine_stats(self.manager, self.core, self.generation_tokens)
         if self.tier is None:
             return stats

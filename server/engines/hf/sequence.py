@@ -33,7 +33,7 @@ class HFSequence(scheduler.Sequence):
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """Return prompt and output as an int32 array, cached while the sequence waits for admission."""
+        """Return the token ids of prompt and output as an int32 array, cached while the sequence waits."""
         if self.asked is None:
             self.asked = np.array(self.tokens, np.int32)
         return self.asked
@@ -49,7 +49,7 @@ class HFSequence(scheduler.Sequence):
 
     @property
     def params(self) -> SamplingParams:
-        """The sampling parameters of the request."""
+        """The sampling parameters of the sequence's request."""
         return self.request.params
 
     @property
@@ -59,13 +59,13 @@ class HFSequence(scheduler.Sequence):
 
     @property
     def logits_at(self) -> range:
-        """Positions whose logits the sequence needs from the current step."""
+        """Token positions of the sequence whose logits the current step must compute."""
         end = self.computed + self.chunk
         return range(self.computed if self.scores else end - int(self.samples), end)
 
 
 def first_sequence(request: GenerationRequest, arrival: float, matcher: Matcher | None) -> HFSequence:
-    """Return the first sequence of a new request; it represents all n sequences until they fork."""
+    """Return the first sequence of a new request; it represents all n sequences until forks are made."""
     return HFSequence(
         prompt=len(request.prompt_token_ids),
         max_tokens=request.params.max_tokens,
@@ -120,7 +120,7 @@ class Draw:
 
 
 def draws_of(picked: Iterable[HFSequence]) -> list[Draw]:
-    """Return a draw for each sequence whose last known token this step computes, with rows in batch order."""
+    """Return a `Draw` for each sequence that samples a token in this step; rows are in batch order."""
     return [Draw(sequence, row) for row, sequence in enumerate(s for s in picked if s.samples)]
 
 

@@ -92,7 +92,7 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
     Args:
         plan: the plan that vLLM is started with.
         policy: the admission policy.
-        sharing: prefixes shared between cache salts, and the options of KV events.
+        sharing: prefixes whose KV blocks all cache salts share, and the options of KV events.
         grammars: whether the scheduler also bounds the memory and time of grammars.
 
     Returns:

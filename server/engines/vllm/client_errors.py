@@ -34,7 +34,7 @@ def return_rejections() -> None:
 
 
 def _refusal(output: Any) -> str | None:
-    """Return the reason why our scheduler rejected a request, or None for any other output.
+    """Return why our scheduler rejected the request of a vLLM output, or None for any other output.
 
     Only our rejections set `stop_reason` on an error; vLLM's own errors leave it empty.
     """

@@ -15,7 +15,7 @@ from tonnage.server.engines.vllm.stats_transport import AdmissionStats, take_sta
 
 
 class CoreStats:
-    """The statistics of one engine core.
+    """The statistics of one of vLLM's engine cores.
 
     Args:
         num_blocks: number of blocks of its KV pool, including the null block.
@@ -32,11 +32,11 @@ class CoreStats:
 
     @property
     def unfinished(self) -> int:
-        """Return the number of requests that were running or waiting after the last step."""
+        """Return the number of requests that ran or waited in the engine core after its last step."""
         return self._running + self._waiting
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Update the statistics from one message of the engine core.
+        """Update the statistics from one message that the engine core sent after a step.
 
         Args:
             scheduler: vLLM's SchedulerStats or None.
@@ -107,7 +107,7 @@ class CoreStats:
 
 
 class EngineCores:
-    """The statistics of all engine cores behind one AsyncLLM.
+    """The statistics of all of vLLM's engine cores behind one AsyncLLM.
 
     Until the first core has started, the planned number of blocks is reported as core 0.
 
@@ -129,11 +129,11 @@ class EngineCores:
         return CoreStats(num_blocks, caching=self._caching, admission=nothing)
 
     def join(self, index: int, num_blocks: int) -> None:
-        """Add engine core `index`, which has started with `num_blocks` blocks."""
+        """Add engine core `index`, which has started with a pool of `num_blocks` KV blocks."""
         self._cores[index] = self._new(num_blocks)
 
     def record(self, index: int, scheduler: Any, iteration: Any) -> None:
-        """Update the statistics of engine core `index` from one message.
+        """Update the statistics of engine core `index` from one message that it sent after a step.
 
         `scheduler` is vLLM's SchedulerStats and `iteration` its IterationStats, or None.
         """
@@ -144,7 +144,7 @@ class EngineCores:
                 self.queued[finished.request_id] = finished.queued_time
 
     def stats(self, memory: MeasuredMemory, *, idle: bool) -> EngineStats:
-        """Return the statistics summed over all engine cores.
+        """Return the statistics summed over all of vLLM's engine cores.
 
         Args:
             memory: measured bytes, returned unchanged in the statistics.

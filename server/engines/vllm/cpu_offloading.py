@@ -1,4 +1,4 @@
-"""KV offloading of a vLLM that computes on CPUs: its blocks are copied to the host tier and back.
+"""KV offloading for a vLLM that computes on CPUs: KV blocks are copied to a tier in host memory and back.
 
 vLLM's own worker for offloading needs a GPU (0.32, v1/kv_offload/cpu/spec.py, get_worker). With the worker of
 this module, the connector, the host tier, disk tiers and their policies work where vLLM runs on CPUs:
@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CpuWorker(OffloadingWorker):
-    """A worker that copies blocks between the KV cache of a CPU and the host tier.
+    """A worker that copies KV blocks between the KV cache of a CPU and the KV tier in host memory.
 
     A copy is complete when `submit_store` or `submit_load` returns. The model computes in the same thread, so a
     store sees all K and V that earlier steps have written.
@@ -54,29 +54,31 @@ class CpuWorker(OffloadingWorker):
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy blocks of the KV cache to chunks of the host tier."""
+        """Copy blocks of the KV cache to chunks of the host tier; they are copied on return."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy chunks of the host tier to blocks of the KV cache."""
+        """Copy chunks of the host tier to blocks of the KV cache; they are copied on return."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the results of the copies that were completed since the last call."""
+        """Return the results of the block copies that were completed since the last call."""
         found, self._finished = self._finished, []
         return found
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing: each copy is complete when the method that submits it returns."""
+        """Do nothing, because a block copy is complete when the method that submits it returns."""
 
     def shutdown(self) -> None:
-        """Release the host tier's memory."""
+        """Release the memory of the KV tier in host memory."""
         self._blocks.clear()
         self._chunks.clear()
         self._region.cleanup()
 
     def _copy(self, job_id: int, spec: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool) -> bool:
-        """Copy KV cache blocks to host chunks (`store`) or back; both are listed by KV cache group.
+        """Copy KV cache blocks to chunks of the host tier (`store`) or back.
+
+        Blocks and chunks are listed by KV cache group.
 
         The first block of a group may lie inside the group's first chunk. `block_indices` of `spec` has the
         number of blocks that precede it in the chunk.
@@ -107,10 +109,10 @@ class CpuWorker(OffloadingWorker):
 
 
 class CpuTieringSpec(TieringOffloadingSpec):
-    """vLLM's specification of tiers, with a worker for CPUs."""
+    """vLLM's specification of KV offloading tiers, with a worker for CPUs."""
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> Any:
-        """Return a worker that copies to and from the host tier."""
+        """Return a worker that copies KV blocks to the host tier and back."""
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -125,7 +127,7 @@ class CpuTieringSpec(TieringOffloadingSpec):
             raise
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker of this process."""
+        """Return this process's worker that copies KV blocks."""
         if self._worker is None:
             self._worker = self.create_worker(kv_caches)
         return self._worker

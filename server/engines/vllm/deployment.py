@@ -25,7 +25,7 @@ _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """The model and the deployment of a running vLLM.
+    """The model that a running vLLM serves, and vLLM's flags as a planner's `Deployment`.
 
     Attributes:
         model: folder or hub id of the model that vLLM loads.
@@ -39,7 +39,7 @@ class RunningModel:
 
 
 def read_config(config: Any) -> RunningModel:
-    """Return the model and the deployment of a VllmConfig.
+    """Return the model and the memory-relevant flags that a VllmConfig describes.
 
     Raises:
         DeploymentError: a setting changes memory use, and the planner does not support it. The error names the
@@ -89,13 +89,13 @@ def read_config(config: Any) -> RunningModel:
 
 
 def served_name(config: Any) -> str:
-    """Return the value of the `model_name` label in vLLM's metrics: the first of several served names."""
+    """Return the value of the `model_name` label in vLLM's metrics: the first served model name."""
     name = config.model_config.served_model_name
     return str(name[0] if isinstance(name, list) else name or config.model_config.model)
 
 
 def _quantization(model: Any) -> str | None:
-    """Return the method by which vLLM quantizes weights while loading.
+    """Return the name of the method by which vLLM quantizes weights while loading.
 
     Returns None if the checkpoint's own format is kept.
     """
@@ -121,7 +121,7 @@ def _without(model: Any) -> str:
 
 
 def _draft(config: Any) -> tuple[str | None, int]:
-    """Return `speculative_model` and `num_speculative_tokens` of the `Deployment`."""
+    """Return `speculative_model` and `num_speculative_tokens` for a `Deployment`, from vLLM's config."""
     draft = config.speculative_config
     if draft is None or draft.method in _WITHOUT_WEIGHTS:
         return None, 0

@@ -66,7 +66,7 @@ _EXPORTED = [(metric_name(name), name in GAUGES) for name in METRICS]
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A job of a reader or writer thread that has ended.
+    """A read or write job of the disk tier that has ended.
 
     Attributes:
         result: Result to report to vLLM.
@@ -84,7 +84,7 @@ class _Ended:
 
 
 class _Threads:
-    """A pool of threads that runs jobs in the order of their arrival.
+    """A pool of threads that runs the disk tier's read or write jobs in the order of their arrival.
 
     It replaces the executor of `concurrent.futures`, which takes 50 us of the caller's time for each job.
     """
@@ -97,11 +97,11 @@ class _Threads:
             each.start()
 
     def submit(self, job: TransferJob) -> None:
-        """Run a job in one of the threads."""
+        """Queue a read or write job, which one of the threads will run."""
         self._jobs.put((job, time.monotonic()))
 
     def close(self) -> None:
-        """End the threads after the jobs that they are running; jobs that wait are not run."""
+        """End the threads after their current jobs; queued jobs are not run."""
         self._closed = True
         for _ in self._threads:
             self._jobs.put(None)
@@ -114,7 +114,7 @@ class _Threads:
 
 
 class DiskTier(SecondaryTierManager):
-    """A tier of vLLM's KV offloading that stores chunks in a folder of bounded size on disk.
+    """A tier of vLLM's KV offloading that stores chunks of KV blocks in a folder of bounded size on disk.
 
     Args:
         offloading_spec: vLLM's offloading configuration.
@@ -192,11 +192,11 @@ class DiskTier(SecondaryTierManager):
     # -- methods that vLLM calls -----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Return vLLM's default policy: each chunk is offloaded when it is complete."""
+        """Return vLLM's default offloading policy: each chunk is offloaded when it is complete."""
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Return whether the index has the chunk and the request may read it, by the measured read times."""
+        """Return whether the disk tier has a chunk and the request may read it, by the measured read times."""
         request = req_context.req_id
         if self._store.contains(key) and self._reads(request):
             return _HIT
@@ -204,10 +204,10 @@ class DiskTier(SecondaryTierManager):
         return _MISS
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Do nothing: the order of eviction changes when requests end."""
+        """Do nothing, because the order of eviction changes only when requests end."""
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Queue the chunks of a job to be written, or drop them if too many bytes wait already."""
+        """Queue a store job's chunks to be written to disk, or drop them if too many bytes wait already."""
         count = len(job_metadata.keys)
         size = count * self._chunk
         since = self._missed.pop(job_metadata.req_context.req_id, None)
@@ -225,13 +225,13 @@ class DiskTier(SecondaryTierManager):
         self._writers.submit(job_metadata)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Read the chunks of a job in another thread."""
+        """Queue the chunks of a load job to be read from disk by another thread."""
         self._unfinished += 1
         self._reading += 1
         self._readers.submit(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that have ended since the last call."""
+        """Return the results of the store and load jobs that have ended since the last call."""
         if self._reading:
             time.sleep(YIELD_SECONDS)
         found = []
@@ -247,7 +247,10 @@ class DiskTier(SecondaryTierManager):
         return found
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Record which chunks an ended request used, including chunks found in host memory, for eviction."""
+        """Record which chunks an ended request used, from which the order of eviction learns.
+
+        Chunks that the request found in host memory count, too.
+        """
         computed = self._computed.pop(req_context.req_id, {})
         for keys in _groups(req_context, computed):
             self._store.finish(keys, [key for key in keys if key not in computed])
@@ -255,12 +258,12 @@ class DiskTier(SecondaryTierManager):
         self._missed.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
-        """Wait until all reads and writes in progress or in a queue have ended."""
+        """Wait until all disk reads and writes in progress or in a queue have ended."""
         while len(self._ended) < self._unfinished:
             time.sleep(0.001)
 
     def shutdown(self) -> None:
-        """End the threads and release the folder; jobs that wait are not run."""
+        """End the reader and writer threads and release the folder; queued jobs are not run."""
         self._readers.close()
         self._writers.close()
         self._bytes.release()
@@ -276,7 +279,7 @@ class DiskTier(SecondaryTierManager):
         return found
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the gauges, and the increases of the counters since the last report.
+        """Return the disk tier's gauges, and the increases of its counters since the last report.
 
         Returns None if the last report is less than `REPORT_SECONDS` old.
         """
@@ -294,7 +297,10 @@ class DiskTier(SecondaryTierManager):
         return stats
 
     def _reads(self, request: str) -> bool:
-        """Return whether a request may read one more chunk; the read rule decides once for each request."""
+        """Return whether a request may read one more chunk from disk.
+
+        The read rule decides once for each request how many chunks it may read.
+        """
         may = self._may_read
         if request not in may:
             may[request] = self._rule.blocks_to_read()
@@ -320,7 +326,7 @@ class DiskTier(SecondaryTierManager):
             self._store.settle(keys)
 
     def _run(self, work: _Work, job: TransferJob, asked: float) -> None:
-        """Read or write the chunks of one job, and record the job's result even after an exception."""
+        """Read or write the chunks of one job on disk; record the job's result even after an exception."""
         since, done, keys = time.monotonic(), [], list(job.keys)
         try:
             for key, chunk in zip(keys, job.chunk_ids.tolist(), strict=True):
@@ -342,7 +348,7 @@ tonnage = DiskTier
 
 
 def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
-    """Return the keys of a request and of ``more`` in prefix order, for each KV cache group."""
+    """Return a request's chunk keys, with those in ``more``, as one list in prefix order per KV cache group."""
     groups: dict[bytes, list[Any]] = {}
     # vLLM 0.32 has no public method that lists the keys of a request. A key ends with the number of its group
     # (make_offload_key).
@@ -352,7 +358,7 @@ def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
 
 
 def _leave_out(key: Any, chunk: memoryview) -> bool:
-    """Return False without writing the chunk, in place of `DiskStore.store`."""
+    """Return False without writing the chunk to disk; a stand-in for `DiskStore.store`."""
     return False
 
 
@@ -375,5 +381,5 @@ def _pace(prefill: object) -> float:
 
 
 def _tokens_of_chunk(offloading_spec: Any) -> int:
-    """Return the number of tokens in a chunk; the smallest, if KV cache groups have different block sizes."""
+    """Return the number of tokens in a chunk of KV blocks; the smallest, if groups' block sizes differ."""
     return int(min(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk)

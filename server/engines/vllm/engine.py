@@ -54,7 +54,7 @@ class VLLMEngine(Engine):
     Args:
         plan: the plan that fixes the model, the flags and the pool.
         policy: the admission policy.
-        sharing: prefixes shared between cache salts.
+        sharing: prefixes whose KV blocks all cache salts share.
         loras: folder of each LoRA adapter by name. All are loaded before the engine is ready.
         pools: pooling task, such as embeddings, that vLLM runs on each prompt; None to generate text.
         quantization: vLLM's name of the method that quantizes the weights while loading. None means no method.
@@ -121,7 +121,7 @@ class VLLMEngine(Engine):
         return self._capabilities
 
     def own_metrics(self) -> bytes:
-        """Return vLLM's metrics page with vLLM's metric names.
+        """Return vLLM's own Prometheus metrics, with vLLM's metric names.
 
         The names contain colons. promtool reports colons, because they are reserved for recording rules.
         """
@@ -196,7 +196,7 @@ class VLLMEngine(Engine):
             )
 
     async def _load_adapters(self) -> None:
-        """Load each LoRA adapter into a slot once, so that an invalid adapter fails the start."""
+        """Load each configured LoRA adapter into a slot once, so that an invalid adapter fails the start."""
         from vllm.lora.request import LoRARequest  # imported here, because only `start` may import vLLM
 
         for number, (name, path) in enumerate(self._lora_paths.items(), 1):
@@ -337,7 +337,7 @@ class VLLMEngine(Engine):
         processes.kill(cores)
 
     def _check_limit(self) -> int | None:
-        """Return how many consecutive checks may find no activity before the processes count as hung.
+        """Return how many consecutive checks may find no activity before vLLM's processes count as hung.
 
         Returns None while vLLM is idle.
         """
@@ -381,7 +381,7 @@ class VLLMEngine(Engine):
         )
 
     def capacity(self) -> Capacity:
-        """Return the blocks, maximum lengths and measured bytes of the running engine.
+        """Return the number of KV blocks, the maximum length and the measured memory of the running engine.
 
         Raises:
             QueueFull: the engine has not started yet.

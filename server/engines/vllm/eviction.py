@@ -47,7 +47,7 @@ class UnsupportedManager(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EvictionStats:
-    """Counts of learned eviction for metrics.
+    """Counts of learned eviction in vLLM's block pool, for metrics.
 
     Attributes:
         learned: whether blocks are evicted in the learned order now; False means LRU.
@@ -81,9 +81,10 @@ def install(manager: Any) -> LearnedQueue | None:
 
 
 def _wrap(manager: Any, queue: LearnedQueue) -> None:
-    """Wrap methods of vLLM's manager and pool, so that they report to `queue`.
+    """Wrap methods of vLLM's KV cache manager and block pool, so that they report to `queue`.
 
-    They report which requests begin and end, and which content is dropped; a free queue cannot see this.
+    The methods report which requests begin and end, and which cached content is dropped. A free queue alone
+    cannot see this.
     """
     pool = manager.block_pool
     allocate, free, take_out = manager.allocate_slots, manager.free, manager.pop_blocks_for_free
@@ -131,7 +132,7 @@ def _wrap(manager: Any, queue: LearnedQueue) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One of vLLM's KV cache groups.
+    """One of vLLM's KV cache groups, with the block tables of its requests.
 
     Attributes:
         at: index of the group.
@@ -150,7 +151,7 @@ class _Group:
     full: bool
 
     def hashes(self, request: Any, count: int) -> UInt64Array:
-        """Return the first 8 bytes of the hash of each of the first `count` full blocks (uint64 [count])."""
+        """Return the first 8 bytes of the hashes of a request's first `count` full blocks, uint64 [count]."""
         hashes = request.block_hashes[self.scale - 1 : count * self.scale : self.scale]
         if not hashes:
             return np.zeros(0, np.uint64)
@@ -228,7 +229,7 @@ class LearnedQueue:
 
     @property
     def stats(self) -> EvictionStats:
-        """Return the number of learned evictions and of exceptions."""
+        """Return whether eviction is learned now, and the numbers of evicted blocks and of exceptions."""
         failed = self._plain is not None
         return EvictionStats(self._order.learned and not failed, self._order.evicted, int(failed))
 
@@ -236,7 +237,7 @@ class LearnedQueue:
     # --------------------------------------------------------------------------
 
     def popleft(self) -> Any:
-        """Remove and return the next free block.
+        """Remove and return the next free block of vLLM's pool.
 
         Raises:
             ValueError: no block is free (as in vLLM).
@@ -246,7 +247,7 @@ class LearnedQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Remove and return the next `n` free blocks."""
+        """Remove and return the next `n` free blocks of vLLM's pool."""
         if n == 0:
             return []
         assert self.num_free_blocks >= n
@@ -273,7 +274,7 @@ class LearnedQueue:
         return list(self._plain.popleft_n(n))
 
     def remove(self, block: Any) -> None:
-        """Remove a free cached block that a prefix hit uses again."""
+        """Remove a cached block from the free queue, because a prefix hit uses it again."""
         self.num_free_blocks -= 1
         if self._plain is not None:
             self._plain.remove(block)
@@ -283,11 +284,11 @@ class LearnedQueue:
             self._taken.append(block.block_id)
 
     def append(self, block: Any) -> None:
-        """Add one block that no request references any more; it keeps its cached content."""
+        """Add to the queue a block that no request references any more; it keeps its cached content."""
         self.append_n([block])
 
     def append_n(self, blocks: list[Any]) -> None:
-        """Add blocks that no request references any more; they keep their cached content."""
+        """Add to the queue blocks that no request references any more; they keep their cached content."""
         if not blocks:
             return
         self.num_free_blocks += len(blocks)
@@ -301,7 +302,7 @@ class LearnedQueue:
             self._plain.append_n(_not_queued(blocks))
 
     def prepend_n(self, blocks: list[Any]) -> None:
-        """Add blocks that no request references any more and whose content no prefix can hit."""
+        """Add to the queue unreferenced blocks whose content no prefix can hit."""
         if not blocks:
             return
         self.num_free_blocks += len(blocks)
@@ -320,7 +321,7 @@ class LearnedQueue:
                 self._fail()
 
     def get_all_free_blocks(self) -> list[Any]:
-        """Return all free blocks: first without content, in order, then the others by release time; O(pool)."""
+        """Return all free blocks: first those without content, then cached ones by release time; O(pool)."""
         if self._plain is None:
             try:
                 self._report_events()
@@ -332,7 +333,7 @@ class LearnedQueue:
         return list(self._plain.get_all_free_blocks())
 
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]:
-        """Iterate over the free blocks that follow `cursor`, or all if `cursor` is None; O(pool).
+        """Iterate over the free blocks after the block `cursor`, or over all if it is None; O(pool).
 
         vLLM's KV connectors use it to copy blocks that will be evicted soon.
         """
@@ -364,7 +365,7 @@ class LearnedQueue:
             self._fail()
 
     def started(self, granted: bool) -> None:
-        """Record whether vLLM allocated the first blocks of the request that `starting` announced."""
+        """Record whether vLLM allocated the first blocks of the request last passed to `starting`."""
         if self._plain is None and granted:
             try:
                 self._begin()  # does nothing if an earlier change of the queue has reported the request
@@ -373,7 +374,7 @@ class LearnedQueue:
         self._starting = None
 
     def ended(self, request: Any) -> None:
-        """Report a request's blocks to the eviction order when the request returns them."""
+        """Report a request's blocks to the learned eviction order when the request returns them to the pool."""
         turn = self.live.pop(request.request_id, None)
         if turn is None or self._plain is not None:
             return
@@ -392,7 +393,7 @@ class LearnedQueue:
             self._fail()
 
     def reset(self) -> None:
-        """Treat all blocks as free and without content; vLLM calls this when it drops its prefix cache."""
+        """Count all blocks as free and without content, because vLLM has dropped its prefix cache."""
         if self._plain is not None:
             return
         try:
@@ -404,7 +405,7 @@ class LearnedQueue:
             self._fail()
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Treat these blocks as blocks without content; vLLM calls this when it drops their content."""
+        """Count the blocks `block_ids` as having no content, because vLLM has dropped their cached content."""
         if self._plain is not None:
             return
         try:
@@ -418,7 +419,7 @@ class LearnedQueue:
     # ----------------------------------------------------------------------------------------
 
     def _report_events(self) -> None:
-        """Report pending events to the eviction order: the request that began, then its prefix hit."""
+        """Report to the learned eviction order a request that has begun, then the blocks of its prefix hit."""
         if self._starting is not None:
             self._begin()
         if self._taken:
@@ -429,7 +430,7 @@ class LearnedQueue:
                 self._chosen = [block for block in self._chosen if block not in out]
 
     def _choose(self, count: int) -> None:
-        """Choose cached blocks to evict until `_chosen` has at least `count` block ids."""
+        """Choose cached blocks to evict next, until `_chosen` has at least `count` block ids."""
         short = count - len(self._chosen)
         if short > 0:
             more = self._order.pop(min(max(short, self.ahead), self._order.cached))
@@ -444,7 +445,7 @@ class LearnedQueue:
         self.live[request.request_id] = turn
 
     def _held(self, group: _Group, id: str) -> list[int]:
-        """Return the ids of the request's blocks in `group`; a block whose content was dropped appears as 0.
+        """Return the ids of a request's blocks in a KV cache group, with 0 for blocks without content.
 
         In a group with full attention, only the cached blocks are returned.
         """
@@ -455,7 +456,7 @@ class LearnedQueue:
         return [0 if block in self._forgotten else block for block in held]
 
     def _fail(self) -> None:
-        """Switch to vLLM's own free queue after an exception in our code, with all unreferenced blocks."""
+        """Switch to vLLM's own free queue after an exception in our code; put all unreferenced blocks in it."""
         logger.exception("Tonnage's learned eviction failed: vLLM evicts by LRU from now on")
         stamp = self._order.arrays.stamp
         free = [block for block in self._blocks if block.ref_cnt == 0 and not block.is_null]
@@ -471,7 +472,7 @@ _NO_HASHES = np.zeros(0, np.uint64)
 
 
 def _not_queued(blocks: list[Any]) -> list[Any]:
-    """Return the blocks that vLLM's own queue does not hold yet.
+    """Return those of ``blocks`` that vLLM's own free queue does not hold yet.
 
     vLLM returns a request's blocks in two calls. If the first call failed in our code, the fallback has already
     queued all blocks.
@@ -489,7 +490,7 @@ def _index_of(block: Any, blocks: list[Any]) -> int | None:
 
 @cache
 def _warm(block_size: int) -> None:
-    """Compile the eviction order's functions, or load them from disk, before the first request."""
+    """Compile the functions of the learned eviction order, or load them from disk, before the first request."""
     order = EvictionOrder(8, block_size, 4)
     hashes = np.arange(1, 4, dtype=np.uint64)
     for turn in range(2):

@@ -30,9 +30,9 @@ _WORDS = ("GiB", "KV cache size")
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Memory measurements of one device in bytes.
+    """Memory measurements of one GPU, in bytes, from the logs of vLLM's workers.
 
-    Each is the maximum over the workers that logged it, or None if none did.
+    Each measurement is the maximum over the workers that logged it, or None if no worker did.
     """
 
     weights: int | None = None
@@ -42,7 +42,7 @@ class WorkerMemory:
 
 
 def watch() -> None:
-    """Install a log handler that collects the memory measurements of this process.
+    """Install a log handler that collects the memory measurements that this vLLM process logs.
 
     Further calls change nothing.
     """
@@ -56,7 +56,7 @@ def watch() -> None:
 
 
 def read() -> WorkerMemory:
-    """Return the memory measurements that the workers have logged so far."""
+    """Return the memory measurements that vLLM's workers have logged so far."""
     found: dict[str, float] = {}
     folder = os.environ.get(FOLDER)
     for file in Path(folder).glob("*.json") if folder else ():

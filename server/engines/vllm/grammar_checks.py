@@ -1,4 +1,4 @@
-"""Grammar checks in front of vLLM: a grammar reaches the engine core only after a successful trial.
+"""Grammar checks in front of vLLM: a grammar reaches vLLM's engine core only after a successful trial.
 
 A trial compiles the grammar in a child process with limits of time and memory.
 """

@@ -64,7 +64,7 @@ class GrammarState:
         row[: len(self._row)] = torch.from_numpy(self._row)[: len(row)]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Advance the matcher by sampled tokens.
+        """Advance the request's grammar matcher by sampled tokens.
 
         Returns:
             False if the sequence has to end; its `stop_reason` is then set.
@@ -94,12 +94,12 @@ class GrammarState:
             self.error = first_line(str(error))
 
     def is_terminated(self) -> bool:
-        """Return whether the text matches the whole grammar."""
+        """Return whether the output matches the whole grammar, so that it is complete."""
         return self.done
 
 
 class GrammarBackend:
-    """A factory of grammar states, with the interface of vLLM's StructuredOutputBackend.
+    """A factory of requests' grammar states, with the interface of vLLM's StructuredOutputBackend.
 
     If a grammar fails to compile, the factory returns a state that holds the error. The sequence reports the
     error when it ends.
@@ -127,11 +127,11 @@ class GrammarBackend:
         return torch.full((max_num_seqs, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
 
     def destroy(self) -> None:
-        """Do nothing; vLLM calls this when the engine ends, and no resource needs a release."""
+        """Do nothing at the end of the engine, because the factory holds no resource to release."""
 
 
 class _Threads:
-    """An executor that compiles grammars in two threads.
+    """An executor with two threads that compile requests' grammars.
 
     Structural tags may take long to compile, so they have a thread of their own.
     """
@@ -141,12 +141,15 @@ class _Threads:
         self._tags = ThreadPoolExecutor(1, "structural tags")
 
     def submit(self, create: Callable[[Any], GrammarState], request: Any) -> Future[GrammarState]:
-        """Compile the grammar of a vLLM request by `create`, in the thread for its kind of grammar."""
+        """Compile a vLLM request's grammar by calling ``create(request)`` in another thread.
+
+        Structural tags have a thread of their own. Returns a future of the grammar state.
+        """
         tag = request.structured_output_request.params.structural_tag is not None
         return (self._tags if tag else self._grammars).submit(create, request)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel the pending compilations, without waiting for the running ones."""
+        """Cancel the pending compilations of grammars, without waiting for the running ones."""
         for threads in (self._grammars, self._tags):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -162,7 +165,7 @@ class BoundedGrammars(Scheduler):
         manager.executor = _Threads()
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """Return the token masks of a step, and end sequences whose masks exceed the step's time budget."""
+        """Return the grammars' token masks of a step; end sequences whose masks exceed its time budget."""
         if scheduler_output.has_structured_output_requests:
             drawing = []
             for request_id in scheduler_output.num_scheduled_tokens:

@@ -41,16 +41,16 @@ class LearnedCachePolicy(CachePolicy):
         )  # None after an exception
 
     def get(self, key: Any) -> ChunkStatus | None:
-        """Return a chunk, or None if it is not in the tier."""
+        """Return the chunk with the key `key`, or None if it is not in the KV tier."""
         return self._chunks.get(key)
 
     def insert(self, key: Any, chunk: ChunkStatus) -> None:
-        """Add a chunk that is about to be stored."""
+        """Add a chunk that is about to be stored in the KV tier."""
         self._chunks[key], self._busy[key] = chunk, chunk.ref_cnt
         self._learned(lambda order: order.insert(key))
 
     def remove(self, key: Any) -> None:
-        """Remove a chunk whose store has failed."""
+        """Remove a chunk that could not be stored in the KV tier."""
         del self._chunks[key]
         self._busy.pop(key, None)
         self._learned(lambda order: order.remove(key))
@@ -65,7 +65,7 @@ class LearnedCachePolicy(CachePolicy):
                 self._chunks.move_to_end(key)
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Do nothing: the chunks are inserted next."""
+        """Do nothing for chunks that the tier does not hold, because `insert` is called for them next."""
 
     def on_request_finished(
         self,
@@ -74,7 +74,7 @@ class LearnedCachePolicy(CachePolicy):
         reused_keys: set[Any],
         req_context: Any,
     ) -> None:
-        """Learn from the chunks that a request used, group by group in prefix order."""
+        """Update the order of eviction by the chunks that a request used, in prefix order for each group."""
         self.touch(order_request_keys(key_groups, req_context), req_context)
 
         def finish(order: LearnedChunkOrder[Any]) -> None:
@@ -84,7 +84,7 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(finish)
 
     def evict(self, n: int, protected: set[Any]) -> list[tuple[Any, ChunkStatus]] | None:
-        """Remove and return ``n`` chunks that are neither in transfer nor protected.
+        """Evict from the KV tier and return ``n`` chunks that are neither in transfer nor protected.
 
         Returns None and removes no chunk if fewer can be evicted.
         """
@@ -97,7 +97,7 @@ class LearnedCachePolicy(CachePolicy):
         return [(key, self._chunks.pop(key)) for key in oldest] if len(oldest) == n else None
 
     def mark_evictable(self, key: Any) -> None:
-        """Record that the last transfer of a chunk has ended."""
+        """Record that the last transfer of a chunk has ended, so that it may be evicted."""
         self._busy.pop(key, None)
 
     def mark_non_evictable(self, key: Any) -> None:
@@ -106,13 +106,13 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(lambda order: order.use((key,)))
 
     def clear(self) -> None:
-        """Remove all chunks."""
+        """Remove all chunks from the policy and its order of eviction."""
         self._chunks.clear()
         self._busy.clear()
         self._learned(lambda order: order.clear())
 
     def _learned(self, call: Callable[[LearnedChunkOrder[Any]], Any]) -> Any:
-        """Return the result of ``call`` on the learned order, or None after an exception in the order.
+        """Return the result of ``call`` on the learned order of eviction, or None if it raises.
 
         After the first exception, the learned order is no longer used.
         """

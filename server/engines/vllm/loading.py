@@ -16,7 +16,7 @@ from tonnage.server.engines.vllm.core_stats import EngineCores
 
 
 def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], bool]) -> Any:
-    """Create the AsyncLLM for these AsyncEngineArgs; blocks for 30 s or more.
+    """Create vLLM's AsyncLLM from the AsyncEngineArgs in `arguments`; the call takes 30 s or more.
 
     Args:
         arguments: keywords of AsyncEngineArgs.
@@ -44,7 +44,7 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
         raise DeploymentError("the server was stopped while vLLM was imported", field="backend")
 
     class Listener(StatLoggerBase):
-        """A vLLM stat logger that passes the statistics of each step to `cores`.
+        """A vLLM stat logger that passes the statistics of each step to `cores`, the collector of all cores.
 
         vLLM calls it before the stat loggers of plug-ins. Our plug-in's logger removes the values that this one
         reads.
@@ -68,7 +68,7 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
             cores.record(self._index, scheduler_stats, iteration_stats)
 
         def log_engine_initialized(self) -> None:
-            """Do nothing; vLLM calls this when the engine has started."""
+            """Do nothing when vLLM reports that the engine has started."""
 
     # Do not copy the tokenizer for threads that render prompts, as vLLM does (120 MiB each with a vocabulary of
     # 262,144). Prompts are token ids here, and only the event loop uses the tokenizer.

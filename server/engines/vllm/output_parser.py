@@ -137,7 +137,7 @@ class VLLMOutputParser:
         grammar: Grammar | None,
         template_arguments: Mapping[str, Any],
     ) -> ToolUse:
-        """Return how to generate and read the output of a request with these tools.
+        """Return how to constrain and parse the output of a request with the tools `tools`.
 
         Strict functions, and requests for at most one call, constrain the output by the model's own call
         syntax. Special tokens stay in the text if the parser needs them.
@@ -235,7 +235,7 @@ def _constraint(grammar: Grammar) -> Any:
 
 
 class _InLongerPieces:
-    """A reader that joins small pieces of a long text, so that parsing takes time linear in the text."""
+    """A reader of model output that joins small pieces of a long text, so that parsing takes linear time."""
 
     def __init__(self, reader: _Reader | _InTwoSteps) -> None:
         self._reader = reader
@@ -287,7 +287,7 @@ class _InTwoSteps:
 
 
 class _Reader:
-    """The state of parsing one output; without a ``parser`` the whole output is text."""
+    """A reader of one model output's tool calls and reasoning; without a ``parser`` all output is text."""
 
     def __init__(
         self, parser: Any | None, request: Any, parallel: bool, prompt: list[int], *, reasons: bool

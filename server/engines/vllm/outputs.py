@@ -89,14 +89,14 @@ class OutputConverter:
         )
 
     def _queued(self, metrics: Any) -> float | None:
-        """Return the seconds from arrival until vLLM first scheduled the request; None if not scheduled yet."""
+        """Return the seconds from a request's arrival until vLLM first scheduled it; None if not scheduled."""
         if metrics is None or not metrics.scheduled_ts:
             return None
         return self._waited + max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
 
 
 def _nested(values: Any) -> Pooled:
-    """Return the values of a tensor [size], or of a tensor [tokens, size], as tuples."""
+    """Return the values of a pooling result, a tensor [size] or [tokens, size], as (nested) tuples."""
     if values.dim() == 2:
         return tuple(map(tuple, values.tolist()))
     return tuple(values.reshape(-1).tolist())

@@ -32,7 +32,7 @@ _MONITOR = "MPClientEngineMonitor"
 async def wait_for_hang(
     messages: Callable[[], int], limit: Callable[[], int | None]
 ) -> tuple[list[int], float]:
-    """Wait until the engine cores have been inactive for `limit()` consecutive checks.
+    """Wait until vLLM's engine cores have been inactive for `limit()` consecutive checks.
 
     `tonnage.server.engines.watchdog.wait_until_hung` makes the checks.
 
@@ -65,7 +65,7 @@ async def interrupt_loading(loading: Future[Any]) -> None:
 
 
 def shut_down(llm: Any, *, at_once: bool) -> None:
-    """End the processes of an AsyncLLM; it blocks, so call it in a thread.
+    """End the processes of vLLM's AsyncLLM. The call blocks, so make it in a thread.
 
     vLLM 0.32 kills its processes after 5 s. On a CPU it always reaches this limit: a worker takes that long to
     free its heap (2 s of processor time).
@@ -111,7 +111,7 @@ def close_files(llm: Any) -> None:
 
 
 def kill(pids: list[int]) -> None:
-    """Kill processes and their descendants.
+    """Kill the processes `pids` and all their descendants.
 
     Descendants are killed too, because a stopped one (SIGSTOP) would not notice that its parent has ended.
     """

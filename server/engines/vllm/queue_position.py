@@ -43,7 +43,7 @@ class QueuePositions:
         return round((self._clock() + priority * AGEING_SECONDS) * _PLACES_A_SECOND)
 
     def check(self, request: GenerationRequest, *, pools: bool) -> None:
-        """Raise `NeverFits`, with the block counts, if an empty pool cannot hold the request.
+        """Raise `NeverFits`, with the numbers of blocks, if an empty KV pool cannot hold the request.
 
         `pools` says that the request is pooled, and has no output tokens.
         """
@@ -58,7 +58,7 @@ class QueuePositions:
             raise NeverFits(str(never), field="prompt")
 
     def rejection(self, request: AdmissionRequest) -> Never | None:
-        """Return why an empty pool cannot hold the request, or None if it can."""
+        """Return why an empty KV pool cannot hold the request, or None if it can."""
         # Count every token once per sequence: sequences cannot share a block of a one-token prompt, so move all
         # other prompt tokens to the output.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
@@ -67,16 +67,16 @@ class QueuePositions:
 
     @property
     def refused(self) -> tuple[tuple[str, str, int], ...]:
-        """Return ("never", reason, number of requests) for each reason of a rejection."""
+        """Return ("never", reason, number of rejected requests) for each reason of a rejection."""
         return tuple(("never", reason, count) for reason, count in self._refused.items())
 
     @property
     def refused_blocks(self) -> tuple[tuple[str, str, int], ...]:
-        """Return ("never", reason, number of missing blocks) for each reason of a rejection."""
+        """Return ("never", reason, number of KV blocks that rejected requests lacked) for each reason."""
         return tuple(("never", reason, count) for reason, count in self._missing.items())
 
     def _largest_prompt(self, request: AdmissionRequest) -> int:
-        """Return the largest prompt in tokens that fits if the request's n sequences share the pool equally."""
+        """Return the longest prompt in tokens that fits if n sequences divide the KV pool equally."""
         share = self.limits.usable_blocks // request.n
         if share == 0 or request.n > self.limits.max_num_seqs:
             return 0

@@ -25,7 +25,7 @@ Reasons = dict[tuple[str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStats:
-    """Counts of our scheduler since its start, and its current blocks of all KV cache groups.
+    """Counts of Tonnage's scheduler in vLLM since its start, and its current numbers of KV blocks.
 
     The fields from fixed_cost to fallbacks are the `AutoStats` of the mode `auto` as integers; None in other
     modes.
@@ -76,7 +76,7 @@ class AdmissionStats:
 
     @property
     def auto(self) -> AutoStats | None:
-        """Return the statistics of the mode `auto`, restored from the integer fields; None in other modes."""
+        """Return the statistics of admission mode `auto`, restored from integer fields; None in other modes."""
         if self.fallbacks is None:
             return None
         cost = None
@@ -87,7 +87,7 @@ class AdmissionStats:
 
 
 def auto_numbers(auto: AutoStats | None) -> dict[str, Any]:
-    """Return the statistics of the mode `auto` as integer fields of `AdmissionStats`."""
+    """Return the statistics of admission mode `auto` as integer fields of `AdmissionStats`."""
     if auto is None:
         return {}
     numbers = {"fallbacks": auto.fallbacks}

@@ -1,6 +1,6 @@
-"""A class that vLLM adds to the base classes of its workers (`worker_extension_cls`).
+"""Methods for vLLM's worker processes, in a class that vLLM adds to its workers' base classes.
 
-The API process calls its methods in the worker processes through `collective_rpc`.
+The option `worker_extension_cls` names the class. The API process calls the methods through `collective_rpc`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class WorkerExtension:
         import xgrammar  # noqa: F401 -- a dependency of vLLM
 
     def tonnage_memory(self) -> tuple[int | None, int]:
-        """Return the bytes of (weights and buffers, KV pool), with each storage counted once.
+        """Return the worker's memory in bytes, (weights and buffers, KV pool); each storage counts once.
 
         The first value is None if linear layers keep their weights only in a packed form outside of torch. vLLM
         0.32 does so on a CPU with 16-bit weights (dispatch_cpu_unquantized_gemm in
@@ -76,7 +76,7 @@ class WorkerExtension:
         return weights, _storages(self.model_runner.kv_caches)
 
     def tonnage_lora_memory(self) -> int:
-        """Return the bytes of the LoRA adapter slots of all layers (lora/layers/base_linear.py, 0.32)."""
+        """Return the bytes of memory of all layers' LoRA adapter slots (lora/layers/base_linear.py, 0.32)."""
         slots: list[Any] = []
         for module in self.model_runner.model.modules():
             for name in ("lora_a_stacked", "lora_b_stacked"):

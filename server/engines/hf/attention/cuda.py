@@ -50,7 +50,7 @@ class Wanted:
 
 
 def why_not(name: str, wanted: Wanted, capability: tuple[int, int]) -> str | None:
-    """Return why kernel ``name`` cannot run on a GPU of this compute capability, or None if it can."""
+    """Return why the attention kernel ``name`` cannot run on a GPU of this capability, or None if it can."""
     missing = _missing(name)
     if missing:
         return missing
@@ -85,7 +85,7 @@ def _missing(name: str) -> str | None:
 
 
 def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
-    """Load a kernel; return a function that makes the attention of a step from its batch.
+    """Load an attention kernel; return a function that makes the attention of a step from its batch.
 
     Raises:
         Exception: any error, because a broken installation may raise any.
@@ -108,7 +108,7 @@ def load(name: str, pool: PagedPool, limits: Limits) -> Backend:
 
 
 def usable(pool: PagedPool, dtype: torch.dtype) -> list[str]:
-    """Return the names of the kernels that can read this pool on its device, best first."""
+    """Return the names of the attention kernels that can read this KV pool on its device, best first."""
     layout = pool.layout
     computed, stored = (str(kind).removeprefix("torch.") for kind in (dtype, pool.dtype))
     wanted = Wanted(computed, stored, layout.block_size, layout.head_size)

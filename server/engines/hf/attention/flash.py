@@ -50,7 +50,7 @@ def load_vllm() -> Kernel:
 
 
 class FlashAttention(PagedAttention):
-    """The attention of one step, computed by FlashAttention from the pool's blocks."""
+    """The attention of one step, computed by FlashAttention from the KV pool's blocks."""
 
     def __init__(self, batch: Batch, pool: PagedPool, kernel: Kernel) -> None:
         super().__init__(batch, pool)
@@ -62,7 +62,7 @@ class FlashAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of the queries over the context that the pool holds.
+        """Return one layer's attention of the step's queries over their context in the KV pool.
 
         Args:
             group: index of the layer's KV cache group.

@@ -31,7 +31,7 @@ def load(pool: PagedPool) -> list[Any]:
 
 
 class FlashInferAttention(PagedAttention):
-    """The attention of one step, computed by FlashInfer from the pool's blocks."""
+    """The attention of one step, computed by FlashInfer from the KV pool's blocks."""
 
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
@@ -43,7 +43,7 @@ class FlashInferAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of the queries over the context that the pool holds.
+        """Return one layer's attention of the step's queries over their context in the KV pool.
 
         Args:
             group: index of the layer's KV cache group.

@@ -1,4 +1,4 @@
-"""torch's FlexAttention, in place on the blocks: always available, and compiled where Triton is installed.
+"""torch's FlexAttention, in place on KV blocks: always available, and compiled where Triton is installed.
 
 FlexAttention sees the pool as one long row of token slots. In each pool block, K of layer slot ``s`` begins
 ``2 * s`` block sizes after the block's start, and V one block size later. The block mask names the pool blocks
@@ -28,7 +28,7 @@ TILE = FLEX_TILE  # queries of one sequence per tile; Triton's matrix product (t
 
 
 class Buffers:
-    """Arrays that keep their shape across steps, because a new shape would be compiled again.
+    """Input arrays of FlexAttention, which keep their shape, because a new shape would be compiled again.
 
     Attributes:
         sequence: index of each query row's sequence, [rows].
@@ -64,7 +64,7 @@ class Buffers:
 
 
 class FlexAttention(PagedAttention):
-    """The attention of one step, computed by torch's FlexAttention from the pool's blocks."""
+    """The attention of one step, computed by torch's FlexAttention from the KV pool's blocks."""
 
     def __init__(self, batch: Batch, pool: PagedPool, buffers: Buffers) -> None:
         super().__init__(batch, pool)
@@ -122,7 +122,7 @@ class FlexAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of the queries over the context that the pool holds.
+        """Return one layer's attention of the step's queries over their context in the KV pool.
 
         Args:
             group: index of the layer's KV cache group.

@@ -45,7 +45,7 @@ class Span:
 
 
 class GatherAttention:
-    """The attention of one step; indices that all layers of a KV cache group use are computed once per step."""
+    """The attention of one step in plain torch, with indices computed once per step and KV cache group."""
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int) -> None:
         self._pool = pool

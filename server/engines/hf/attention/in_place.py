@@ -1,4 +1,4 @@
-"""Attention that the CPU kernel of ``kernels.attention`` computes in place on the pool's blocks.
+"""Attention that the CPU kernel of ``kernels.attention`` computes in place on the KV pool's blocks.
 
 It has the same call interface as the reference implementation in ``gather``.
 """
@@ -17,7 +17,10 @@ from tonnage.server.engines.hf.pool import PagedPool
 
 
 def serves(pool: PagedPool) -> bool:
-    """Return whether the CPU kernel can read this pool: bfloat16 on the CPU, block size a multiple of 16."""
+    """Return whether the CPU attention kernel can read a KV pool.
+
+    The pool must be bfloat16 on the CPU, with a block size that is a multiple of 16.
+    """
     return (
         pool.tensor.dtype == torch.bfloat16
         and pool.tensor.device.type == "cpu"
@@ -26,7 +29,7 @@ def serves(pool: PagedPool) -> bool:
 
 
 class Scratch:
-    """Working memory of the CPU kernel's threads, reused in every step."""
+    """Working memory of the CPU attention kernel's threads, reused in every step."""
 
     def __init__(self, pool: PagedPool, threads: int) -> None:
         self.threads = threads
@@ -34,7 +37,7 @@ class Scratch:
 
 
 class InPlaceAttention:
-    """The attention of one step, computed by the CPU kernel from the pool's blocks.
+    """The attention of one step, computed by the CPU kernel from the KV pool's blocks.
 
     It has the same call interface as the reference, ``gather.GatherAttention``.
     """

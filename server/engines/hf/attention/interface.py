@@ -25,7 +25,7 @@ NAME = "tonnage_paged"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An attention implementation; ``load`` prepares it and returns a function from batch to attention."""
+    """An implementation of paged attention, whose ``load`` returns a function from batch to attention."""
 
     name: str
     load: Callable[[], Backend]
@@ -34,7 +34,7 @@ class Candidate:
 def candidates(
     pool: PagedPool, query_heads: int, threads: int, dtype: torch.dtype, limits: Limits
 ) -> list[Candidate]:
-    """Return the attention implementations that can read this pool, best first and the reference last.
+    """Return the attention implementations that can read this KV pool, best first and the reference last.
 
     Args:
         pool: KV pool.
@@ -58,7 +58,7 @@ def candidates(
 
 
 class PagedBatch:
-    """The attention of one step, which the model passes to each layer, with a count of the layers' calls."""
+    """The attention function of one step, passed to each layer, with a count of the layers' calls."""
 
     def __init__(self, attention: Attention, pool: PagedPool) -> None:
         self.attention = attention

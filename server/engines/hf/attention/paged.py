@@ -47,7 +47,7 @@ def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Page
 
 
 class PagedAttention(ABC):
-    """The attention of one step by a GPU kernel; a subclass computes it from the pool's blocks.
+    """The attention of one step by a GPU kernel; a subclass computes it from the KV pool's blocks.
 
     It has the same call interface as ``gather.GatherAttention``.
     """
@@ -80,7 +80,7 @@ class PagedAttention(ABC):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return the attention of the queries over the context that the pool holds.
+        """Return one layer's attention of the step's queries over their context in the KV pool.
 
         Args:
             group: index of the layer's KV cache group.
@@ -94,5 +94,5 @@ class PagedAttention(ABC):
         """
 
     def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of layer slot ``slot``, views [blocks, block size, KV heads, size] of the pool."""
+        """Return K and V of layer slot ``slot``: views [blocks, block size, KV heads, size] of the KV pool."""
         return self.pool.tensor[:, slot, 0], self.pool.tensor[:, slot, 1]

@@ -12,7 +12,7 @@ COMPILER = Compiler(Path(__file__).parent)
 
 
 def compiled(*, parallel: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that compiles a kernel by numba to machine code that runs without the GIL.
+    """Return a decorator by which numba compiles a CPU kernel to machine code that runs without the GIL.
 
     With ``parallel`` the kernel's prange loops run in several threads.
     """

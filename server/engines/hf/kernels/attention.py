@@ -37,9 +37,9 @@ _add_4, _add_2, _add_1 = weighted_sum(4), weighted_sum(2), weighted_sum(1)
 
 
 def scratch_floats(head_size: int) -> int:
-    """Return the number of float32 values of working memory that one thread needs.
+    """Return how many float32 values of working memory one thread of the attention kernel needs.
 
-    They are scores, sums padded to 32 values, and the maximum and total of each query row.
+    The values are scores, sums padded to 32 values, and the maximum and total of each query row.
     """
     return ROWS * (CHUNK + -(-head_size // 32) * 32 + 2)
 

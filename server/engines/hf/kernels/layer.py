@@ -41,13 +41,19 @@ OUT, ATTENTION_NORM, MLP_NORM, GATE, UP, DOWN, OUTPUT_NORM = range(9, len(WEIGHT
 
 
 def work_values(hidden: int, heads: int, kv_heads: int, size: int, inner: int) -> int:
-    """Return the working memory of one token in a layer call, in bfloat16 values, besides input and output."""
+    """Return the working memory of one token in a call of the decoder-layer kernel, in bfloat16 values.
+
+    The layer's input and output are not included.
+    """
     return 2 * hidden + max((2 * heads + 2 * kv_heads) * size, inner)
 
 
 @compiled(parallel=True)
 def _project(x, q, k, v, to_q, to_k, to_v, rows, hidden, wide, narrow, threads):  # type: ignore[no-untyped-def]
-    """Compute q, k and v of ``rows`` rows of x in parallel; q has ``wide`` columns, k and v have ``narrow``."""
+    """Compute the projections q, k and v of ``rows`` rows of x in parallel threads.
+
+    q has ``wide`` columns, k and v have ``narrow`` columns.
+    """
     panel = panel_rows(hidden)
     border, end = wide // 16, (wide + narrow) // 16
     for thread in prange(threads):

@@ -73,7 +73,7 @@ def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -
 
 @compiled()
 def share(thread: int, threads: int, rows: int, blocks: int) -> tuple[int, int, int, int]:
-    """Return (first row, last row, first block, last block) of a thread in a matrix product.
+    """Return one thread's part of a matrix product: (first row, last row, first block, last block).
 
     Threads divide the columns, in blocks of 16. With at least `PANEL` rows per thread they divide the rows
     instead, so that a thread's rows of x stay in its cache.
@@ -124,9 +124,9 @@ def gate_values(threads: int) -> int:
 
 
 def serves(weight: torch.Tensor) -> bool:
-    """Return whether the kernel can read ``weight``.
+    """Return whether the linear-layer kernel can read the tensor ``weight``.
 
-    It must be contiguous bfloat16 on the CPU, and its number of rows a multiple of 16.
+    The tensor must be contiguous bfloat16 on the CPU, and its number of rows a multiple of 16.
     """
     return (
         weight.dtype == torch.bfloat16
@@ -137,7 +137,10 @@ def serves(weight: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x weight^T + bias for ``x`` [..., in] in bfloat16; `serves` must accept ``weight`` [out, in]."""
+    """Return the linear layer x weight^T + bias for bfloat16 ``x`` [..., in] and ``weight`` [out, in].
+
+    `serves` must accept the weight.
+    """
     columns, k = weight.shape
     if not x.is_contiguous():
         x = x.contiguous()
@@ -153,7 +156,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def gated(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: tuple[float, float]
 ) -> torch.Tensor:
-    """Return act(x gate^T) * (x up^T); ``activation`` is act's (linear, cubic) as in ``rows.gate_row``."""
+    """Return the gated product act(x gate^T) * (x up^T) of an MLP.
+
+    ``activation`` has the coefficients (linear, cubic) of act, as in ``rows.gate_row``.
+    """
     columns, k = gate.shape
     if not x.is_contiguous():
         x = x.contiguous()

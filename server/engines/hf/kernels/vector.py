@@ -29,7 +29,7 @@ V32H, V32B1, V16B1 = ir.VectorType(I16, 32), ir.VectorType(I1, 32), ir.VectorTyp
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's type bfloat, which llvmlite does not define."""
+    """LLVM's 16-bit float type bfloat, which llvmlite does not define."""
 
     null = "0.0"
 
@@ -54,37 +54,37 @@ def constant(kind: ir.Type, value: float) -> ir.Constant:
 
 
 def lanes(indices: Sequence[int]) -> ir.Constant:
-    """Return the shuffle mask that selects the lanes ``indices``."""
+    """Return the LLVM shuffle mask that selects the vector lanes ``indices``."""
     return ir.Constant(ir.VectorType(I32, len(indices)), [ir.Constant(I32, i) for i in indices])
 
 
 def at(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
-    """Emit a pointer to ``kind`` from an integer address and an optional offset in bytes."""
+    """Emit LLVM IR for a pointer to ``kind`` from an integer address and an optional offset in bytes."""
     if offset is not None:
         address = builder.add(address, offset)
     return builder.inttoptr(address, kind.as_pointer())
 
 
 def load(builder: Any, address: Any, kind: ir.Type, offset: Any = None) -> Any:
-    """Emit a load of type ``kind`` that needs an alignment of only 2 bytes."""
+    """Emit LLVM IR that loads a value of type ``kind`` with an alignment of only 2 bytes."""
     value = builder.load(at(builder, address, kind, offset))
     value.align = 2
     return value
 
 
 def store(builder: Any, value: Any, address: Any, offset: Any = None) -> None:
-    """Emit a store that needs an alignment of only 2 bytes."""
+    """Emit LLVM IR that stores a value with an alignment of only 2 bytes."""
     builder.store(value, at(builder, address, value.type, offset)).align = 2
 
 
 def splat(builder: Any, scalar: Any, kind: ir.VectorType) -> Any:
-    """Emit a vector with ``scalar`` in every lane."""
+    """Emit LLVM IR for a vector of type ``kind`` with ``scalar`` in every lane."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(one, one, lanes([0] * kind.count))
 
 
 def call(builder: Any, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
-    """Emit a call of the LLVM intrinsic ``name``."""
+    """Emit a call of the LLVM intrinsic ``name`` with a result of type ``result``."""
     kind = ir.FunctionType(result, [value.type for value in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 

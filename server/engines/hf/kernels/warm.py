@@ -1,7 +1,7 @@
-"""Compilation of every CPU kernel, or loading from the cache, before the weights are loaded.
+"""Compilation of every CPU kernel, or loading of its cached machine code, before the weights are loaded.
 
-The compiler's memory is then free again before the KV pool is touched. So the peak memory of the process
-matches the plan.
+The compiler's memory is then free again before the KV pool's memory is allocated. So the peak memory of the
+process matches the plan.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tonnage.server.engines.hf.kernels import attention, layer, linear, small
 
 
 def compile_all() -> None:
-    """Run each kernel once on the smallest input, so that its machine code is in memory.
+    """Run each CPU kernel once on the smallest input, so that its machine code is in memory.
 
-    It takes half a second if the code is cached on disk, else about ten seconds.
+    The call takes half a second if the machine code is cached on disk, else about ten seconds.
     """
     rows = torch.zeros(16, 32, dtype=torch.bfloat16)
     linear.linear(rows[:1], rows)

@@ -1,4 +1,4 @@
-"""Measurement of the memory of the device that the engine runs on, and waiting for the device's work.
+"""Measurement of the memory of the GPU that the HF engine runs on, and waiting for the GPU's work.
 
 The tests have no GPU. They replace `CudaMemory` by a test double that records the order of calls.
 """
@@ -11,22 +11,22 @@ import torch
 
 
 class DeviceMemory(Protocol):
-    """The memory figures of one GPU, all in bytes."""
+    """The interface that measures the memory of one GPU, in bytes."""
 
     def wait(self) -> None:
-        """Wait until the device has finished all queued work."""
+        """Wait until the GPU has finished all queued work."""
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peak of allocated memory."""
+        """Start a new measurement of the peak of GPU memory that torch has allocated."""
 
     def peak(self) -> int:
-        """Return the peak of torch's allocations since `reset_peak`."""
+        """Return the peak of GPU memory that torch has allocated since `reset_peak`, in bytes."""
 
     def free(self) -> int:
-        """Return the bytes that no process uses."""
+        """Return the bytes of the GPU's memory that no process uses."""
 
     def used(self) -> int:
-        """Return the bytes that all processes use, with CUDA contexts and memory that torch keeps unused."""
+        """Return the bytes of GPU memory that all processes take, with CUDA contexts and torch's cache."""
 
 
 class CudaMemory:
@@ -36,27 +36,27 @@ class CudaMemory:
         self._device = device
 
     def wait(self) -> None:
-        """Wait until the device has finished all queued work."""
+        """Wait until the GPU has finished all queued work."""
         torch.cuda.synchronize(self._device)
 
     def reset_peak(self) -> None:
-        """Start a new measurement of the peak of allocated memory."""
+        """Start a new measurement of the peak of GPU memory that torch has allocated."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
-        """Return the peak of torch's allocations since `reset_peak`."""
+        """Return the peak of GPU memory that torch has allocated since `reset_peak`, in bytes."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def free(self) -> int:
-        """Return the bytes that no process uses."""
+        """Return the bytes of the GPU's memory that no process uses."""
         return torch.cuda.mem_get_info(self._device)[0]
 
     def used(self) -> int:
-        """Return the bytes that all processes use, with CUDA contexts and memory that torch keeps unused."""
+        """Return the bytes of GPU memory that all processes take, with CUDA contexts and torch's cache."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of a GPU, or None for a CPU, whose process memory is measured instead."""
+    """Return the object that measures a GPU's memory, or None for a CPU, where process memory is measured."""
     return CudaMemory(device) if device.type == "cuda" else None

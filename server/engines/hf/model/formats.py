@@ -147,7 +147,7 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def _stored(path: str) -> bool:
-    """Return whether the checkpoint in ``path`` is already quantized, according to its config.json."""
+    """Return whether the config.json of the checkpoint in ``path`` says that its weights are quantized."""
     return bool(json.loads((Path(path) / "config.json").read_text()).get("quantization_config"))
 
 

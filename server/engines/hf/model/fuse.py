@@ -104,7 +104,9 @@ def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor
 def _try(
     module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float, width: int
 ) -> bool:
-    """Replace a module's forward by its best replacement if both give equal output; return the success.
+    """Replace a module's forward by the best of ``replacements`` if both give equal output.
+
+    Returns whether the forward was replaced.
 
     Outputs on random rows of ``width`` values are equal if they differ by at most ``same``, relative (L2). The
     replacement nearest to the module counts, not the first within ``same``. For example, if a norm's weights
@@ -132,7 +134,7 @@ Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _with_rotation(module: nn.Module, rotate: Callable[..., None]) -> Callable[..., object] | None:
-    """Return the module's forward with its rotary embedding computed by a kernel, or None if impossible.
+    """Return an attention module's forward with the rotary embedding by a kernel, or None if impossible.
 
     The new forward has the same code, with the global name of the rotary embedding function replaced. The
     replacement is impossible if the forward does not call the function by this name, or if kernel and function
@@ -204,7 +206,7 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
 
 @contextlib.contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """Restore the model's own forward methods while the context is open."""
+    """Restore the model's own forward methods, in place of kernels, while the context is open."""
     aside = [
         (module, module.__dict__.pop("forward")) for module in model.modules() if "forward" in module.__dict__
     ]

@@ -35,7 +35,7 @@ class HeadOnly:
         self._kept = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits [rows, vocabulary] of the tokens with these indices in the forward.
+        """Return the logits [rows, vocabulary] of the tokens with the indices ``rows`` in the forward.
 
         Returns None if the model's forward does not call its base model as a whole. OPT, for example, calls a
         part of its base model.

@@ -52,13 +52,13 @@ class _Parts:
 
 
 def _kernel_of(module: Any, function: Callable[..., Any]) -> functools.partial[Any] | None:
-    """Return the kernel that replaced the module's forward, if it calls ``function``; else None."""
+    """Return the CPU kernel that replaced a module's forward, if the kernel calls ``function``; else None."""
     forward = getattr(module, "__dict__", {}).get("forward")
     return forward if isinstance(forward, functools.partial) and forward.func is function else None
 
 
 def _parts(module: nn.Module) -> _Parts | None:
-    """Return the weights and constants of a decoder layer, or None if the layer does not qualify.
+    """Return the weights and constants of a decoder layer for the one-call kernel, or None if it is unfit.
 
     All its modules must already run as kernels and have the attribute names of the Llama or Gemma family.
     """
@@ -158,7 +158,7 @@ class OneCall:
         return out
 
     def _turns(self, cosine: torch.Tensor, sine: torch.Tensor, rows: int) -> bool:
-        """Return whether cosine and sine are bfloat16 [1, rows, head size], as the kernel expects."""
+        """Return whether the rotary cosine and sine are bfloat16 [1, rows, head size], as required."""
         return (
             cosine.shape == sine.shape == (1, rows, self._size)
             and cosine.dtype == sine.dtype == torch.bfloat16
@@ -180,7 +180,7 @@ class _Recorded:
 
 
 class _Trial:
-    """A comparison of decoder layers with the one-call kernel.
+    """A comparison of a model's decoder layers with the kernel that computes a layer in one call.
 
     The batch has two sequences, with three tokens and one token. Layer and kernel write to separate pools, so
     that K and V can be compared, too.
@@ -210,7 +210,10 @@ class _Trial:
 
     @torch.inference_mode()
     def adopt(self, module: nn.Module, parts: _Parts) -> bool:
-        """Replace the layer's forward by the kernel if outputs, K and V are equal; return whether they are."""
+        """Replace a decoder layer's forward by one kernel call if both give equal outputs, K and V.
+
+        Returns whether the forward was replaced.
+        """
         hidden = parts.weights["gate"].shape[1]
         q, kv = (self._layout.head_size * heads for heads in (self._heads, self._layout.kv_heads))
         shapes = {name: tuple(weight.shape) for name, weight in parts.weights.items()}

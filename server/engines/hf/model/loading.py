@@ -75,7 +75,7 @@ def require_computed(dtype: torch.dtype, device: str) -> None:
 
 
 def _require_complete(info: dict[str, Any]) -> None:
-    """Raise CheckpointError if from_pretrained reported tensors that do not match the model.
+    """Raise CheckpointError if from_pretrained found missing or surplus tensors in the checkpoint.
 
     ``info`` is the loading report of from_pretrained, which already leaves out optional keys.
     """
@@ -96,7 +96,9 @@ def _require_complete(info: dict[str, Any]) -> None:
 
 
 def _own_memory(model: torch.nn.Module) -> None:
-    """Copy parameters that still point into the mapped file to anonymous memory, which the plan counts.
+    """Copy weights that still point into the mapped checkpoint file to anonymous memory.
+
+    The memory plan counts anonymous memory.
 
     The kernel may drop mapped pages and would then read them again during a request. Copying one tensor at a
     time keeps the peak low. bitsandbytes' parameter classes are skipped: their values are computed, not mapped.
@@ -112,7 +114,10 @@ def _own_memory(model: torch.nn.Module) -> None:
 
 
 def storage_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the storages of parameters, buffers and quantization state, each counted once."""
+    """Return the bytes in memory of a model's parameters, buffers and quantization state.
+
+    Tensors that share a storage count once.
+    """
     sizes: dict[int, int] = {}
     for tensor in _tensors(model, set()):
         storage = tensor.untyped_storage()

@@ -24,10 +24,10 @@ _INTERVAL = 0.005
 
 
 def profile(runner: ModelRunner) -> int:
-    """Return the bytes that one full step takes in addition to weights, pool and framework.
+    """Return the bytes of memory that one full step takes in addition to weights, KV pool and framework.
 
-    It writes to blocks of the pool, so it must run before the first request. On a CPU the process memory is
-    measured, on a GPU the device memory of torch's allocator.
+    The step writes to blocks of the pool, so it must run before the first request. On a CPU the process memory
+    is measured, on a GPU the device memory of torch's allocator.
     """
     memory = memory_of(runner.device)
     if memory is not None:
@@ -49,7 +49,7 @@ def _profile_device(runner: ModelRunner, memory: DeviceMemory) -> int:
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Return the bytes that all processes take on a GPU, or None on a CPU.
+    """Return the bytes of device memory that all processes take on a GPU, or None for a CPU.
 
     They include the CUDA context and the unused memory of torch's allocator, which the other measurements leave
     out.

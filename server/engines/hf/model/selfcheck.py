@@ -37,9 +37,9 @@ class OtherLogits(UnsupportedArchitecture):
 
 
 def self_check(runner: ModelRunner) -> float:
-    """Return the largest relative error of the logits through paged attention, over a few test prompts.
+    """Return the largest relative error of the logits by paged attention, over a few test prompts.
 
-    It uses blocks of the pool, so it must run before the first request.
+    The check overwrites blocks of the KV pool, so it must run before the first request.
 
     Raises:
         OtherLogits: the error exceeds the tolerance.
@@ -127,7 +127,9 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
 
 
 def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return block tables by [sequence][group], with ids taken from both ends of the pool in turn.
+    """Return block tables for the test prompts, by [sequence][group], with scattered block ids.
+
+    The ids are taken from both ends of the pool in turn.
 
     The ids in a table are thus not ascending, so that the check detects code that assumes an order.
     """

@@ -18,13 +18,13 @@ from tonnage.server.engines.request import SamplingParams
 
 
 class Matcher(Protocol):
-    """The state of one sequence's output in its grammar."""
+    """The position of one sequence's output in its grammar, which determines the permitted next tokens."""
 
     def mask(self, logits: torch.Tensor) -> None:
         """Set the logits of tokens that the grammar does not permit next to -inf, in place; [vocabulary]."""
 
     def accept(self, token: int) -> bool:
-        """Advance the grammar by one token; return whether the output is complete and no token may follow."""
+        """Advance by one output token; return whether the output is complete and no token may follow."""
 
 
 class Drawing(Protocol):

@@ -33,7 +33,7 @@ def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether the temperature is so low (below `GREEDY_BELOW`) that the likeliest token is taken."""
+    """Return whether a request's temperature is so low (below `GREEDY_BELOW`) that it samples greedily."""
     return params.temperature < GREEDY_BELOW
 
 

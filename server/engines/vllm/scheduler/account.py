@@ -1,4 +1,4 @@
-"""The block accounting for admission: reservations and blocks of the requests that vLLM runs.
+"""The KV block accounting for admission: reservations and blocks of the requests that vLLM runs.
 
 When a request starts, the account adds an entry with its reservation, prompt length and prefix hit. Three
 values are read from vLLM at each step: the computed tokens and the block table length of each request, and the
@@ -35,7 +35,7 @@ _COMPUTED = attrgetter("num_computed_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The prefix of a waiting request that is in the prefix cache now.
+    """The part of a waiting request's prompt that is in vLLM's prefix cache now.
 
     Attributes:
         blocks: vLLM's block objects in the first full-attention group.
@@ -51,7 +51,7 @@ class Hit:
 
 
 class Account:
-    """The block accounting of the requests in `scheduler.running`, with one entry per request.
+    """The KV block accounting of vLLM's running requests (`scheduler.running`), with one entry per request.
 
     Call `leave` when a request ends or is preempted, and `sync` before and after a step.
     """
@@ -90,7 +90,7 @@ class Account:
         return len(self._slots)
 
     def sync(self, scheduled: dict[str, int] | None = None) -> None:
-        """Remove entries of requests that no longer run, and add entries for requests that have started.
+        """Remove accounts of requests that no longer run, and add those of requests that have started.
 
         Args:
             scheduled: number of tokens of each request in the step just scheduled. None before a step; then no
@@ -110,7 +110,7 @@ class Account:
         self._notice_freed(in_step=scheduled is not None)
 
     def _notice_freed(self, *, in_step: bool) -> None:
-        """Count a departure if blocks returned to the pool between two steps although no request ended.
+        """Count a departure if KV blocks returned to the pool between two steps although no request ended.
 
         A KV connector, for example, returns blocks later than their request ends.
         """
@@ -120,7 +120,7 @@ class Account:
         self._free, self._departed_then = free, self.departed
 
     def leave(self, id: str) -> None:
-        """Remove the entry of a request; do nothing if it has none."""
+        """Remove a request from the block accounting; do nothing if it is not there."""
         slot = self._slots.pop(id, None)
         if slot is not None:
             self._hits.pop(id, None)
@@ -133,14 +133,14 @@ class Account:
             self.departed += 1
 
     def reservation(self, request: Any) -> tuple[int, int]:
-        """Return upper bounds of the blocks that a request ever holds: (full groups, all other groups)."""
+        """Return upper bounds of a request's KV blocks: (in full-attention groups, in all other groups)."""
         encoder = 0
         if self.scheduler.is_encoder_decoder:
             encoder = sum(request.get_num_encoder_embeds(at) for at in range(request.num_encoder_inputs))
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
     def snapshot(self) -> RunningSnapshot:
-        """Return the block counts of the running requests, in the order of vLLM's list; O(running)."""
+        """Return the KV block counts of the running requests, in the order of vLLM's list; O(running)."""
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
         find = self._tables.get
@@ -155,10 +155,10 @@ class Account:
         return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
 
     def outsiders(self) -> bool:
-        """Return whether a request that is not running may hold blocks.
+        """Return whether a request that is not running may hold KV blocks.
 
-        It may be a streaming session that waits for input, or a request whose blocks a KV connector still loads
-        or sends.
+        Such a request may be a streaming session that waits for input, or one whose blocks a KV connector still
+        loads or sends.
         """
         scheduler = self.scheduler
         return bool(getattr(scheduler, scheduler._names.holders)) or scheduler.connector is not None
@@ -187,9 +187,9 @@ class Account:
         return int(broken) + (reserved != self.reserved)
 
     def leaving(self, snapshot: RunningSnapshot, fresh: Sequence[Hit]) -> Leaving:
-        """Return the order in which requests can finish, and the blocks that each then returns.
+        """Return an order in which the requests can finish, and how many KV blocks each then returns.
 
-        It reads all block tables.
+        The method reads all block tables.
 
         Args:
             snapshot: the running requests, followed by the new requests.
@@ -218,7 +218,7 @@ class Account:
         return Hit(blocks, tokens, used, len(blocks) - used)
 
     def lost(self, hit: Hit) -> Int32Array | None:
-        """Return how many private blocks of each running request a new request would share (int32 [running]).
+        """Return how many blocks now private to each running request a new one would share, int32 [running].
 
         Args:
             hit: the prefix hit of the new request.
@@ -238,7 +238,7 @@ class Account:
         return lost
 
     def _owner_of(self, index: int, block: Any, newcomer: str = "") -> str | None:
-        """Return the id of the only running request that holds a block, or None if there is no such request.
+        """Return the id of the only running request that holds a KV block; None if several hold it, or none.
 
         Args:
             index: index of the block in the block table.
@@ -273,7 +273,7 @@ class Account:
         self.reserved += full + windowed
 
     def _share(self, id: str, found: int) -> int:
-        """Record the blocks of a new request; return how many of the first `found` blocks are shared.
+        """Record the KV blocks of a new request; return how many of its first `found` blocks are shared.
 
         The first `found` blocks of its block table are its prefix hit.
         """
@@ -306,7 +306,7 @@ class Account:
                 self._shared.pop(block.block_id, None)
 
     def _used(self) -> int:
-        """Return the number of referenced blocks of full-attention groups, or an upper bound of it."""
+        """Return how many KV blocks of full-attention groups are referenced, or an upper bound of it."""
         used = self.groups.limits.usable_blocks - int(self.pool.get_num_free_blocks())
         for other in self.groups.others:
             for request in self.scheduler.running:

@@ -90,7 +90,7 @@ class VllmAdmission(AdmissionAdapter):
         )
 
     def _needed(self, request: Any) -> tuple[int, str]:
-        """Return the blocks that the request needs in an empty pool, and text that names the tokens counted."""
+        """Return how many KV blocks a request needs in an empty pool, and text that says for which tokens."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
         # `most_blocks` does not count the last token, which normally needs no slot. Here all existing tokens
@@ -100,15 +100,15 @@ class VllmAdmission(AdmissionAdapter):
     # -- figures for metrics ---------------------------------------------------------------------------------
 
     def missing(self, request: Any) -> int:
-        """Return how many blocks an empty pool lacks for the request."""
+        """Return how many KV blocks an empty pool lacks for the request."""
         return max(0, self._needed(request)[0] - self.limits.usable_blocks)
 
     def short_of(self, id: str) -> int:
-        """Return how many blocks the request lacked if it was the last one refused, else 0."""
+        """Return how many KV blocks a request lacked if admission refused it last, else 0."""
         return self._short if self._refused[0] == id else 0
 
     def _state(self, most: int = 0) -> State:
-        """Return the state of the running requests, with empty rows for up to `most` new requests."""
+        """Return the `State` of the running requests, with empty rows for up to `most` new requests."""
         snapshot = self.account.snapshot()
         return State(
             snapshot, decisions.empty_rows(snapshot, most), self.account.reserved,
@@ -144,7 +144,7 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return the maximum number of waiting requests to decide on in this step.
+        """Return how many waiting requests, at most, admission decides on in this step.
 
         Within `block_size` steps, the decision on a refused request changes only if another request leaves. A
         new head of the queue has not been decided on yet: the previous head was aborted, or the new one has a
@@ -158,7 +158,7 @@ class VllmAdmission(AdmissionAdapter):
         return self.account.departed - self._departed
 
     def took(self, blocks: int) -> None:
-        """Record how many blocks of all groups a step took from the pool."""
+        """Record how many KV blocks, of all groups, a step took from vLLM's pool."""
         self._slack -= blocks
 
     def _may_start(self, waiting: Iterable[Any], most: int, room: int, step: int, state: State) -> list[Any]:
@@ -209,7 +209,7 @@ class VllmAdmission(AdmissionAdapter):
     # -- skipped steps ---------------------------------------------------------------------------------------
 
     def _may_stall(self, state: State | None = None) -> bool:
-        """Return whether a running request could lack blocks in the next step.
+        """Return whether a running request could lack KV blocks in the next step.
 
         No request lacks blocks if all reservations fit into the pool, or if a step takes fewer blocks than are
         free.
@@ -229,7 +229,7 @@ class VllmAdmission(AdmissionAdapter):
         return bool(available < self._most_taken(state))
 
     def _most_taken(self, state: State | None) -> int:
-        """Return an upper bound of the blocks of full-attention groups that one step takes from the pool."""
+        """Return an upper bound of the full-attention KV blocks that one step takes from the pool."""
         scheduler, size = self.account.scheduler, self.limits.layout.block_size
         if state is None:
             count, prompts = len(scheduler.running), self.limits.max_num_batched_tokens
@@ -278,7 +278,7 @@ class VllmAdmission(AdmissionAdapter):
         return allowed[:started], stalled
 
     def _wanted(self, state: State) -> Int64Array:
-        """Return an upper bound of the blocks that each request takes in the next step (int64 [requests]).
+        """Return an upper bound of the KV blocks that each request takes in the next step, int64 [requests].
 
         Only blocks of full-attention groups count.
         """

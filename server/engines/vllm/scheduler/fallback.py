@@ -34,7 +34,7 @@ class FallbackScheduler(AsyncScheduler):
     """A factory that creates vLLM's own scheduler and logs a warning; invalid options still raise an error."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
-        """Check Tonnage's options and create vLLM's own scheduler."""
+        """Check the options of Tonnage's scheduler, and create vLLM's own scheduler."""
         config = config_of(args, named)
         read_policy(config.additional_config)
         read_eviction(config.additional_config)

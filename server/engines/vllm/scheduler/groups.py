@@ -43,7 +43,7 @@ class Other:
     extra: int
 
     def most_blocks(self, slots: int, encoder_slots: int) -> int:
-        """Return the upper bound of a request's blocks in this group.
+        """Return the upper bound of a request's KV blocks in this group.
 
         Args:
             slots: number of token slots of prompt and output.
@@ -75,7 +75,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The KV cache groups of one scheduler.
+    """The KV cache groups of one vLLM scheduler, as admission sees them.
 
     Attributes:
         full: index of the first full group in vLLM's list; None without a full group.
@@ -98,7 +98,7 @@ class Groups:
         return len(self.limits.layout.groups)
 
     def most_blocks(self, tokens: int, encoder_tokens: int) -> tuple[int, int]:
-        """Return upper bounds of a request's blocks: (full groups, all other groups).
+        """Return upper bounds of a request's KV blocks: (in full-attention groups, in all other groups).
 
         The last output token is sampled and never computed, so it needs no slot. Draft tokens after it may need
         slots.

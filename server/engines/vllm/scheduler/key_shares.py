@@ -30,7 +30,7 @@ def wish_of(request: Any) -> AdmissionRequest:
 
 
 class KeyShares:
-    """The sequences and blocks that each API key holds, including the requests that start in this step.
+    """The sequences and KV blocks that each API key holds, including the requests that start in this step.
 
     Args:
         shares: the shares of the engine's keys.
@@ -45,20 +45,20 @@ class KeyShares:
             self.take(request)
 
     def take(self, request: Any) -> None:
-        """Add a running or starting request to the sequences and blocks that its API key holds."""
+        """Add a running or starting request to the sequences and KV blocks that its API key holds."""
         uses, wish, blocks = self._about(request)
         add_use(uses, wish, 1, blocks)
 
     def ordered(self, waiting: Iterable[Any]) -> list[Any]:
-        """Return the waiting requests in the order of `Shares.rank`."""
+        """Return the waiting requests in the order that divides the engine fairly among API keys."""
         return sorted(waiting, key=lambda request: self._shares.rank(*self._about(request)))
 
     def within(self, request: Any) -> bool:
-        """Return whether the request's key stays within its share if the request starts."""
+        """Return whether the request's API key stays within its share of KV blocks if the request starts."""
         return self._shares.within(*self._about(request))
 
     def kept(self, request: Any) -> tuple[int, int]:
-        """Return how many sequences and blocks must stay free for other API keys when the request starts."""
+        """Return how many sequences and KV blocks must stay free for other API keys if the request starts."""
         return self._shares.kept(*self._about(request))
 
     def may_start(self, waiting: Iterable[Any], room: int) -> list[Any]:
@@ -82,12 +82,12 @@ class KeyShares:
         return found
 
     def _about(self, request: Any) -> tuple[Uses, AdmissionRequest, int]:
-        """Return the arguments that all methods of `Shares` take for a request: uses, request and blocks."""
+        """Return the arguments of all methods of `Shares` for a request: each key's use, request, blocks."""
         return self._uses, wish_of(request), self._blocks(request)
 
 
 def shortest_first(starting: list[Any], running: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the requests that start, and running requests to skip so that only one key computes prompts.
+    """Return the requests that start, and the running ones to skip so that one API key computes prompts.
 
     vLLM computes prompts in the order in which they started, and a long one uses the whole budget of a step. In
     every second step, for which this function is called, only the key with the fewest prompt tokens to compute

@@ -48,7 +48,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
 
 
 def read_eviction(additional: object, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the configured eviction, a member of EVICTION.
+    """Return the configured way of evicting cached KV blocks, a member of EVICTION.
 
     Raises:
         BadOption: a key or value is invalid.
@@ -61,7 +61,7 @@ def read_eviction(additional: object, environment: Mapping[str, str] = os.enviro
 
 
 def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[Any, Any]]:
-    """Return all configured values by key, and the values from the additional config alone."""
+    """Return all configured options by name, and the options from vLLM's additional config alone."""
     given: object = additional.get("tonnage", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
         raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
@@ -110,7 +110,7 @@ def _number(values: Mapping[str, Any], key: str) -> float | None:
 
 
 def _count(values: Mapping[str, Any], key: str) -> int:
-    """Return option `key` as a whole number of at least 1, which is also its default."""
+    """Return the option `key` as a whole number of at least 1; the default is 1."""
     value = _number(values, key)
     if value is None:
         return 1
@@ -120,7 +120,7 @@ def _count(values: Mapping[str, Any], key: str) -> int:
 
 
 def _seconds(values: Mapping[str, Any], key: str) -> float | None:
-    """Return option `key` in seconds, from a number or a text with a unit ("100ms"); None if absent."""
+    """Return the option `key` in seconds, from a number or a text with a unit ("100ms"); None if absent."""
     value = values.get(key)
     if not isinstance(value, str):
         return _number(values, key)

@@ -33,7 +33,7 @@ def cached_blocks(manager: Any) -> int:
 
 
 class Evictions:
-    """A counter of evicted cached blocks by cause: `prefill`, `decode`, `reset`.
+    """A counter of the cached blocks that vLLM's pool evicts, by cause: `prefill`, `decode`, `reset`.
 
     In a full pool nearly every allocation evicts, and `_cause` takes microseconds to find the cause. So
     `stepping` announces steps in which all running requests decode. In such a step, the cause is `decode` until
@@ -97,9 +97,9 @@ class Evictions:
 
 
 def _cause() -> str:
-    """Return why vLLM allocates a block: `prefill` or `decode` of a request, or `reset` without a request.
+    """Return why vLLM evicts a block: for `prefill` or `decode` of a request, or `reset` without a request.
 
-    It finds the request among the local variables of callers on the stack.
+    The function finds the request among the local variables of callers on the stack.
     """
     frame = sys._getframe(2)
     for _ in range(_DEPTH):

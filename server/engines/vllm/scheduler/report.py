@@ -1,4 +1,4 @@
-"""Collection of the counts and block numbers that our metrics need and vLLM's statistics lack."""
+"""Collection of the counts of requests and KV blocks that our metrics need and vLLM's statistics lack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Report:
-    """A collector of one scheduler's statistics; its hooks cost a few dictionary updates per step."""
+    """A collector of statistics of one vLLM scheduler, which costs a few dictionary updates per step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -33,7 +33,7 @@ class Report:
         self._evictions = Evictions(scheduler.kv_cache_manager)
 
     def added(self, id: str, blocks: int) -> None:
-        """Count a new request, with `blocks` as the upper bound of its blocks."""
+        """Count a new request, with `blocks` as the upper bound of its KV blocks."""
         if id not in self._asked:  # False if a streaming session adds its request again
             self._received += 1
             self._asked[id] = blocks
@@ -45,12 +45,12 @@ class Report:
         self._waited.discard(id)
 
     def never(self, missing: int) -> None:
-        """Count a rejected request for which an empty pool lacks `missing` blocks."""
+        """Count a rejected request for which an empty pool lacks `missing` KV blocks."""
         self._decisions["never", "blocks"] += 1
         self._missing["never", "blocks"] += missing
 
     def stepping(self) -> None:
-        """Record that a step begins."""
+        """Record that the scheduler begins a step, for the causes of evictions in it."""
         scheduler = self._scheduler
         holding = getattr(scheduler, scheduler._names.holders)
         self._evictions.stepping(not (scheduler._inflight_prefills or holding or scheduler.connector))
@@ -86,7 +86,7 @@ class Report:
         self._waited.add(head)
 
     def stats(self, admission: VllmAdmission | None, mode: str, failures: int) -> AdmissionStats:
-        """Return the current statistics of the scheduler.
+        """Return the scheduler's current counts of requests and KV blocks.
 
         Args:
             admission: the admission, or None if vLLM schedules on its own and reserves nothing.

@@ -47,7 +47,7 @@ _STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class AdmissionMixin(Scheduler):
-    """A mixin that adds admission to vLLM's synchronous or asynchronous scheduler."""
+    """A mixin that adds Tonnage's admission to vLLM's synchronous or asynchronous scheduler."""
 
     admission: VllmAdmission | None = None
     _left_out = (0, 0)  # number of running and of waiting requests hidden from vLLM while it schedules a step
@@ -196,7 +196,7 @@ class AdmissionMixin(Scheduler):
         self._prefill_bound = bound
 
     def make_stats(self, *args: Any, **named: Any) -> SchedulerStats | None:
-        """Return vLLM's statistics with our values added.
+        """Return vLLM's statistics with the statistics of Tonnage's admission added.
 
         Our stat logger removes the values again (`tonnage.server.engines.vllm.stats_transport`).
         """
@@ -259,7 +259,7 @@ class AdmissionMixin(Scheduler):
         return self.admission.plan(keys.ordered(self._candidates()), room, self.current_step, keys)
 
     def _candidates(self) -> Iterator[Request]:
-        """Yield the waiting requests that only lack free blocks, in queue order.
+        """Yield the waiting requests that lack nothing but free KV blocks, in queue order.
 
         Requests that wait for something else are left out, so they delay no other request.
         """
@@ -317,7 +317,7 @@ class AdmissionMixin(Scheduler):
         return True
 
     def _refuse_head(self) -> None:
-        """Reject the first waiting request if an empty pool cannot hold it, because it would block the queue.
+        """Reject the first waiting request if an empty KV pool cannot hold it, as it would block the queue.
 
         In modes other than greedy, only a preempted request is checked: it has grown since it was added.
         """
@@ -331,7 +331,7 @@ class AdmissionMixin(Scheduler):
                 self._refuse_never(head)
 
     def _end_refused(self) -> list[tuple[int, EngineCoreOutput]]:
-        """Finish the rejected requests that were not aborted; return (client, output) of each.
+        """Finish the rejected requests that were not aborted; return (client index, output) of each.
 
         A request is removed from `_refused` when its output is recorded, so that an exception loses no output.
         """
@@ -437,7 +437,7 @@ class AdmissionMixin(Scheduler):
     # -- exceptions in our code ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Put requests back into a list of vLLM's if an exception in our code left them in none."""
+        """Put requests that an exception in our code left in no list of vLLM's back into their list."""
         listed = {*self.running, *self.waiting, *getattr(self, self._names.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():
@@ -476,7 +476,7 @@ class AdmissionMixin(Scheduler):
 
 
 def _holds_blocks(request: Request) -> bool:
-    """Return whether a waiting request holds blocks, by the rule of vLLM 0.31's Scheduler._holds_kv_blocks."""
+    """Return whether a waiting request holds KV blocks, by the rule of vLLM 0.31's _holds_kv_blocks."""
     return request.num_computed_tokens > 0 or request.status in (
         RequestStatus.WAITING_FOR_REMOTE_KVS,
         RequestStatus.WAITING_FOR_STREAMING_REQ,
@@ -486,7 +486,7 @@ def _holds_blocks(request: Request) -> bool:
 def _is_reported(config: Any) -> bool:
     """Return whether another component removes our values from vLLM's statistics.
 
-    It is `tonnage serve --backend vllm`, or our stat logger unless VLLM_PLUGINS excludes it.
+    The component is `tonnage serve --backend vllm`, or our stat logger unless VLLM_PLUGINS excludes it.
     """
     if config.parallel_config.worker_extension_cls.startswith("tonnage."):
         return True

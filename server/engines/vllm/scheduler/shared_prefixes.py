@@ -27,7 +27,7 @@ class SharedPrefixes(Scheduler):
         self._prefixes: Sequence[Sequence[int]] = asked[BACKEND]["prefixes"]
 
     def add_request(self, request: Any) -> None:
-        """Add a request as vLLM does, with its salt applied only after a shared prefix."""
+        """Add a request as vLLM does, with its cache salt applied only after a shared prefix."""
         if request.cache_salt and request._block_hasher is not None:
             shared = whole_blocks(request.prompt_token_ids or (), self._prefixes, self.hash_block_size)
             if shared:
@@ -36,7 +36,7 @@ class SharedPrefixes(Scheduler):
 
 
 def salt_behind(request: Any, shared: int) -> None:
-    """Hash the request's first `shared` blocks without its salt, and all later blocks with it."""
+    """Hash a request's first `shared` KV blocks without its cache salt, and all later blocks with it."""
     plain, salt = request._block_hasher, request.cache_salt.encode("utf-8", "surrogatepass")
 
     def hashes(request: Any) -> list[Any]:

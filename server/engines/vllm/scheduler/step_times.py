@@ -16,7 +16,7 @@ _MOST = 64
 
 
 class _Step(NamedTuple):
-    """A step in flight: seconds of the scheduler's clock at its start, and numbers of what it computes."""
+    """A vLLM step in flight: its start in seconds, and how many tokens and sequences it computes."""
 
     begun: float
     tokens: int
@@ -40,7 +40,7 @@ class StepTimes:
         self._recomputed = 0  # recomputed tokens reported to `auto` so far
 
     def budget(self, starting: Iterable[Any]) -> int:
-        """Return the token budget of the next step.
+        """Return the token budget of vLLM's next step.
 
         It is smaller while prompts of one key would delay the stream of another (`StepPace`).
 
@@ -62,7 +62,7 @@ class StepTimes:
         return min(most, self._pace.budget(tokens))
 
     def scheduled(self, output: Any, begun: float) -> None:
-        """Record a step that was scheduled at time `begun`, in seconds of the scheduler's clock."""
+        """Record a vLLM step that was scheduled at time `begun`, in seconds of the scheduler's clock."""
         tokens = output.total_num_scheduled_tokens
         auto, account = self._admission.auto, self._admission.account
         if (auto is None and self._pace is None) or not tokens:
@@ -83,7 +83,7 @@ class StepTimes:
         self._under_way[id(output)] = _Step(begun, tokens, prompts, len(chunks), context)
 
     def back(self, output: Any) -> None:
-        """Report the duration of a step that has returned."""
+        """Report the duration of a vLLM step whose output has arrived."""
         step = self._under_way.pop(id(output), None)
         auto, scheduler = self._admission.auto, self._scheduler
         if step is None:

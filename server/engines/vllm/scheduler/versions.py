@@ -48,5 +48,5 @@ KNOWN_VERSIONS = tuple(_KNOWN)
 
 
 def names_of(version: str) -> VllmNames | None:
-    """Return the names for vLLM `version`, such as "0.32.0+cpu", or None if the version is unknown."""
+    """Return the names of scheduler attributes in vLLM `version` ("0.32.0+cpu"); None if it is unknown."""
     return _KNOWN.get(".".join(version.split(".")[:2]))
