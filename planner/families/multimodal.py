@@ -77,7 +77,7 @@ def _vision(fields: Fields) -> Mapping[str, Any]:
 
 
 def moved(specs: tuple[TensorSpec, ...], old: str, new: str) -> list[TensorSpec]:
-    """Return the tensors ``specs``, with ``new`` in place of the name prefix ``old`` where names begin with it."""
+    """Return the tensors ``specs``; where a name begins with ``old``, that prefix is replaced by ``new``."""
 
     def name(at: str) -> str:
         return new + at[len(old) :] if at.startswith(old) else at

@@ -94,7 +94,7 @@ def _step1(fields: Fields, model_type: str) -> Architecture:
 
 
 def _pangu(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a dense openPangu model: Llama, with biases in attention if ``bias`` is set."""
+    """Return the architecture of a dense openPangu model: Llama, with attention biases if ``bias`` is true."""
     names = ("input_layernorm", "post_attention_layernorm")
     variant = DenseVariant(
         "PanguEmbeddedForCausalLM", ("bias", False), ("bias", False), ("mlp_bias", False), taped=False
