@@ -14,7 +14,7 @@ from tonnage.planner.quantization.rules import spelling
 from tonnage.planner.quantization.scheme import Quantization
 
 # Old tensor names -> names by which transformers replaces them while loading (5.19, conversion_mapping.py and
-# # the models' own maps).
+# the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
 
 

@@ -21,7 +21,7 @@ MAX_NESTING = 32  # maximum nesting; real configs nest three deep
 LIMITS = {"layers": 1_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
 
 # Words in the names of config fields that may change a shape or the KV cache. If the builder of
-# # the model family does not read such a field and its value is not neutral (None, 0, false), the model may
+# the model family does not read such a field and its value is not neutral (None, 0, false), the model may
 # differ from the plan, so the config is refused.
 _SHAPE_WORDS = (
     "expert", "moe", "lora", "rank", "num_", "n_", "_size", "_dim", "layer", "head", "shared", "vision",
