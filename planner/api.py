@@ -37,8 +37,8 @@ def _takes(
 def plan(model: str, **fields: Any) -> Plan:
     """Plan the memory of a model and its KV cache before anything loads.
 
-    Fields that are left out get the defaults of `tonnage plan`. The engine is vllm with a GPU or an engine
-    version, else hf. A draft model drafts one token per step.
+    Fields that are left out get the defaults of `tonnage plan`. The default engine is vllm if a GPU or an
+    engine version is given, else hf. By default, a draft model drafts one token per step.
 
     Args:
         model: `demo`, a folder, a .gguf file or a hub id.
@@ -64,20 +64,23 @@ def plan(model: str, **fields: Any) -> Plan:
 
 @lru_cache(1)  # The planner in a browser plans the same model again with other flags.
 def _sizer_of(source: ModelSource) -> Sizer:
-    """Return the `Sizer` that sums a model's weights and sizes its plans, cached for the most recent model."""
+    """Return the `Sizer` of a model, which sums the bytes of its weights and sizes its plans.
+
+    The `Sizer` of the most recent model is cached.
+    """
     return Sizer(source)
 
 
 def plan_or_advise(source: ModelSource, deployment: Deployment, *, engine_given: bool = True) -> Plan:
     """Plan a deployment; if it does not fit, add advice: single flag changes that make it fit.
 
-    A model that the default engine does not serve is planned for the default's fallback engine. A note of the
-    plan then names that engine.
+    If the default engine does not serve the model, the plan is for the engine's fallback engine. A note of the
+    plan then names the fallback engine.
 
     Args:
         source: the model's config and tensor headers.
         deployment: the requested flags.
-        engine_given: whether the caller chose the engine; then no other engine is tried.
+        engine_given: whether the caller chose the engine; if so, no fallback engine is tried.
 
     Raises:
         TonnageError: the model or the flags are not supported.

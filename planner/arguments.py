@@ -14,8 +14,8 @@ from tonnage.planner.screen import Screen
 BAD_INPUT = 2  # exit code of a command that rejects its input
 
 
-# Option names of other tools, without leading dashes -> options of ours with that meaning; a parser may lack
-# some.
+# Option names of other tools, without leading dashes -> Tonnage's options with the same meaning. The parser of
+# a command may lack some of Tonnage's options.
 _MEANT = {
     "batch-size": ("--max-num-seqs", "--micro-batch-size"), "bs": ("--max-num-seqs",),
     "concurrency": ("--target-concurrency",), "context": ("--max-model-len", "--sequence-length"),
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             args: the words after the program's name; None takes them from sys.argv.
-            namespace: an object to fill instead of a new one.
+            namespace: the object that receives the parsed values; by default, a new one is created.
 
         Raises:
             DeploymentError: an option or value is invalid; the message names the first invalid word.
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Raise a DeploymentError with argparse's message; its field is the option's name."""
+        """Raise a DeploymentError with argparse's message; its `field` is the invalid option's name."""
         about, _, rest = message.partition(": ")
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
@@ -137,7 +137,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def _spelled(self, word: str) -> str:
-        """Return `word` with dashes for underscores if that makes it an option, such as --max-model-len."""
+        """Return `word` with dashes for underscores if that makes it an option, as with --max_model_len."""
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
         return (
@@ -156,7 +156,7 @@ class Parser(argparse.ArgumentParser):
         raise DeploymentError(f"is no option of {self.prog}", field=name[:80], hint=guess + self._listed())
 
     def _option_for(self, name: str) -> str | None:
-        """Return the option that an unknown option's name probably means, or None."""
+        """Return the valid option that the user probably meant by the unknown option `name`, or None."""
         meant = [
             option for option in _MEANT.get(name.lstrip("-").replace("_", "-"), ()) if option in self.options()
         ]
@@ -166,7 +166,10 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} --help lists the options"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise DeploymentError, with option and nearest choice, for a value outside `choices`."""
+        """Raise DeploymentError for a value that is not among the option's `choices`.
+
+        The error names the option and the choice that is most similar to the value.
+        """
         if action.choices is None or value in action.choices:
             return
         raise DeploymentError(
@@ -176,8 +179,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        # Only a short option with an attached value is accepted: -qfp8 means -q fp8. argparse would also accept
-        # -t for -tp, even without allow_abbrev.
+        # Accept a short option only in full, or with an attached value: -qfp8 means -q fp8. argparse would also
+        # accept -t as an abbreviation of -tp, even without allow_abbrev.
         return [found for found in super()._get_option_tuples(option_string) if found[1] == option_string[:2]]
 
 
@@ -188,7 +191,10 @@ def refused(error: TonnageError) -> int:
 
 
 def _without_token(words: Sequence[str]) -> list[str]:
-    """Replace the hub token in a command line by `...`, because pages that show the line are shared."""
+    """Replace the Hugging Face token in a command line by `...`.
+
+    The command line is shown in HTML pages, which users share.
+    """
     shown: list[str] = []
     for before, word in zip(("", *words), words, strict=False):
         secret = "..." if before == "--hf-token" else "--hf-token=..." if word.startswith("--hf-token=") else ""

@@ -10,7 +10,7 @@ ASCII = "#+:."
 
 
 def redraws(file: TextIO) -> bool:
-    """Return whether a file is a terminal that can redraw a line.
+    """Return whether the output file is a terminal that can erase a line and print it again.
 
     A dumb terminal (Emacs' shell, some CI systems) cannot redraw. The library rich also shows progress only at
     the end on a dumb terminal (Console.is_dumb_terminal).
@@ -31,5 +31,5 @@ def shades(file: TextIO) -> str:
 
 
 def cells(part: int, whole: int, width: int) -> int:
-    """Return how many of `width` cells to fill for the fraction `part` / `whole`."""
+    """Return how many of the `width` characters of a bar to fill for the fraction `part` / `whole`."""
     return max(0, min(width, round(width * part / whole))) if whole > 0 else 0

@@ -1,4 +1,4 @@
-"""The command `tonnage plan`: its options, the checks that options fit together, and its output."""
+"""The command `tonnage plan`: its options, the checks that they do not exclude each other, and its output."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 
     Args:
         args: the parsed options.
-        trace: name of the trace and the (prompt, output) tokens of its requests, None without --trace.
+        trace: (name of the request trace, (prompt, output) tokens of each request), or None without --trace.
 
     Raises:
         TonnageError: the model or the options are not supported.
@@ -279,7 +279,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if lengths:
 
         def planned_for(tokens: int) -> Plan:
-            """Return the plan for sequences of `tokens` tokens in the same pool."""
+            """Return the same deployment's plan with max_model_len `tokens` and an equally large KV pool."""
             size = max(1, plan.rank.kv_pool_bytes)
             return plan_source(
                 source, replace(plan.deployment, max_model_len=tokens, kv_cache_memory_bytes=size)
@@ -301,7 +301,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     if args.emit:
         from tonnage.planner.output.emit import emit  # lazy import, only for this output
 
-        settings = emit(plan, args.emit)  # This call may raise an error, so it precedes all output.
+        settings = emit(plan, args.emit)  # before all output, because it may raise an error
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
         # another program reads stdout, so the note goes to stderr
         apart = args.emit or args.serve_line or args.markdown or args.csv

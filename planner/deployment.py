@@ -41,7 +41,7 @@ class Deployment:
 
     engine: EngineName = flag(
         "hf", "engine to plan for (default: hf; vllm with --gpu or --engine-version)", group=_DEVICE,
-        # planner/engines/registry.py checks that the engine exists
+        # planner/engines/registry.py checks that an engine of this name exists
         metavar="|".join(get_args(EngineName)), spellings=_ENGINES,
     )  # fmt: skip
     engine_version: str | None = flag(

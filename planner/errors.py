@@ -31,7 +31,10 @@ def escaped(text: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name most similar to `word`, ignoring case, dashes and underscores, or None."""
+    """Return the name in `names` that is most similar to `word`, or None if none is similar.
+
+    The comparison ignores case, dashes and underscores.
+    """
     from difflib import get_close_matches  # lazy import, only for an error message
 
     plain = {_plain(name): name for name in names}
@@ -43,11 +46,11 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # With the leading "--" all options would be similar.
+    return name.lower().replace("_", "-").lstrip("-")  # With the leading "--" all options are similar.
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:
-    """Return the hint `did you mean X?` for the name nearest to `word`, or None if no name is near."""
+    """Return the hint `did you mean X?`, or None; X is the name in `names` most similar to `word`."""
     close = nearest(word, names)
     return f"did you mean {close}?" if close else None
 
@@ -120,8 +123,8 @@ class EngineRefusal(DeploymentError):
     """Error for a deployment that the engine itself rejects.
 
     Attributes:
-        cause: key by which Engine.error_message finds the engine's own error message.
-        facts: values that the engine's message contains, by name.
+        cause: key of the engine's own error message, which `Engine.error_message` returns.
+        facts: name -> value of the numbers and words that the engine's message contains.
     """
 
     def __init__(
@@ -142,6 +145,6 @@ class NotSupported(DeploymentError):
 
 
 class DoesNotFit(TonnageError):
-    """Error for a plan that does not fit into the memory; the message gives the numbers."""
+    """Error for a plan that needs more device memory than there is; the message gives both sizes."""
 
     code = "does_not_fit"

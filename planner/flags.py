@@ -32,7 +32,7 @@ _WORDS = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "tuple[str, ...]": "a list of texts",
     "str": "text", "Path": "the path of a file",
 }  # fmt: skip
-_UNITS = {"GiB": GiB, "MiB": MiB}  # The option's value is in this unit, the dataclass field in bytes.
+_UNITS = {"GiB": GiB, "MiB": MiB}  # Unit of the option's value -> its bytes; the dataclass field holds bytes.
 _METAVARS = {"bytes": "SIZE", "GiB": "GIB", "MiB": "MIB", "share": "SHARE", "seconds": "SECONDS"}
 
 
@@ -90,14 +90,14 @@ def flag(
     return field(default=default, metadata=rest)
 
 
-# Fields for which a number without a unit below `_LEAST_MEMORY` is an error: the user meant GiB, not bytes.
+# Size fields for which a plain number below `_LEAST_MEMORY` is an error: the user meant GiB, not bytes.
 _MEMORIES = ("device_memory", "device_memory_used", "kv_cache_memory_bytes")
 _LEAST_MEMORY = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The declaration of one flag, as read from its dataclass field.
+    """The declaration of one command-line flag, read from the dataclass field that declares it with `flag`.
 
     Attributes:
         kind: the type annotation of the field without `| None`, as text.
@@ -153,7 +153,7 @@ class Flag:
                 value = int(value * _UNITS[self.unit])
         elif self.kind == "tuple[str, ...]":
             value = tuple(part.strip() for part in text.split(",") if part.strip())
-            if self.secret and not value:  # Empty API keys must not turn off authentication.
+            if self.secret and not value:  # An empty API key list would turn off authentication.
                 raise DeploymentError("is empty", field=field, hint="leave it out to have none")
         elif self.kind == "bool":
             if text not in ("true", "false"):
@@ -167,7 +167,10 @@ class Flag:
         return value
 
     def canonical(self, text: str) -> str:
-        """Return the canonical spelling of a value, such as float16 for `FP16`; keep unknown text."""
+        """Return the canonical spelling of the flag's value `text`, such as float16 for `FP16`.
+
+        Unknown text is returned unchanged.
+        """
         if self.choices:
             word = text.strip().lower()
             same = next((names for names in SPELLINGS if word in names), frozenset((word,)))
@@ -179,7 +182,7 @@ class Flag:
         return text
 
     def check(self, value: object, field: str | None = None) -> None:
-        """Raise DeploymentError for a value of the wrong type, out of range or not among the choices."""
+        """Raise DeploymentError if `value` has the wrong type, is out of range or not among the choices."""
         field = field or self.option
         if value is None and self.optional:
             return
@@ -199,7 +202,7 @@ class Flag:
             )
 
     def _wrong(self, value: Any) -> str | None:
-        """Return a description of the valid values if `value` is invalid, else None."""
+        """Return a description of the flag's valid values if `value` is invalid, else None."""
         if self.choices and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
         if not self._is_of_kind(value):
@@ -232,7 +235,7 @@ class Flag:
 
     @property
     def help_line(self) -> str:
-        """Return the flag's help text with its choices and default."""
+        """Return the text that `--help` prints for the flag, with its choices and its default."""
         text = f"{self.engine}: {self.help}" if self.engine else self.help
         if self.choices and self.metavar:
             text += f": {', '.join(self.choices)}"
@@ -246,7 +249,7 @@ class Flag:
         return f"{text} (default: {shown})" if text else f"default: {shown}"
 
     def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
-        """Add the flag's option to a parser; `default` is the parsed value if the option is not given."""
+        """Add the flag's option to a parser, which stores `default` if the command line lacks the option."""
         names = (self.option, self.short) if self.short else (self.option,)
         if self.kind == "bool":
             parser.add_argument(
@@ -267,7 +270,7 @@ class Flag:
 
 @cache
 def flags_of(record: type) -> Mapping[str, Flag]:
-    """Return the flags that the fields of the dataclass `record` declare, by name and in field order."""
+    """Return a dict, in field order, from field name to `Flag` for the fields of the dataclass `record`."""
     found = {}
     for declared in fields(record):
         if rest := declared.metadata:
@@ -279,7 +282,7 @@ def flags_of(record: type) -> Mapping[str, Flag]:
 
 
 def add_flags(parser: argparse._ActionsContainer, record: type, names: Iterable[str]) -> None:
-    """Add the options of the flags `names` of the dataclass `record` to a parser."""
+    """Add command-line options to a parser, one for each field in `names` of the dataclass `record`."""
     for name in names:
         flags_of(record)[name].add_to(parser)
 
@@ -293,7 +296,7 @@ def add_groups(
         parser: the parser to extend.
         record: the dataclass whose fields declare the flags.
         names: fields to add; None adds all.
-        default: parsed value of an option that is not given.
+        default: value that the parser stores for an option missing from the command line.
     """
     groups = {str(group.title): group for group in parser._action_groups}
     wanted = None if names is None else set(names)
@@ -306,17 +309,17 @@ def add_groups(
 
 
 def given(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
-    """Return the flags of the dataclass `record` that were given on the command line, by name."""
+    """Return a dict from field name to value of the flags of `record` that were given on the command line."""
     values = vars(arguments)
     return {name: values[name] for name in flags_of(record) if values.get(name) is not None}
 
 
 def check_values(record: Any) -> None:
-    """Raise DeploymentError for the first field of a dataclass instance with an invalid value."""
+    """Raise DeploymentError for the first flag of the dataclass instance `record` whose value is invalid."""
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
 
-        if value is not found.default:  # For speed, default values are not checked.
+        if value is not found.default:  # Default values are valid, so skip their check to save time.
             found.check(value)
 
 

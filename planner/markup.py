@@ -1,4 +1,4 @@
-"""HTML of plans, tables and replays, as self-contained pages in the style of `tonnage page`.
+"""HTML of plans, tables and replays of request traces, as self-contained pages that look like `tonnage page`.
 
 A page has one script, which sorts and filters its tables. HTML for a notebook has no script, and its CSS rules
 apply only to this HTML. The colours are defined in planner/page/data/style.css.
@@ -123,7 +123,7 @@ def table(heads: Sequence[str], rows: Iterable[str], words: Collection[str] = ()
 
 
 def figures(shown: Iterable[tuple[str, str, str]]) -> str:
-    """Return an HTML list of the most important figures.
+    """Return an HTML list of the most important figures of a plan or replay.
 
     Args:
         shown: (name, value, note) of each figure.
@@ -137,11 +137,11 @@ def figures(shown: Iterable[tuple[str, str, str]]) -> str:
 
 
 def bar(parts: Iterable[tuple[str, int]], total: int, whole: bool = False) -> str:
-    """Return the HTML of a stacked bar.
+    """Return the HTML of a stacked bar that shows the parts of a memory size.
 
     Args:
-        parts: (CSS class, bytes) of each part.
-        total: bytes of the whole bar.
+        parts: (CSS class, bytes) of each coloured part of the bar.
+        total: bytes that the full width of the bar stands for.
         whole: whether the bar is the large one at the top of a page.
     """
     drawn = "".join(f"<i class={kind} style='width:{percent(size, total)}%'></i>" for kind, size in parts)
@@ -155,7 +155,7 @@ def key(kind: str, name: str) -> str:
 
 
 def paragraphs(lines: Iterable[str], kind: str = "") -> str:
-    """Return each line as an HTML paragraph, with the CSS class `kind` if it is given."""
+    """Return the HTML of `lines`, each a paragraph, with the CSS class `kind` if it is not empty."""
     return "".join(
         f'<p class="{kind}">{escape(line)}</p>' if kind else f"<p>{escape(line)}</p>" for line in lines
     )
@@ -165,7 +165,7 @@ def memory_section(
     title: str, subtitle: str, verdict: tuple[Iterable[str], bool], first: Iterable[tuple[str, str, str]],
     rows: Sequence[tuple[str, int, str]], total: int, lines: Iterable[str],
 ) -> str:  # fmt: skip
-    """Return the HTML section that shows one plan.
+    """Return the HTML section that shows the memory plan of one deployment.
 
     Args:
         title: text of the heading.
@@ -192,7 +192,7 @@ def memory_section(
 
 
 def fragment(body: str) -> str:
-    """Return `body` as HTML for a notebook, with CSS rules that apply only to this HTML."""
+    """Return the HTML `body` with its CSS for a notebook's cell; the CSS rules apply only to `body`."""
     return f"<style>{_STYLE}</style>{_framed(body)}"
 
 
@@ -211,7 +211,7 @@ def page(title: str, body: str, words: Sequence[str] = (), facts: Facts = (), st
     Args:
         title: title and first heading.
         body: markup of the page.
-        words: the command line that produced the page.
+        words: arguments of the command line that produced the page.
         facts: names and values shown at the top; Tonnage's version and the date are added.
         style: additional CSS rules.
     """

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft model or draft layers that speculative decoding uses in addition to the target model.
+    """The draft of speculative decoding (a model, or the checkpoint's MTP layers) as one rank holds it.
 
     Attributes:
         part: the part of the draft's tensors that one rank holds.
@@ -54,13 +54,13 @@ class Resolved:
     Attributes:
         flags: the `Deployment` with the chosen values, as the plan reports it.
         version: version of the engine as (major, minor, patch).
-        device_memory: bytes of the device.
-        limit: bytes of the device that the plan may use.
+        device_memory: total bytes of the device's memory.
+        limit: bytes of device memory that the plan may use.
         max_model_len: longest sequence in tokens.
         max_num_seqs: maximum number of running sequences.
         max_num_batched_tokens: maximum number of tokens per step.
         block_size: tokens per KV block.
-        given_block_size: the block size that was requested, or None.
+        given_block_size: the --block-size that was requested, or None.
         draft: the draft of --speculative-model; None without a draft model or before its files are read.
         given_max_num_seqs: the --max-num-seqs that was requested, or None.
         memory_bounds: ((bytes, limit), (bytes, limit)): the smallest and the largest `device_memory` with the
@@ -83,7 +83,7 @@ class Resolved:
 
     @property
     def memory_ends(self) -> tuple[Resolved, Resolved]:
-        """Return two copies of this deployment: for the smallest and the largest possible device memory."""
+        """Return copies of the deployment with the smallest and the largest possible device memory."""
         if self.memory_bounds is None:
             return self, self
         (low, low_limit), (high, high_limit) = self.memory_bounds
@@ -121,10 +121,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Planned bytes on one rank by component.
+    """Planned bytes of one rank's device memory, by component (weights, KV pool, activations and others).
 
     Attributes:
-        total_bytes: bytes of the device.
+        total_bytes: total bytes of the device's memory.
         draft_bytes: bytes of the speculative draft's weights.
         offloaded_bytes: bytes of weights kept in host memory, not on the device.
         kv_tier_bytes: bytes of a KV tier in the device's own memory (a CPU's host tier).
@@ -143,7 +143,7 @@ class RankPlan:
 
     @property
     def components(self) -> dict[str, int]:
-        """Return the bytes of each component that occupies device memory."""
+        """Return component name -> bytes, for each part of the plan that occupies device memory."""
         return {
             "weights": self.weights_bytes,
             "kv_pool": self.kv_pool_bytes,
@@ -157,25 +157,25 @@ class RankPlan:
 
     @property
     def used_bytes(self) -> int:
-        """Return the bytes that the server's processes are expected to hold at their peak."""
+        """Return the bytes of device memory that the server's processes are expected to hold at their peak."""
         return sum(self.components.values())
 
     @property
     def free_bytes(self) -> int:
-        """Return the unused bytes of the device; the number is negative if the plan does not fit."""
+        """Return the unused bytes of device memory; the number is negative if the plan does not fit."""
         return self.total_bytes - self.used_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class KVCachePlan:
-    """Planned capacity of the KV block pool.
+    """Planned size of the KV block pool, in bytes and blocks, and its capacity in tokens and sequences.
 
     Attributes:
         usable_blocks: `num_blocks` - 1, because block 0 is the null block.
-        bytes_per_sequence: KV cache bytes of one sequence of max_model_len tokens.
+        bytes_per_sequence: KV cache bytes that one sequence of max_model_len tokens takes.
         longest: longest sequence in tokens that the usable blocks hold, at most max_model_len.
-        law: rules that give the blocks of a request from its prompt and output tokens, or None if they are not
-            known.
+        law: rule that gives the number of KV blocks of a request from its prompt and output tokens, or None if
+            it is not known for the model.
         no_law: the reason why `law` is None; empty if `law` is set.
     """
 
@@ -192,7 +192,7 @@ class KVCachePlan:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One line of `--explain`: a value, the formula that gives it, and the config field or source file."""
+    """One line of `--explain`: a number of the plan, its formula, and its source (config field or file)."""
 
     name: str
     value: int
@@ -215,7 +215,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """The weights of one rank with the same dtype and quantization (`none` if unquantized), and their bytes."""
+    """A storage format (dtype and quantization) and the bytes of one rank's weights that have this format.
+
+    The quantization is `none` for unquantized weights.
+    """
 
     dtype: str
     quantization: str
@@ -228,18 +231,19 @@ class Plan:
 
     Attributes:
         deployment: the flags, with every None replaced by the chosen value.
-        worst_rank: index of the rank that uses the most memory, which decides whether the plan fits.
+        worst_rank: index of the rank that uses the most device memory, which decides whether the plan fits.
         reasons: why the plan does not fit.
         intervals: name of each estimated number -> (lower bound, upper bound).
         notes: assumptions of the plan, and settings that override others.
         advice: if the plan does not fit, changes that make it fit, smallest first.
-        stops_with: the error message with which the engine stops at start-up, or None.
+        stops_with: the engine's own error message if it is predicted to stop at start-up, else None.
         engine_name: title of the engine, with its version if it has one.
         host: host memory that serving on GPUs needs; None on a CPU, where the whole plan is about host memory.
         tiers: KV tiers in host memory or on disk, in addition to the KV pool.
-        requests: capacity for each requested pair of prompt and output lengths.
-        mix: capacity for the requests of a trace.
-        unsupported: the `reasons` that more memory does not remove, because the engine does not run the model.
+        requests: how many requests the KV pool holds at once, for each (prompt, output) length of `--request`.
+        mix: how many requests of a trace (`--trace`) the KV pool holds at once.
+        unsupported: those of the `reasons` that remain with any amount of memory, because the engine does not
+            run the model.
         defaults: fields of `deployment` that were not given; a serve command need not repeat them.
         unknown: reasons why it is not known whether the engine runs the model on this device; empty if it is
             known.
@@ -272,16 +276,16 @@ class Plan:
 
     @property
     def rank(self) -> RankPlan:
-        """Return the rank that decides whether the plan fits."""
+        """Return the planned bytes of the rank with the most used memory, which decides the verdict."""
         return self.ranks[self.worst_rank]
 
     @property
     def running(self) -> float:
-        """Return how many sequences of max_model_len tokens run at once, at most --max-num-seqs."""
+        """Return how many sequences of max_model_len tokens run at once, limited by --max-num-seqs."""
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """Return how many requests of these lengths the KV pool holds at once, without prefix sharing.
+        """Return how many requests of the given lengths the KV pool holds at once if they share no prefix.
 
         Args:
             prompt_tokens: tokens of each prompt.
@@ -299,7 +303,7 @@ class Plan:
 
     @property
     def usable_bounds(self) -> tuple[int, int, int]:
-        """Return the usable KV blocks as (planned number, lower bound, upper bound)."""
+        """Return the number of usable KV blocks as (planned number, lower bound, upper bound)."""
         cache = self.kv_cache
         empty = cache.num_blocks - cache.usable_blocks
         low, high = self.intervals.get("num_blocks", (cache.num_blocks, cache.num_blocks))
@@ -332,14 +336,17 @@ class Plan:
         )
 
     def memory_rows(self) -> list[tuple[str, int, str]]:
-        """Return (component, bytes, note) of the worst rank: weights, KV pool, other parts, free, device."""
+        """Return the memory table of the rank that uses the most memory, as rows (component, bytes, note).
+
+        The rows are weights, KV pool, other components, free memory and the device's total.
+        """
         rank = self.rank
 
         def bounds(name: str) -> str:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # the bounds look equal when printed
+            if gib(low) == gib(high):  # rounded as printed, both bounds look equal, so print the number alone
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 
@@ -365,7 +372,7 @@ class Plan:
         return rows
 
     def capacity_lines(self) -> list[str]:
-        """Return text lines on the KV pool's blocks, tokens and concurrency, and on each layer group."""
+        """Return lines of text about the KV pool: blocks, tokens, concurrent sequences and layer groups."""
         cache, layout, flags = self.kv_cache, self.kv_cache.layout, self.deployment
         if not layout.groups:
             return [f"KV cache: none (an encoder); at most {flags.max_num_seqs:,} texts in a step"]
@@ -401,7 +408,7 @@ class Plan:
         return lines + [capacity_line(request) for request in self.requests]
 
     def host_lines(self) -> list[str]:
-        """Return text lines about KV tiers, and about the host memory that serving on GPUs needs."""
+        """Return lines of text about KV tiers and about the host memory that serving on GPUs needs."""
         host, found = self.host, [line for tier in self.tiers for line in tier.lines()]
         if host is None:
             return found
@@ -416,7 +423,7 @@ class Plan:
         return [*found, line]
 
     def verdict(self) -> str:
-        """Return the verdict, as text, on a plan whose memory suffices."""
+        """Return, as text, the verdict on a plan that fits in the device memory."""
         if not self.unknown:
             return "Fits."
         return f"The memory suffices; it is not known whether it runs: {'; '.join(self.unknown)}"
@@ -432,14 +439,14 @@ class Plan:
         return lines + [f"Note: {note}" for note in self.notes]
 
     def __repr__(self) -> str:
-        """Return a short readable summary; `plan_to_dict` returns all fields."""
+        """Return a short readable summary of the plan; `plan_to_dict` returns all of its fields."""
         rows = [f"{name} {gib(size)}" for name, size, _ in self.memory_rows() if name != "device"]
         memory = f"{', '.join(rows)} of {gib(self.rank.total_bytes)}"
         verdict = self.verdict() if self.fits else f"Does not fit: {'; '.join(self.reasons)}"
         return "\n  ".join(("<Plan", *self.headline(), memory, *self.capacity_lines()[:2], verdict)) + ">"
 
     def figures(self) -> list[tuple[str, str, str]]:
-        """Return the most important figures as (name, figure, bounds or unit)."""
+        """Return the most important numbers of the plan, each as (name, number, bounds or unit)."""
         cache, flags, each = self.kv_cache, self.deployment, gib(self.rank.total_bytes)
         shown = [("device", self.device_name(), f"{each} each" if len(self.ranks) > 1 else each)]
         if not cache.layout.groups:
@@ -457,7 +464,7 @@ class Plan:
         ]
 
     def html(self) -> str:
-        """Return an HTML section with verdict, figures, memory table with its bar, and capacity."""
+        """Return an HTML section that shows the plan: verdict, main figures, memory table, and capacity."""
         from tonnage.planner.markup import memory_section  # lazy import, only for HTML
 
         rows = [row for row in self.memory_rows() if row[0] != "device"]
@@ -468,11 +475,11 @@ class Plan:
         return memory_section(*self.headline(), verdict, self.figures(), rows, self.rank.total_bytes, lines)
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Return (name, value) pairs of model, engine and device, for the head of an HTML page."""
+        """Return (name, value) pairs about model, engine and device, for the head of the plan's HTML page."""
         return ("model", self.model.id), ("engine", self.engine_name), ("device", self.device_name())
 
     def _repr_html_(self) -> str:
-        """Return HTML for a notebook, with CSS rules that apply only to this HTML."""
+        """Return the plan as HTML for a notebook's cell; the CSS rules apply only to this HTML."""
         from tonnage.planner.markup import fragment  # lazy import, only for HTML
 
         return fragment(self.html())

@@ -56,11 +56,11 @@ class Screen:
             print(self._in(style, line), file=self._file)
 
     def print_line(self, text: str, style: str = "") -> None:
-        """Print one line as it is, without wrapping."""
+        """Print `text` as one line, without wrapping it to the terminal's width."""
         print(self._in(style, printable(text)), file=self._file)
 
     def table(self, rows: Sequence[Sequence[Cell]], right: Collection[int] = (), titles: bool = False) -> None:
-        """Print rows in columns that are as wide as their widest cell.
+        """Print a table; each column is as wide as its widest cell.
 
         Args:
             rows: cells of each row, each a text or (text, style).
@@ -98,7 +98,7 @@ def busy(text: str) -> Iterator[None]:
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows as lines in columns that are as wide as their widest cell.
+    """Return the lines of a text table; each column is as wide as its widest cell.
 
     Args:
         rows: the cells of each row.

@@ -3,8 +3,8 @@
 A page shows only the first rows of a long table. A sweep has thousands of rows, and a browser needs seconds to
 lay them out each time they are sorted.
 
-On a phone, each row of a wide table becomes a card, whose cells show the column titles. A column sorts numbers
-by value and unit, then text, then empty cells.
+On a phone, each row of a wide table becomes a card, whose cells show the column titles. A sorted column has
+numbers first (by value and unit), then text, then empty cells.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _FACTORS = {
     "tb": 10**12,
 }
 _SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
-_MAX_BYTES = 1 << 60  # A size above one EiB must be a typing error.
+_MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typing error
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -86,14 +86,17 @@ class Gpu:
     variants: tuple[tuple[int, str], ...] = ()
 
     def link_among(self, ranks: int) -> float | None:
-        """Return the bytes per second that one of `ranks` GPUs can send to the others, or None if not known."""
+        """Return the bytes per second that a GPU can send to the others in a group of `ranks` GPUs.
+
+        Returns None if the rate is not known.
+        """
         if self.link is None or self.mesh is None:
             return self.link
         return self.link * min(1.0, (ranks - 1) / self.mesh)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return notes for a plan: that the total memory is assumed, or that a machine setting changes it."""
+        """Return notes on this GPU's total memory: that it is assumed, or that a machine setting changes it."""
         if self.basis == "nominal" and self.memory_bounds is not None:
             low, high = self.memory_bounds
             return (
@@ -110,7 +113,7 @@ class Gpu:
 
 @cache
 def catalogue() -> tuple[Gpu, ...]:
-    """Return every GPU of the catalogue, in the file's order."""
+    """Return every GPU of the catalogue, in the order of catalogue.json."""
     data = json.loads((Path(__file__).parent / "catalogue.json").read_text())
     return tuple(_gpu(entry) for entry in data["gpus"])
 
@@ -138,7 +141,7 @@ def _gpu(entry: dict[str, Any]) -> Gpu:
         bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
         flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
         fp8_flops=_scaled(entry.get("dense_fp8_tflops"), 1e12),
-        # Data sheets state the sum of both directions.
+        # Data sheets state the link's bandwidth as the sum of both directions.
         link=_scaled(entry.get("link_gb_per_s"), 1e9 / 2),
         mesh=entry.get("link_mesh"),
         memory_bounds=(int(low * GiB), int(high * GiB)),
@@ -163,8 +166,8 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
     The name `cpu` means the local machine's CPU, and `auto` its first NVIDIA GPU.
 
     Args:
-        name: name or alias.
-        field: the option, for error messages.
+        name: name or alias of the GPU.
+        field: name of the option that gave the name, for error messages.
 
     Raises:
         DeploymentError: the catalogue has no such GPU.
@@ -262,7 +265,7 @@ def local_gpu() -> Gpu:
         return find_gpu("cpu")
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, so no NVIDIA GPU
+    except pynvml.NVMLError:  # without a driver the machine has no usable NVIDIA GPU
         return find_gpu("cpu")
     try:
         if not pynvml.nvmlDeviceGetCount():

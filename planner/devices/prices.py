@@ -1,7 +1,7 @@
 """Hourly prices of GPUs from public price lists (prices.json), with the day each list was read.
 
-Some providers rent GPUs only in whole nodes; a deployment then costs as much as these nodes. A fixed price is
-preferred to the lowest offer of a marketplace, because the offer may no longer be available.
+Some providers rent GPUs only in whole nodes; a deployment then costs as much as all nodes it needs. A fixed
+price is preferred to the lowest offer of a marketplace, because the offer may no longer be available.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Price:
 
     Attributes:
         usd: USD per hour for one GPU.
-        read: the day on which the list was read, for example 2026-11-23.
+        read: the day on which the price list was read, for example 2026-11-23.
         together: number of GPUs that can be rented only together, such as the GPUs of a node.
         marketplace: whether the provider is a marketplace, whose offers change.
     """
@@ -51,7 +51,7 @@ class Cost:
 
 @cache
 def price_lists() -> Mapping[str, tuple[Price, ...]]:
-    """Return a dict: GPU name in the catalogue -> its prices in all price lists."""
+    """Return a dict: GPU name in the catalogue -> the GPU's hourly prices in all public price lists."""
     found: dict[str, list[Price]] = {}
     for entry in json.loads((Path(__file__).parent / "prices.json").read_text())["lists"]:
         for line in entry["lines"]:
@@ -65,7 +65,7 @@ def price_lists() -> Mapping[str, tuple[Price, ...]]:
 
 
 def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Cost | None:
-    """Return the lowest hourly price of `gpus` GPUs, or None if no list has a price.
+    """Return the lowest hourly price of `gpus` GPUs of one kind, or None if no list has a price.
 
     Args:
         gpu: the GPU's name in the catalogue.
@@ -87,7 +87,7 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
 
 
 def read_prices(texts: Iterable[str]) -> dict[str, float]:
-    """Parse texts such as `h100-80g=2.10`; return GPU name in the catalogue -> USD per hour of one GPU.
+    """Parse hourly prices such as `h100-80g=2.10` and return GPU name in the catalogue -> USD per hour.
 
     Raises:
         DeploymentError: a text is not a price, or its GPU is unknown.

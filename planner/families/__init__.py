@@ -1,1 +1,1 @@
-"""Model families: one adapter per family turns a checked config.json into an ``Architecture`` (registry.py)."""
+"""Model families: one function per family builds an ``Architecture`` from a checked config (registry.py)."""

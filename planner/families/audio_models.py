@@ -15,8 +15,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
-# Config fields that hold token ids, or objects that the builders read separately. No tensor depends on these
-# fields.
+# Config fields that hold token ids, or nested objects that the builder functions read separately. No tensor
+# shape depends on these fields.
 _TOP = (
     "text_config", "audio_config", "audio_token_id", "audio_token_index", "projector_hidden_act",
     "hidden_size", "vocab_size",
@@ -26,7 +26,8 @@ _TOP = (
 def _encoder(t: Tensors, at: str, f: Fields, names: tuple[str, str, str]) -> int:
     """Add the tensors of a Whisper encoder below module ``at`` and return its hidden size.
 
-    ``names`` are the config fields with the hidden size, the number of layers and the MLP's inner size.
+    ``names`` are the names of the config fields that state the hidden size, the number of layers and the MLP's
+    inner size.
     """
     width, layers = f.integer(names[0], 1280, limit="width"), f.integer(names[1], 32, limit="layers")
     inner, mel = f.integer(names[2], 5120, limit="width"), f.integer("num_mel_bins", 128, limit="width")
@@ -86,7 +87,7 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, "qwen3", inner.mapping("text_config"), tied=True, either=published is not None)
     f = Fields(inner.mapping("audio_config") or {})
     stated = {"d_model": 1024, "encoder_layers": 24, "encoder_ffn_dim": 4096, **f.config}
-    if published is None:  # one chunk has 13 positions; files on the hub state Whisper's number
+    if published is None:  # an audio chunk has 13 positions; files on the hub state Whisper's number
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)
     t = Tensors()

@@ -4,8 +4,8 @@ The latent attention has an output gate per head, and most layers route tokens t
 transformers 5.23, models/bailing_hybrid/.
 
 Config files on the Hugging Face hub (class BailingMoeV3ForCausalLM) have switches that transformers' class
-lacks. A switch value that transformers cannot build is refused. Ling 2.5 has the same model_type but another
-class.
+lacks. A switch value that transformers cannot build raises an error. Ling 2.5 has the same model_type but
+another class.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def _full(fields: Fields, layers: int) -> tuple[bool, ...]:
 def _delta(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
     """Add the tensors of one Kimi delta attention module below module ``at``.
 
-    Convolution and decay stay in fp32 (_keep_in_fp32_modules_strict in transformers; vLLM keeps the same).
+    The convolution and the decay parameters stay in fp32 (_keep_in_fp32_modules_strict in transformers; vLLM
+    does the same).
     """
     proj = heads * size
     for name in ("q_proj", "k_proj", "v_proj", "g_proj"):

@@ -1,7 +1,7 @@
-"""Ling 1 and 2, Sarvam-MoE and Param-2: experts with a shared one, behind grouped-query attention.
+"""Ling 1 and 2, Sarvam-MoE and Param-2: grouped-query attention, routed experts and a shared expert.
 
-Shapes after vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py), whose modules are those of the
-published files.
+Shapes follow vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py), whose modules have the names of the
+published checkpoints.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ _NO_SHAPE = (
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """How one family differs from Ling.
+    """Options by which a model family differs from Ling (inclusionAI's BailingMoe).
 
     Attributes:
-        class_name: class of the published files.
-        attention: module of attention in a layer, and its output projection.
-        norms: modules of the norms of q and k.
-        rms: whether these norms are RMSNorms whatever ``use_rmsnorm`` says; else they may be LayerNorms.
-        corrected: whether the router has a bias per expert when the file does not say.
-        mlp_bias: whether ``use_bias`` gives the MLP biases too.
-        qkv_bias: config fields of which any gives q, k and v a bias.
-        wide_router: whether the router is in float32 whatever ``router_dtype`` says.
-        multiplied: whether the stated width of the shared expert is that of one of ``num_shared_experts``.
+        class_name: class that the published config files name.
+        attention: (name of the attention module in a layer, name of its output projection).
+        norms: names of the norms of q and k.
+        rms: whether the norms of q and k are always RMSNorms; if False, ``use_rmsnorm`` may make them
+            LayerNorms.
+        corrected: whether the router has a bias per expert if config.json does not state it.
+        mlp_bias: whether the config field ``use_bias`` adds biases to the MLP too, not only to attention.
+        qkv_bias: config fields; if any of them is true, q, k and v have biases.
+        wide_router: whether the router is always in float32; if False, ``router_dtype`` states its dtype.
+        multiplied: whether the config's shared-expert width must be multiplied by ``num_shared_experts``.
     """
 
     class_name: str
@@ -56,7 +57,7 @@ class _Variant:
 
 
 def _build(v: _Variant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a model; ``v`` says how its family differs from Ling."""
+    """Return the architecture of a model like Ling; the options ``v`` say how its family differs from Ling."""
     dims = common.heads_of(fields)
     layers = fields.integer("num_hidden_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")

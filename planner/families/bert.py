@@ -20,8 +20,8 @@ from tonnage.planner.model.architecture import CLASSIFIERS, Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count, shown
 from tonnage.planner.model.recipe import Heads
 
-# Config fields of published files about training, the tokenizer or other heads. No tensor shape depends on
-# them.
+# Fields of published config files about training, the tokenizer or other heads. No tensor shape depends on
+# these fields.
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "directionality", "pooler_fc_size",
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
@@ -32,19 +32,20 @@ _SPLADE = "BertSpladeSparseEmbeddingModel"
 
 @dataclass(frozen=True, slots=True)
 class EncoderVariant:
-    """Module names and optional modules of one BERT-like encoder.
+    """Module names and optional modules of one family of BERT-like encoders.
 
     Attributes:
         name: prefix of the class names (``Bert`` of ``BertForMaskedLM``).
-        body: module of the encoder in a model with a head.
-        layers: module that holds the layers.
-        names: modules of one layer: query, key, value, attention output, its norm, MLP up, MLP down, last norm.
+        body: name of the encoder's module in a model with a head.
+        layers: name of the module that holds the layers.
+        names: module names in a layer: query, key, value, attention output, its norm, MLP up, MLP down, last
+            norm.
         token_types: whether there is an embedding table of token types.
         pooler: whether the bare encoder has a pooler.
         pooled: whether the classifier reads the pooler's output.
         unused: number of rows at the start of the position table that no token uses; None means pad_token_id +
             1.
-        buckets: whether there is a table of relative positions besides the table of absolute positions.
+        buckets: whether there is a table of relative position buckets besides the absolute positions.
         masked_head: names of the dense layer, norm and decoder of the pretraining head.
         rotary: whether the family may have rotary positions instead of a table (Jina's XLM-RoBERTa; vLLM
             0.32.0, models/bert_with_rope.py).
@@ -127,11 +128,13 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
 
 
 def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
-    """Return (class named in ``architectures``, its kind); the default class is the bare encoder.
+    """Return (class that the config names in ``architectures``, its kind: encoder or kind of head).
+
+    Without ``architectures``, the class is the bare encoder.
 
     Raises:
-        UnsupportedArchitecture: the config turns the encoder into a decoder, which has other layers, or names
-            an unknown class.
+        UnsupportedArchitecture: the config turns the encoder into a decoder, whose layers differ, or names an
+            unknown class.
     """
     for field in ("is_decoder", "add_cross_attention"):
         if fields.boolean(field, False):
@@ -139,7 +142,7 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
                 f"true is not supported: {name} is planned as an encoder only", field=field
             )
     known: dict[str, Kind] = {f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", *CLASSIFIERS)}
-    if name == "Bert":  # vLLM's class for sparse embeddings has the head for masked tokens (models/bert.py)
+    if name == "Bert":  # vLLM's class for sparse embeddings has the masked-LM head (models/bert.py)
         known[_SPLADE] = "encoder"
     return wanted(fields, known, f"{name}Model")
 

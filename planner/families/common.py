@@ -1,4 +1,4 @@
-"""Functions shared by many model families: readers of config fields, and the builder function ``decoder``."""
+"""Functions that many model families share: readers of config fields, and the builder ``decoder``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads, Recipe
 
-# Rope types that keep one table of rotary_dim / 2 frequencies (transformers 5.19, modeling_rope_utils.py)
+# Rope types with a single table of rotary_dim / 2 frequencies (transformers 5.19, modeling_rope_utils.py)
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
 
 
 def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
-    """Check that ``denominator`` divides ``numerator``.
+    """Check that a config value, ``numerator``, is a multiple of another, ``denominator``.
 
     Raises:
-        ConfigError: the quotient is no integer. The message names ``of`` and its value; the error's field is
-            ``field``.
+        ConfigError: the quotient is no integer. The error is about the config field ``field``; its message
+            also names ``of``, the denominator's field.
     """
     if numerator % denominator:
         raise ConfigError(f"{numerator} is not a multiple of {of} = {denominator}", field=field)
@@ -90,14 +90,16 @@ def read_rope(fields: Fields) -> tuple[str, float]:
 
 
 def window_of(fields: Fields) -> int | None:
-    """Return the sliding window in tokens that the config field ``sliding_window`` states, or None."""
+    """Return the sliding window, in tokens, from the config field ``sliding_window``, or None."""
     return fields.optional_integer("sliding_window", limit="positions")
 
 
 def cache_layers(
     kinds: tuple[str, ...], window: int | None, kv_heads: int, head_size: int
 ) -> tuple[CacheLayer, ...]:
-    """Return one CacheLayer per entry of ``kinds``, which are full_attention or sliding_attention.
+    """Return the KV cache entry of each layer: a CacheLayer per attention kind in ``kinds``.
+
+    A kind is full_attention or sliding_attention.
 
     Raises:
         ConfigError: a layer has sliding attention but ``window`` is None.
@@ -121,7 +123,7 @@ def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int
 
 
 def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:
-    """Return the cache of ``layers`` layers that all have full attention."""
+    """Return the KV cache entries of ``layers`` layers that all have full attention."""
     return cache_layers(("full_attention",) * layers, None, dims.kv_heads, dims.head_size)
 
 
@@ -178,7 +180,10 @@ def decoder(
 
 
 def _has_sections(fields: Fields) -> bool:
-    """Return whether rotary positions have several axes, such as time, height and width (``mrope_section``)."""
+    """Return whether a model's rotary positions have several axes, such as time, height and width.
+
+    The config then has ``mrope_section``.
+    """
     found = (fields.config.get(name) for name in ("rope_parameters", "rope_scaling"))
     return any(isinstance(value, dict) and "mrope_section" in value for value in found)
 
@@ -197,7 +202,10 @@ def rotary_share(fields: Fields, default: float = 1.0) -> float:
 
 
 def number(fields: Fields, field: str, default: float) -> float:
-    """Return a config number that changes no tensor, such as a dropout rate; ``default`` if invalid."""
+    """Return a number from the config that changes no tensor shape, such as a dropout rate.
+
+    Returns ``default`` if the number is missing or invalid.
+    """
     value = fields.config.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308:
         return default
@@ -205,32 +213,32 @@ def number(fields: Fields, field: str, default: float) -> float:
 
 
 def numbers_in(listed: Any) -> frozenset[int]:
-    """Return the integers of a list as a set, because a look-up per layer would be slow in a long list."""
+    """Return the integers in a config's list as a set, for fast look-ups of layer indices."""
     return frozenset(item for item in listed or () if type(item) is int)
 
 
 def act_of(fields: Fields, default: str, *names: str) -> str:
-    """Return the name of the activation function, or ``default`` if config.json does not state it.
+    """Return the name of the MLP's activation function, or ``default`` if config.json does not state it.
 
-    It is the value of the first field among ``names`` (by default hidden_act) that is set.
+    The name is the value of the first set config field among ``names`` (by default hidden_act).
     """
     found = (fields.config.get(name) for name in names or ("hidden_act",))
     return next((str(act) for act in found if act), default)
 
 
 def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
-    """Return whether a module has a bias.
+    """Return whether a module has a bias, by a family's ``rule`` for this module.
 
-    ``rule`` is the answer itself, or (config field that states the answer, default of the field).
+    ``rule`` is True (always), False (never), or (config field that states it, default of the field).
     """
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
 
 
 def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it routes to experts.
+    """Return for each layer whether it routes tokens to experts (if not, it has a dense MLP).
 
-    ``mlp_layer_types`` states it. Without this field, all layers but the first ``first_k_dense_replace`` (by
-    default ``dense``) route to experts.
+    The config field ``mlp_layer_types`` states it. Without this field, all layers but the first
+    ``first_k_dense_replace`` (by default ``dense``) route to experts.
     """
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
@@ -240,7 +248,7 @@ def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ..
 def never_tied(fields: Fields) -> bool:
     """Return False as the value of tie_word_embeddings; raise an error if the config sets it to true.
 
-    It is used for families whose class in transformers cannot tie the head to the embedding.
+    Families whose class in transformers cannot tie the head to the embedding use this function.
     """
     if fields.boolean("tie_word_embeddings", False):
         raise UnsupportedArchitecture(
@@ -258,7 +266,9 @@ def every_layer_routes(fields: Fields) -> None:
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (attention kind of each layer, sliding window in tokens or None) by the rule named ``rule``.
+    """Return (attention kind of each layer, sliding window in tokens or None) by a rule.
+
+    The values of ``rule`` are:
 
     - ``none``: every layer has full attention.
     - ``optional``: every layer has a sliding window when ``sliding_window`` is set.

@@ -19,7 +19,7 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-_SPARSE, _HEAVY = 4, 128  # tokens per compressed entry: in layers with an indexer, in layers without an indexer
+_SPARSE, _HEAVY = 4, 128  # tokens per compressed cache entry in layers with and without an indexer
 _RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": _SPARSE,
@@ -121,7 +121,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _hashed(fields: Fields) -> int:
-    """Return how many layers, counted from the first, choose experts by a table of token ids (default 3)."""
+    """Return how many of the first layers choose experts by a table from token id to experts (default 3)."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         return 3
@@ -161,7 +161,7 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
 
 
 def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap: int, name: str) -> None:
-    """Add the projections that compress ``ratio`` tokens into an entry of ``size`` values.
+    """Add the projections that compress ``ratio`` tokens into one cache entry of ``size`` values.
 
     With ``overlap`` 2, each entry is made of two groups of ``ratio`` tokens, so the K and gate matrices have
     twice the rows.
@@ -173,7 +173,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
 
 
 def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]:
-    """Return the state tensors that keep the tokens of an incomplete compressed entry."""
+    """Return the per-sequence state tensors that hold tokens which do not yet fill a compressed cache entry."""
     if ratio == _HEAVY:
         return (StateTensor("compressor", (2, ratio, size), shard_dim=None),)
     return (
@@ -183,7 +183,7 @@ def _gathered(ratio: int, size: int, index_size: int) -> tuple[StateTensor, ...]
 
 
 def _rotary(t: Tensors, at: str, half: int) -> None:
-    """Add the rotary frequencies of uncompressed and compressed positions below module ``at``."""
+    """Add the rotary frequency buffers of uncompressed and of compressed positions below module ``at``."""
     for kind in ("main", "compress"):
         t.rotary(2 * half, f"{at}.rotary_emb.{kind}_")
 

@@ -1,4 +1,4 @@
-"""The builder of dense decoders with Llama's structure; a ``DenseVariant`` states a family's differences.
+"""The function that builds dense decoders with Llama's structure; ``DenseVariant`` states a family's options.
 
 A dense decoder has an embedding, layers of attention and MLP, a final norm and a head.
 """
@@ -30,7 +30,7 @@ from tonnage.planner.model.recipe import (
 )  # fmt: skip
 from tonnage.planner.model.tensor import TensorSpec
 
-# Rule for the bias of a module: always (True), never (False), or (config field that states it, default).
+# Rule for a module's bias: always (True), never (False), or (config field that states it, field's default).
 Bias = bool | tuple[str, bool]
 _TABLE = "model.rotary_emb."
 
@@ -48,15 +48,15 @@ ROPES = {
 
 @dataclass(frozen=True, slots=True)
 class SwitchedNorms:
-    """Norms of q and k that exist if a config field is set.
+    """Options for norms of q and k that a model has only if a config field is set.
 
     Attributes:
         field: config field that switches the norms on.
         default: whether the norms exist if config.json does not set the field.
-        names: modules of the norms.
-        kind: kind of the norms.
-        each: whether every head has a separate norm module.
-        own: whether the norm's weight has a row for every head.
+        names: names of the norms' modules.
+        kind: kind of the norms, such as RMSNorm or LayerNorm.
+        each: whether every head has a norm module of its own.
+        own: whether the norm's weight has a separate row for every head.
     """
 
     field: str
@@ -77,13 +77,13 @@ class DenseVariant:
         out_bias: whether the attention's output projection has a bias.
         mlp_bias: whether the MLP's matrices have biases.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
-        qk_norm_names: modules of these norms.
+        qk_norm_names: names of the norms of q and k.
         switched_norms: norms of q and k that a config field switches on.
         normed_last: whether q and k are normed after their rotation.
         heads_span_hidden: whether num_attention_heads x head_dim must equal hidden_size.
         qkv: name of the fused projection of q, k and v; None means three separate projections.
-        out: name of the output projection.
-        clipped_field: config field that, when set, limits the values of q, k and v.
+        out: name of the attention's output projection.
+        clipped_field: config field that limits the values of q, k and v if it is set (such as clip_qkv).
         mlp_names: names of the matrices gate, up and down; or two names, up (with the gate, if ``fused``) and
             down.
         fused: whether the first of two MLP matrices holds gate and up.
@@ -97,7 +97,7 @@ class DenseVariant:
         head_bias: whether the head has a bias.
         tied: default of tie_word_embeddings.
         rotary_share: default of partial_rotary_factor.
-        rope: key in ``ROPES`` of the rotary embedding's implementation.
+        rope: key in ``ROPES``, which lists implementations of the rotary embedding.
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
         table_by_kind: whether full layers and sliding layers have different rotary tables.
@@ -108,7 +108,7 @@ class DenseVariant:
         default_window: default sliding window in tokens.
         attention_dropout: default dropout of attention weights.
         dropout: (config field, default) of the dropout after attention and MLP.
-        dropped: whether that dropout applies (after attention, after the MLP).
+        dropped: whether ``dropout`` applies (after attention, after the MLP).
         embedding_dropout: config field with the dropout after the embedding.
         ignored: config fields of this family that change no shape.
         extra: function that adds further tensors to a layer.
@@ -206,7 +206,7 @@ def _layers(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Return the layer descriptions of a dense decoder; the layers differ only in their rotary table."""
+    """Return the description of each layer of a dense decoder; layers differ only in their rotary table."""
     qkv_bias, out_bias, mlp_bias = (
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
@@ -248,7 +248,7 @@ def _layers(
 def _tables_read(
     fields: Fields, variant: DenseVariant, kinds: tuple[str, ...], window: int | None
 ) -> tuple[str | None, ...]:
-    """Return for each layer the name of its rotary table, or None for a layer without rotary positions."""
+    """Return the name of the rotary table that each layer reads; None for a layer without rotary positions."""
     if variant.table_by_kind:
         return tuple(f"{_TABLE}{kind}_" for kind in kinds)
     if variant.roped == "listed":
@@ -261,7 +261,7 @@ def _tables_read(
 def _qk_norms(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads
 ) -> tuple[Norm | None, Norm | None]:
-    """Return the norms of q and k in the attention of a dense decoder, (None, None) when there are none."""
+    """Return (norm of q, norm of k) of a dense decoder's attention, (None, None) if it has none."""
     switch, widths = variant.switched_norms, (dims.heads, dims.kv_heads)
     if (switch is None or switch.field != "qk_layernorm") and fields.boolean("qk_layernorm", False):
         raise UnsupportedArchitecture(f"true is not supported for {model_type}", field="qk_layernorm")
@@ -282,7 +282,7 @@ def _qk_norms(
 
 
 def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, sliding window in tokens or None) by the rule ``variant.window``."""
+    """Return (attention kind of each layer, sliding window in tokens or None), by the family's window rule."""
     full = ("full_attention",) * layers
     if variant.window in ("none", "unused"):
         if variant.window == "unused":
@@ -312,7 +312,10 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
 
 
 def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
-    """Return each layer's attention kind by sliding_window_pattern; by default every fourth layer is full."""
+    """Return each layer's attention kind by the config field sliding_window_pattern.
+
+    By default, every fourth layer has full attention.
+    """
     stated = fields.config.get("sliding_window_pattern", 4)
     # EXAONE 4 states the pattern as letters, LLLG: L is a local, G a global layer
     if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
@@ -328,7 +331,10 @@ def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str,
 
 
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has rotary positions, from no_rope_layers or no_rope_layer_interval."""
+    """Return for each layer whether it has rotary positions.
+
+    The config fields no_rope_layers or no_rope_layer_interval state it.
+    """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     stated = fields.raw("no_rope_layers")
     if (
@@ -340,7 +346,7 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def with_sinks(found: Architecture) -> Architecture:
-    """Return the architecture with attention sinks added: one learned score per query head."""
+    """Return the architecture with attention sinks added to each layer: one learned score per query head."""
     sinks = [
         TensorSpec(
             f"model.layers.{layer}.self_attn.sinks",
@@ -356,7 +362,7 @@ def with_sinks(found: Architecture) -> Architecture:
 
 
 def thetas(fields: Fields) -> int:
-    """Return the number of distinct rotary tables, one per base (theta) in layer_rope_theta.
+    """Return the number of distinct rotary tables: one per base (theta) in the config field layer_rope_theta.
 
     A layer with base 0 has no rotary positions and needs no table.
     """

@@ -1,7 +1,7 @@
 """Falcon: multi-query (7B), grouped-query (40B and 180B, new_decoder_architecture) and multi-head attention.
 
-Shapes follow transformers 5.19, models/falcon/. Its linear layers have the class FalconLinear, which
-bitsandbytes does not replace (integrations/bitsandbytes.py replaces ``type(module) is nn.Linear``).
+Shapes follow transformers 5.19, models/falcon/. Falcon's linear layers have the class FalconLinear.
+bitsandbytes does not replace them (integrations/bitsandbytes.py replaces ``type(module) is nn.Linear``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         copied="qkv" if new else "kv" if multi_query else "", broadcast=multi_query and not new,
         # The new decoder architecture copies K and V for every query head of a group.
         repeated=new, rope=None if alibi else Rope(head_size, table),
-        # FalconModel passes a mask even if the attention kernel needs none.
+        # FalconModel passes an attention mask even if the attention kernel needs none.
         masked=True, narrow=True,
     )  # fmt: skip
     act = common.act_of(fields, "gelu", "hidden_act", "activation")
@@ -74,7 +74,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
         (Table(table, head_size),),  # the rotary table is built even when ALiBi replaces rotary positions
-        linear_class="FalconLinear", taped=not alibi,  # with ALiBi, the mask differs by head
+        linear_class="FalconLinear", taped=not alibi,  # with ALiBi, the attention mask differs by head
     )  # fmt: skip
     return common.decoder(
         fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
@@ -114,7 +114,7 @@ def _refined_7b(fields: Fields, model_type: str) -> Architecture:
     return build(fields, "falcon")
 
 
-# Standard field name -> name in the first published files.
+# Standard config field name -> its name in the first published Falcon files.
 _REFINED = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
 FAMILIES = {
     "falcon": Family(

@@ -46,7 +46,7 @@ class VLLMTraits:
             model_executor/models).
         embeddings: encoder class whose embeddings vLLM serves (_EMBEDDING_MODELS,
             model_executor/models/registry.py).
-        masked: encoder class with a head for masked tokens, also in _EMBEDDING_MODELS.
+        masked: encoder class with a masked-language-model head, also in _EMBEDDING_MODELS.
         lora_vocabulary: 2 if the class supports LoRA on the embedding and the head, 1 if only on the embedding
             (Cohere), else 0 (``embedding_modules`` in model_executor/models). Each of these layers has LoRA
             slots over the whole vocabulary on every rank, even if embedding and head are tied
@@ -69,13 +69,13 @@ class GGUFTraits:
     """How a GGUF file stores a family (transformers 5.19, integrations/ggml.py; gguf package 0.19.0).
 
     Attributes:
-        name: general.architecture of the file.
-        class_name: class in transformers.
+        name: value of general.architecture in the GGUF file.
+        class_name: the causal language model's class in transformers.
         norms: norms of a layer other than attn_norm: name in the GGUF file -> name in transformers' state dict.
         rotary_head: whether rope.dimension_count is the head size if the file does not state
             attention.key_length.
-        window: whether the file states the sliding window.
-        bias: whether attention has biases exactly if the file contains bias tensors.
+        window: whether the GGUF file states the sliding window.
+        bias: whether the GGUF file's tensors decide if attention has biases: it has them if bias tensors exist.
     """
 
     name: str
@@ -119,9 +119,9 @@ class Family:
     """Facts about one model type that the planner, the engines and PEFT need.
 
     Attributes:
-        build: adapter: function from a checked config to an Architecture. None means there is no adapter; the
-            plan then uses transformers' own modules (planner/families/meta.py).
-        ignored: config fields that change neither shapes nor the cache.
+        build: adapter: function that builds an Architecture from a checked config. None means there is no
+            adapter; the plan then uses transformers' own modules (planner/families/meta.py).
+        ignored: config fields that change neither tensor shapes nor the KV cache.
         aliases: standard config field -> the family's name for it (attribute_map of the config classes,
             transformers 5.19).
         absent: config field -> default value in transformers 5.19 if config.json lacks the field; null does not
@@ -129,9 +129,10 @@ class Family:
         leftovers: config fields whose names suggest a shape, but which neither transformers 5.19 nor vLLM
             0.32.0 reads, with their harmless values. tests/planner/test_leftovers.py checks this against the
             code of both. Most of these fields come from the remote code with which a model was first published.
-        refusal: why there is no adapter, for the error message; empty when no reason is known.
+        refusal: why the planner cannot build the family from its config, for the error message; empty when no
+            reason is known.
         first_class: class name in the first published files, from their remote code.
-        other_classes: further classes of vLLM's registry that build the same tensors and cache.
+        other_classes: further classes of vLLM's registry with the same tensors and KV cache.
         reads_class: whether ``build`` reads the config field ``architectures`` itself.
         attentions: attention implementations other than eager that transformers 5.19 supports for the class
             (_supports_sdpa, _supports_flash_attn).
@@ -169,7 +170,7 @@ class Family:
 
 NO_FAMILY = Family(None)
 
-# values that several families share
+# values of `Family` fields that several families share
 QV = ("q_proj", "v_proj")
 QV_DOWN = (*QV, "down_proj")
 GPT2_NAMES = {

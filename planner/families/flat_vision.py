@@ -23,7 +23,7 @@ _MINICPM = (
     "vision_config", "query_num", "version", "slice_config", "slice_mode", "use_image_id", "vision_batch_size",
     "batch_vision_input", "drop_vision_last_layer", "image_size", "patch_size", "batch_3d_resampler",
 )  # fmt: skip
-# version -> model_type of the language model (init_llm in models/minicpmv.py)
+# version of MiniCPM-V -> model_type of its language model (init_llm in models/minicpmv.py)
 _LANGUAGE = {2.5: "llama", 2.6: "qwen2", 4.0: "llama", 4.5: "qwen3"}
 _SIGLIP = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
@@ -32,9 +32,9 @@ _SIGLIP = {
 
 
 def _text(fields: Fields, text_type: str, outside: tuple[str, ...]) -> Architecture:
-    """Return the language model whose fields are at the top level of a config.
+    """Return the architecture of the language model whose fields are at the top level of a config.
 
-    The fields ``outside`` belong to other modules and are left out.
+    The config fields ``outside`` belong to other modules, such as the vision tower, and are left out.
     """
     left = (*outside, "architectures", "auto_map", "model_type")
     config: Mapping[str, Any] = {name: value for name, value in fields.config.items() if name not in left}
@@ -71,7 +71,7 @@ def phi3_v(fields: Fields, model_type: str) -> Architecture:
 def minicpmv(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of MiniCPM-V 2.5 to 4.5: a decoder, SigLIP and a resampler."""
     version = fields.raw("version")
-    version = 2.5 if version is None else version  # files of version 2.5 lack this field
+    version = 2.5 if version is None else version  # config files of MiniCPM-V 2.5 lack this field
     if not isinstance(version, int | float | str):
         raise ConfigError(f"{shown(version)} is not a version", field="version")
     kind = _LANGUAGE.get(float(version)) if str(version).replace(".", "", 1).isdigit() else None

@@ -84,7 +84,7 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
     hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
     heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
     common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    # transformers' config class makes the same check
+    # transformers' config class also requires that the number of heads divides hidden_size
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
     head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
     inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
@@ -110,7 +110,7 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
         attention = Attention(
             "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
             rope=Rope(head_size, table),
-            # Gemma 3's attention does not read this field.
+            # Gemma 3's attention does not read attn_logit_softcapping.
             softcap=bool(variant.attention_cap and fields.config.get("attn_logit_softcapping", True)),
             dropout=common.number(fields, "attention_dropout", 0.0),
         )  # fmt: skip
@@ -136,7 +136,7 @@ def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architectu
 
 
 def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
-    """Return (kind of each layer, sliding window in tokens or None) of a Gemma text model."""
+    """Return (attention kind of each layer, sliding window in tokens or None) of a Gemma text model."""
     if not variant.pattern:
         return ("full_attention",) * layers, None
     window = common.window_of(fields)

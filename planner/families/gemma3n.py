@@ -81,7 +81,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _widths(fields: Fields, layers: int) -> list[int]:
-    """Return the MLP's inner size of each layer; ``intermediate_size`` is one number or a list."""
+    """Return the MLP's inner size in each layer, from ``intermediate_size`` (a number or a list)."""
     value = fields.raw("intermediate_size")
     if not isinstance(value, list):
         return [fields.integer("intermediate_size", 16_384, limit="width")] * layers
@@ -123,7 +123,7 @@ def shared_layers(fields: Fields, kinds: tuple[str, ...], default: int = 0) -> d
 
 
 def cache_layer(i: int, window: int | None, dims: Heads, source: int | None) -> CacheLayer:
-    """Return the cache of one layer.
+    """Return the KV cache entry of one Gemma layer.
 
     ``source`` is the earlier layer whose KV cache this layer uses, None if it has its own.
     """
@@ -132,7 +132,7 @@ def cache_layer(i: int, window: int | None, dims: Heads, source: int | None) -> 
 
 
 def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, width: int) -> None:
-    """Add one table that holds the embeddings of all layers side by side, and its projection.
+    """Add the table that holds the token embeddings of all layers side by side, and its projection.
 
     Args:
         t: receives the tensors.
@@ -151,7 +151,7 @@ def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, w
 
 
 def per_layer_input(t: Tensors, at: str, hidden: int, width: int) -> None:
-    """Add the gate, projection and norm that add a layer's own token embedding to its output."""
+    """Add a layer's gate, projection and norm through which its own token embedding is added to its output."""
     t.linear(f"{at}.per_layer_input_gate", width, hidden, "mlp")
     t.linear(f"{at}.per_layer_projection", hidden, width, "mlp")
     t.norm(f"{at}.post_per_layer_input_norm", hidden)

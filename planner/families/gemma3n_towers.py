@@ -61,7 +61,7 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
 
 
 def _conv(t: Tensors, at: str, name: str, norm: str, shape: tuple[int, ...]) -> None:
-    """Add the tensors of a convolution without bias and of the norm after it."""
+    """Add the tensors of a convolution without bias in the image tower, and of the norm after it."""
     conv(t, f"{at}.{name}", shape, False)
     t.norm(f"{at}.{norm}", shape[0])
 
@@ -154,7 +154,7 @@ def _feed_forward(t: Tensors, at: str, hidden: int) -> None:
 
 
 def _audio_buffers(t: Tensors, f: Fields, at: str, hidden: int) -> None:
-    """Add the constants of a Conformer layer.
+    """Add the constant buffers of a Conformer layer of the audio tower.
 
     The constants are gradient limits, a scale, a mask and the frequencies of relative positions.
     """

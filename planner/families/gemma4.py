@@ -94,7 +94,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer: by default five sliding layers, then one with full attention.
+    """Return the attention kind of each layer: by default five sliding layers, then one with full attention.
 
     The last layer always has full attention, even if layer_types states another kind (configuration_gemma4.py).
     """
@@ -105,7 +105,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, ...]) -> Heads:
-    """Return the head geometry of the layers with full attention.
+    """Return the number and size of the heads in layers with full attention.
 
     Published files state ``global_head_dim`` and ``num_global_key_value_heads``; transformers 5.19 writes
     ``per_layer_config`` instead.

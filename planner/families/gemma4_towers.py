@@ -14,7 +14,7 @@ _CHANNELS = [128, 32]  # output channels of the two convolutions in every publis
 
 
 def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
-    """Add the tensors of the Conformer and return the width of its output."""
+    """Add the tensors of Gemma 4's audio tower, a Conformer, and return the width of its output."""
     f = Fields(config)
     hidden = f.integer("hidden_size", 1024, limit="width")
     heads = f.integer("num_attention_heads", 8, limit="heads")
@@ -60,7 +60,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
 
 def linear(t: Tensors, module: str, out: int, into: int, clipped: bool, bias: bool = False) -> None:
-    """Add the tensors of a Gemma4ClippableLinear: a matrix and, with ``clipped``, four limits.
+    """Add the tensors of a Gemma4ClippableLinear: a matrix and, with ``clipped``, four scalar limits.
 
     The limits are the minimum and maximum of the input and of the output.
     """

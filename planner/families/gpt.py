@@ -25,7 +25,7 @@ GPT_FIELDS = (
 
 
 def sizes(fields: Fields) -> tuple[Heads, int, int]:
-    """Return (head geometry with one KV head per query head, layers, vocabulary)."""
+    """Return a GPT-like model's (head geometry with one KV head per query head, layers, vocabulary size)."""
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
@@ -49,7 +49,8 @@ def finish(
 ) -> Architecture:
     """Return the Architecture of a decoder with a plain (not gated) MLP and full attention in every layer.
 
-    ``more`` holds further arguments of ``common.decoder``. It may override ``gated`` and ``cache``.
+    ``more`` holds further arguments of ``common.decoder``, among them ``gated`` and ``cache``, which override
+    the plain MLP and the full attention.
     """
     more.setdefault("gated", False)
     more.setdefault("cache", common.full_layers(layers, dims))
@@ -64,7 +65,7 @@ def _made(
 ) -> Architecture:
     """Return the Architecture of the model that ``recipe`` describes.
 
-    By default it has a plain MLP and full attention.
+    Unless ``more`` says otherwise, the model has a plain (not gated) MLP and full attention.
     """
     return finish(
         fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
@@ -73,12 +74,12 @@ def _made(
 
 
 def _norms(hidden: int, *names: str, kind: Any = "layer") -> tuple[Norm, ...]:
-    """Return one norm over ``hidden`` values per name."""
+    """Return descriptions of norms over ``hidden`` values, one norm for each given name."""
     return tuple(Norm(name, hidden, kind) for name in names)
 
 
 def _act(fields: Fields) -> str:
-    """Return the activation function, GPT-2's GELU by default."""
+    """Return the name of the MLP's activation function; the default is GPT-2's GELU (``gelu_new``)."""
     return common.act_of(fields, "gelu_new", "activation_function")
 
 
@@ -152,7 +153,10 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
 
 
 def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer from ``attention_types``, a list of [kinds, repetitions]."""
+    """Return each GPT-Neo layer's attention kind (global or local) from ``attention_types``.
+
+    The config field ``attention_types`` is a list of [kinds, repetitions].
+    """
     fields.ignore("attention_layers")
     value = fields.raw("attention_types")
     out: list[str] = []
@@ -285,7 +289,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
     dims, layers, vocab = sizes(fields)
     h = dims.hidden
-    # Engines read expansion_ratio; transformers always uses 4.
+    # transformers always uses 4 as the MLP's expansion ratio, but engines read expansion_ratio.
     if fields.integer("expansion_ratio", 4, limit="width") != 4:
         raise UnsupportedArchitecture(
             "must be 4, the only value that transformers supports", field="expansion_ratio"

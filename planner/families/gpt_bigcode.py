@@ -49,7 +49,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "pre", attention, Mlp("mlp", hidden, inner, act, ("c_fc", "c_proj"), bias=True),
         (Norm("ln_1", hidden, "layer"), Norm("ln_2", hidden, "layer")), (dropout, dropout),
     )  # fmt: skip
-    # The buffer is the causal mask over all positions: 64 MiB for StarCoder's 8,192 positions.
+    # The buffer ``bias`` is the causal mask over all positions: 64 MiB for StarCoder's 8,192 positions.
     mask = TensorSpec("transformer.bias", (positions, positions), "buffer", "GPTBigCodeModel", dtype="bool")
     recipe = Recipe(
         "transformer.h",

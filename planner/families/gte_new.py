@@ -1,7 +1,7 @@
 """GTE's own encoder (model_type ``new``): BERT with rotary positions and a gated MLP.
 
-Shapes after vLLM 0.32.0 (models/bert_with_rope.py, GteNewModel). The published files name the classes NewModel
-and NewForSequenceClassification; --hf-overrides gives them vLLM's names with ``Gte`` in front.
+Shapes follow vLLM 0.32.0 (models/bert_with_rope.py, GteNewModel). The published files name the classes NewModel
+and NewForSequenceClassification; --hf-overrides replaces them by vLLM's names, which begin with ``Gte``.
 """
 
 from __future__ import annotations

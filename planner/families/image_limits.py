@@ -9,7 +9,7 @@ config.json. Without these files, the values of the family's published files are
 - Kimi-VL: 4,096 patches; Kimi-K2.5: 16,384 patches
 - Llama 4: 16 tiles
 
-Files named without a version are of vLLM 0.32.0.
+Source files named without a version are those of vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 
 def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[0]) -> int:
-    """Return the image size limit that a processor's file states, or ``default`` without one.
+    """Return the image size limit, in pixels, of an image processor's config file, else ``default``.
 
     The limit is ``max_pixels``, else ``size.longest_edge``. ``where`` is the file's name, for error messages.
     """
@@ -112,7 +112,7 @@ def square(
     side = v["image_size"] // v["patch_size"]
     if not side:
         raise ConfigError(f"{v['image_size']} is smaller than patch_size", field="vision_config.image_size")
-    extra = 1 if tower == "clip" else 0  # CLIP adds a class token
+    extra = 1 if tower == "clip" else 0  # CLIP's class token is one more embedding
     return Vision(
         tower, v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
         v["patch_size"], 1, v["num_channels"] * v["patch_size"] ** 2, width, "fixed",
@@ -150,7 +150,9 @@ _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def _checked(listed: list[Any], least: int) -> list[list[int]]:
-    """Return ``listed`` if each entry is [height, width] in pixels with both at least ``least``.
+    """Return ``listed``, a config's list of image sizes, if each entry is [height, width] in pixels.
+
+    Height and width must be at least ``least``.
 
     Raises:
         ConfigError: an entry is anything else.
@@ -168,7 +170,7 @@ def _checked(listed: list[Any], least: int) -> list[list[int]]:
 
 
 def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """Return LLaVA-NeXT's limits for the image with the most embeddings, or None.
+    """Return LLaVA-NeXT's image limits: those of the image with the most embeddings, or None.
 
     An image is cut into a grid of square tiles of ``size`` pixels per side. The whole image, scaled down, is
     one more tile. Each patch gives one embedding, and so does the end of each line of patches
@@ -182,7 +184,7 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     for place in _checked(listed, 1):
         rows, columns = place[0] // size, place[1] // size
         if place[0] % size or place[1] % size:
-            return None  # tiles of this size do not fill the grid
+            return None  # the grid's size is no multiple of the tile size
         best = max(best, (rows * side * (columns * side + 1) + vision.image, rows * columns + 1))
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
@@ -195,7 +197,7 @@ _MOST_TILES = 9
 
 
 def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """Return LLaVA-OneVision's limits for the image with the most embeddings in its best grid of tiles.
+    """Return LLaVA-OneVision's limits: those of the image with the most embeddings in its best grid of tiles.
 
     Lines of patches that the image does not cover are left out. A video has up to 16 frames, and four
     embeddings of a frame are pooled into one. Returns None if the pooling is not 2 x 2.
@@ -258,7 +260,7 @@ def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
-    """Return the image limits of a MoonViT tower, which accepts at most ``limit`` patches per image.
+    """Return the image limits of a MoonViT vision tower, which accepts at most ``limit`` patches per image.
 
     vLLM profiles a square image of ``side`` x ``side`` pixels.
     """
@@ -273,7 +275,7 @@ def _moonvit(f: Fields, width: int, limit: int, side: int) -> Vision:
 
 
 def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
-    """Return the maximum number of patches that the field ``name`` of a processor's file states."""
+    """Return the maximum number of patches per image, from the field ``name`` of an image processor's file."""
     limit = told.get(name, default)
     if type(limit) is not int or limit < 4:
         raise ConfigError(
@@ -324,7 +326,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 
 
 def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
-    """Return the maximum number of pixels of an image or frame.
+    """Return the maximum number of pixels of an image or video frame, from a processor's file.
 
     If the processor's file limits the longer side, the limit is at most the square of that side.
     """
@@ -357,7 +359,7 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
 
 
 def _soft(fields: Fields) -> int:
-    """Return Gemma 4's default number of embeddings per image."""
+    """Return Gemma 4's default number of image embeddings (soft tokens) per image."""
     return fields.integer("vision_soft_tokens_per_image", 280, limit="width")
 
 

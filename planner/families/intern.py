@@ -36,7 +36,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Names of an InternViT tower's modules.
+    """Names of the modules of an InternViT vision tower.
 
     ``inputs`` names the q, k and v projections, or their fused projection.
     """
@@ -107,7 +107,10 @@ def internlm2(fields: Fields, model_type: str) -> Architecture:
 
 
 def _side(v: Fields, name: str, default: int) -> int:
-    """Return the side length in a config field that holds one number or a pair of equal numbers."""
+    """Return the side length of an image or patch, in pixels, from a vision config's field.
+
+    The field holds one number or a pair of equal numbers.
+    """
     value = v.raw(name)
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
         return Fields({name: value[0]}).integer(name, limit="width")
@@ -155,7 +158,10 @@ def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, bia
 
 
 def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden: int, out: int) -> None:
-    """Add the connector after pixel shuffling; ``modules`` are the names of its norm and its two matrices."""
+    """Add the tensors of the connector between vision tower (after pixel shuffling) and text model.
+
+    ``modules`` are the names of the connector's norm and its two matrices.
+    """
     ratio = fields.raw("downsample_ratio")
     ratio = 0.5 if ratio is None else ratio
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1 or (1 / ratio) % 1:
@@ -194,7 +200,7 @@ def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternV
     if not isinstance(kind, str):
         raise ConfigError(f"{shown(kind)} is not a string", field="llm_config.model_type")
     text = build_text(config, kind)
-    fields.ignore("tie_word_embeddings")  # the language model's own tie_word_embeddings applies
+    fields.ignore("tie_word_embeddings")  # the language model's config decides
     t = Tensors()
     t.role = "vision"
     hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)

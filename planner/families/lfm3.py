@@ -64,10 +64,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer, as ``layer_types`` states or by default.
+    """Return the kind of each layer (convolution, sliding or full attention).
 
-    By default one layer in four has full attention, one in four has a sliding window (except layer 0), and the
-    others are convolutions.
+    The config field ``layer_types`` states the kinds. Without the field, one layer in four has full attention,
+    one in four has a sliding window (except layer 0), and the others are convolutions.
     """
     listed = fields.raw("layer_types")
     if listed is None:

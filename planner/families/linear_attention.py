@@ -24,7 +24,7 @@ from tonnage.planner.model.recipe import Heads
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The head geometry of a gated delta net."""
+    """Number and size of the key heads and value heads of a gated delta net."""
 
     hidden: int
     key_heads: int
@@ -35,12 +35,12 @@ class Delta:
 
     @property
     def keys(self) -> int:
-        """Return the width of the keys of all heads together."""
+        """Return the number of key values of all heads together."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Return the width of the values of all heads together."""
+        """Return the number of value elements of all heads together."""
         return self.value_heads * self.value_size
 
 
@@ -119,7 +119,7 @@ def qwen(
 
 
 def _state_dtype(fields: Fields) -> str | None:
-    """Return the dtype of the recurrent state that ``mamba_ssm_dtype`` states, or None."""
+    """Return the dtype of the recurrent state, from the config field ``mamba_ssm_dtype``, or None."""
     value = fields.raw("mamba_ssm_dtype")
     if value not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(f"{shown(value)} is not float32, bfloat16 or float16", field="mamba_ssm_dtype")
@@ -162,7 +162,7 @@ def delta_cache(layer: int, d: Delta, dtype: str | None) -> CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class _QwenExperts:
-    """The routed and shared experts of a Qwen hybrid model."""
+    """Numbers and sizes of the routed and shared experts of a Qwen model with gated delta nets."""
 
     count: int
     chosen: int
@@ -172,7 +172,7 @@ class _QwenExperts:
 
     @classmethod
     def read(cls, fields: Fields, layers: int) -> _QwenExperts:
-        """Return the numbers and sizes of the routed and shared experts that the config states."""
+        """Return the numbers and sizes of the routed and shared experts, from the config."""
         step = fields.integer("decoder_sparse_step", 1, limit="layers")
         dense = fields.raw("mlp_only_layers") or []
         if not isinstance(dense, list):
@@ -203,7 +203,11 @@ _KINDS = {"linear_attention": False, "full_attention": True}
 
 
 def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has full attention: by ``layer_types``, else each ``interval``-th."""
+    """Return for each layer whether it has full attention (if not, linear attention).
+
+    The config field ``layer_types`` states it. Without this field, every ``interval``-th layer has full
+    attention.
+    """
     listed = fields.listed("layer_types", layers, _KINDS)
     return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
@@ -289,7 +293,7 @@ def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -
 
 
 def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool, ...]]:
-    """Return (heads, head size, convolution kernel, whether each layer has full attention) of delta attention.
+    """Return (heads, head size, kernel) of Kimi's delta attention, and whether each layer has full attention.
 
     Config files on the Hugging Face hub state these values in ``linear_attn_config``, where layer numbers start
     at 1. Files that transformers writes state them at the top level.
@@ -331,7 +335,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     block = fields.integer("block_size", 256, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    # config field in files on the Hugging Face hub; 1 means full attention
+    # config field of files on the Hugging Face hub, with a number per layer: 1 means full attention
     listed = fields.raw("attn_type_list")
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
@@ -360,7 +364,8 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
                 ("slope_rate", (dims.heads, 1, 1)), ("query_decay", (dims.heads, block, 1)),
                 ("key_decay", (dims.heads, block, 1)), ("diagonal_decay", (1, dims.heads, block, block)),
             ):  # fmt: skip
-                # transformers computes these constant buffers in the model's dtype; published files lack them.
+                # transformers computes these constant buffers in the model's dtype; published checkpoints lack
+                # them.
                 t.buffer(f"{here}.{name}", shape, "LightningAttention", None)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         t.router(f"{at}.mlp.gate", count, dims.hidden)
@@ -438,14 +443,14 @@ def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
     if listed is None and isinstance(indices, list):
         attending = common.numbers_in(indices)
         return tuple(i in attending for i in range(layers))
-    return listed or (True,) * layers  # without both fields the config class has no convolution layers
+    return listed or (True,) * layers  # without layer_types and full_attn_idxs there are no convolutions
 
 
 def _lfm2_inner(fields: Fields) -> int:
-    """Return the MLP's inner size.
+    """Return the inner size of LFM2's dense MLP.
 
-    By default it is two thirds of the stated width, times block_ffn_dim_multiplier, rounded up to a multiple of
-    block_multiple_of (configuration_lfm2.py, modeling_lfm2.py).
+    By default it is two thirds of the width in config.json, times block_ffn_dim_multiplier, rounded up to a
+    multiple of block_multiple_of (configuration_lfm2.py, modeling_lfm2.py).
     """
     name = "block_ff_dim" if "block_ff_dim" in fields.config else "intermediate_size"
     width = fields.integer(name, 12288, limit="width")

@@ -1,4 +1,4 @@
-"""Dense decoders with Llama's structure: a table with the options of each family; the builder is in dense.py.
+"""Options of each family of dense decoders with Llama's structure; dense.py builds the architecture from them.
 
 Shapes follow transformers 5.19, models/<family>/modeling_<family>.py. For families whose tensors these options
 cannot express, a small function adds tensors.
@@ -31,7 +31,7 @@ _FUSED = ("gate_up_proj", "down_proj")
 
 
 def _granite(name: str) -> DenseVariant:
-    """Return Llama's options, with the biases that the fields ``attention_bias`` and ``mlp_bias`` enable."""
+    """Return Llama's options, with biases if the config fields ``attention_bias`` and ``mlp_bias`` are true."""
     return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
@@ -73,7 +73,7 @@ def _internlm3(fields: Fields, model_type: str) -> Architecture:
 def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an IQuest-Coder model, which transformers 5.23 builds of Llama's classes.
 
-    Config options that Llama's classes lack are refused; no published file sets one.
+    A config option that Llama's classes lack raises an error; no published config sets one.
     """
     for name in ("clip_qkv", "use_sliding_window"):
         if fields.raw(name):
@@ -82,7 +82,7 @@ def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
 
 
 def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return a BitNet layer, which has a norm before the output projection of attention and of the MLP."""
+    """Return a BitNet layer's description: norms precede the output projections of attention and MLP."""
     a, m = layer.branches
     dims = attention.heads
     attention = replace(attention, before_out=Norm("attn_sub_norm", dims.heads * dims.head_size))
@@ -91,7 +91,7 @@ def _bitnet(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return an Apertus layer, which has tensors of the activation xIELU: two learned and two fixed scalars."""
+    """Return an Apertus layer's description: its activation xIELU has two learned and two fixed scalars."""
     at, owner = "mlp.act_fn", "XIELUActivation"
     learned = [TensorSpec(f"{at}.{name}", (1,), "mlp", owner) for name in ("alpha_p", "alpha_n")]
     fixed = [TensorSpec(f"{at}.{name}", (), "buffer", owner, stored="model") for name in ("beta", "eps")]
@@ -99,7 +99,7 @@ def _apertus(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return a DiffLlama layer, which has four vectors that weight its two attention maps."""
+    """Return a DiffLlama layer's description: four vectors weight its two attention maps."""
     names = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
     shape, owner = (attention.heads.head_size,), "DiffLlamaAttention"
     return replace(
@@ -108,7 +108,7 @@ def _diffllama(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 
 
 def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
-    """Return a Doge layer, which has dynamic mask attention and a residual weight per channel."""
+    """Return a Doge layer's description: dynamic mask attention and a residual weight per channel."""
     dims = attention.heads
     role: Role = "attention"
     extra = [
@@ -186,7 +186,7 @@ FAMILIES = {
             ignored=("no_rope_layers", "no_rope_layer_interval", "use_sliding_window"),
         ).build,
         absent={"num_key_value_heads": 4}, hf="served",
-        # SmolLM3-3B's config states max_window_layers, but its class reads only layer_types
+        # SmolLM3-3B's config states max_window_layers, but SmolLM3's class reads only layer_types
         leftovers={"max_window_layers": ()},
     ),
     "seed_oss": Family(

@@ -31,12 +31,12 @@ TIME_STEP = (
 
 
 def auto(fields: Fields, name: str, default: int) -> int:
-    """Return the width in config field ``name``, or ``default`` if the field is "auto" or missing."""
+    """Return the width in the config field ``name``, or ``default`` if the field is "auto" or missing."""
     return default if fields.raw(name) in (None, "auto") else fields.integer(name, limit="width")
 
 
 def chunk_of(fields: Fields, name: str = "chunk_size", default: int = 256) -> int:
-    """Return the chunk size: how many tokens a Mamba-2 kernel processes at once."""
+    """Return the chunk size, in tokens, with which a Mamba-2 kernel processes a prompt."""
     return fields.optional_integer(name, default, limit="positions") or default
 
 
@@ -60,7 +60,7 @@ class Mamba2:
 
     @property
     def channels(self) -> int:
-        """Return the number of channels of the mixer's convolution."""
+        """Return the number of channels of the Mamba-2 mixer's convolution."""
         return self.inner + 2 * self.groups * self.state
 
     def add(self, t: Tensors, at: str) -> None:
@@ -78,14 +78,14 @@ class Mamba2:
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
     def states(self) -> tuple[StateTensor, ...]:
-        """Return the state tensors of a Mamba-2 mixer per sequence: convolution state and recurrent state."""
+        """Return a Mamba-2 mixer's state tensors per sequence: convolution state and recurrent state."""
         return (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
             StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return the cache of layer ``layer``: the state tensors of its Mamba-2 mixer."""
+        """Return layer ``layer``'s cache entry: the state tensors of its Mamba-2 mixer, per sequence."""
         return CacheLayer(layer, "state", None, 0, 0, states=self.states())
 
 
@@ -119,7 +119,7 @@ class Mamba1:
             t.norm(f"{at}.c_layernorm", self.state)
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return the cache of layer ``layer``: the state tensors of its Mamba-1 mixer."""
+        """Return layer ``layer``'s cache entry: the state tensors of its Mamba-1 mixer, per sequence."""
         states = (
             StateTensor("conv", (self.kernel - 1, self.inner), shard_dim=1),
             StateTensor("ssm", (self.inner, self.state)),

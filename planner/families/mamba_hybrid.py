@@ -192,9 +192,10 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
-    """Return for each layer whether it is of kind ``name`` (``attn`` or ``expert``).
+    """Return for each Jamba layer whether it has attention (``name`` is ``attn``) or experts (``expert``).
 
-    This holds for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``.
+    It is true for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``. Both are
+    config fields.
     """
     period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
     offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)
@@ -277,7 +278,10 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
 
 
 def _nemotron_kinds(fields: Fields) -> str:
-    """Return one letter per layer, from ``hybrid_override_pattern`` or ``layers_block_type``."""
+    """Return one letter per Nemotron-H layer: M (Mamba-2), * (attention), - (MLP) or E (experts).
+
+    The config field ``hybrid_override_pattern`` or ``layers_block_type`` states the kinds.
+    """
     pattern = fields.raw("hybrid_override_pattern")
     if pattern is None:
         letters = {

@@ -14,8 +14,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 
-# Config fields that hold token ids, or objects that the builders read separately. No tensor depends on these
-# fields.
+# Config fields that hold token ids, or nested objects that the builder functions read separately. No tensor
+# shape depends on these fields.
 _TOP = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "image_start_token_id",
     "image_end_token_id", "video_start_token_id", "video_end_token_id", "vision_start_token_id",
@@ -101,7 +101,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
     config.pop("num_nextn_predict_layers", None)  # number of MTP draft layers
-    if "head_dim" not in config:  # the default of GLM-4's config class differs from this quotient
+    if "head_dim" not in config:  # GLM-4's config class has another default than this quotient
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"

@@ -1,11 +1,12 @@
-"""Fallback for families without an adapter: build transformers' model on PyTorch's meta device (no memory).
+"""Fallback for model types that the planner cannot build: build transformers' model on PyTorch's meta device.
 
 The tensors of the plan are the parameters and buffers of this model. The cache layers are those that one
 forward pass over a few tokens fills in a DynamicCache. Module names determine only the role of each tensor,
 which decides whether a quantizer replaces it and in which group its bytes are counted.
 
-This fallback is slower than an adapter, because it imports torch and transformers. It plans a single rank only,
-because it is not known how an engine would divide these modules. Remote code is never run.
+This fallback is slower than a family's own builder function, because it imports torch and transformers. It
+plans a single rank only, because it is not known how an engine would divide these modules. Remote code is never
+run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code
 
 
 def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitecture) -> Architecture:
-    """Return the architecture of a model_type that transformers knows but no adapter does.
+    """Return the architecture of a model_type that transformers can build and the planner's families cannot.
 
     Raises:
         UnsupportedArchitecture: ``refusal`` itself if transformers does not know the model_type; otherwise an
@@ -92,7 +93,7 @@ def _build(config: dict[str, Any], model_type: str) -> Architecture:
     with torch.device("meta"):
         model = auto.from_config(loaded, dtype=torch.bfloat16, attn_implementation="eager")
     model.eval()
-    # Modules outside transformers' decoder module are towers and projectors.
+    # Parameters outside transformers' decoder module belong to vision or audio towers and to projectors.
     inside = "" if text is loaded else _path(model, model.get_decoder())
     tensors = _tensors(model, inside)
     layers = _cache_layers(model, loaded)
@@ -135,7 +136,7 @@ def _auto_class(model_type: str, names: list[str]) -> Any:
 
 
 def _path(model: Any, wanted: Any) -> str:
-    """Return the dotted path of the module object ``wanted`` inside ``model``."""
+    """Return the dotted path of the module object ``wanted`` inside the PyTorch model ``model``."""
     return next(str(path) for path, module in model.named_modules() if module is wanted)
 
 
@@ -153,7 +154,7 @@ def _check_counts(config: Mapping[str, Any]) -> None:
 
 
 def _field(config: Any, name: str) -> int:
-    """Return a positive integer attribute of a transformers config."""
+    """Return the attribute ``name`` of a transformers config, which must be a positive integer."""
     value = getattr(config, name, None)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UnsupportedArchitecture(f"{shown(value)} is not a positive integer", field=name)
@@ -161,11 +162,11 @@ def _field(config: Any, name: str) -> int:
 
 
 def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
-    """Return parameters and buffers in the modules' order; a shared parameter is counted once.
+    """Return the model's parameters and buffers in the modules' order; a shared parameter occurs once.
 
-    ``inside`` is the path of the language model. from_pretrained keeps the dtype of a tensor whose constructor
-    sets a dtype, and fp32 where the class requests it (transformers 5.19, core_model_loading.py). All other
-    tensors have the model's dtype, which is returned as None.
+    ``inside`` is the module path of the language model. from_pretrained keeps the dtype of a tensor whose
+    constructor sets a dtype, and fp32 where the class requests it (transformers 5.19, core_model_loading.py).
+    All other tensors have the model's dtype, which is returned as None.
     """
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -205,14 +206,14 @@ def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
 
 
 def _tower(path: str) -> Role:
-    """Return the role of a parameter outside the language model, from its module path."""
+    """Return the role (such as vision or projector) of a parameter outside the language model."""
     if re.search("vision|visual|image", path):
         return "vision"
     return "audio" if re.search("audio|speech|acoustic|semantic", path) else "projector"
 
 
 def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
-    """Return the role of a parameter of the language model, from its module and shape."""
+    """Return the role (such as attention, mlp or norm) of a parameter of the language model."""
     kind, lower = type(module).__name__.lower(), path.lower()
     if head:
         return "head"
@@ -226,7 +227,7 @@ def _role(path: str, module: Any, shape: tuple[int, ...], head: bool) -> Role:
 
 
 def _layer(name: str) -> int | None:
-    """Return the layer of a tensor, which is the first number in its name; None without a number."""
+    """Return the layer index of a tensor: the first number in its name, None if there is none."""
     return next((int(piece) for piece in name.split(".") if piece.isdigit()), None)
 
 
@@ -269,7 +270,7 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
 
 
 def _rotary(model: Any, config: Any) -> Rotary | None:
-    """Return the rotary table that vLLM would keep, which is twice as wide as transformers' ``inv_freq``."""
+    """Return the size of the rotary table that vLLM would keep: twice as wide as transformers' ``inv_freq``."""
     found = [buffer.shape[-1] for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
     if not found:
         return None

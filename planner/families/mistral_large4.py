@@ -107,8 +107,8 @@ def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has rotary positions.
 
-    ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field, every fourth layer has
-    no rotary positions.
+    ``The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field,
+    every fourth layer has no rotary positions.
     """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     listed = fields.raw("no_rope_layers")
@@ -122,9 +122,9 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
-    """Return for each layer the index of the layer whose cached latent it uses.
+    """Return for each layer the index of the layer whose cached latent (compressed K and V) it uses.
 
-    It is the layer itself, or an earlier layer listed in ``kv_source_layers``.
+    The index is the layer's own, or that of an earlier layer, listed in the config field ``kv_source_layers``.
     """
     listed = fields.raw("kv_source_layers")
     if listed is None:

@@ -37,7 +37,7 @@ _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm",
 
 
 def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | None = None) -> LatentAttention:
-    """Return the sizes of the latent attention that the config states.
+    """Return the sizes of the latent attention (MLA), from the config.
 
     Args:
         fields: the config.
@@ -65,9 +65,9 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
-    """Return the cache entries of ``layers`` with latent attention.
+    """Return the KV cache entries of ``layers`` layers with latent attention.
 
-    ``index_sizes`` gives the key size of the sparse indexer of each layer that has one.
+    ``index_sizes`` maps each layer with a sparse indexer to the size of the indexer's keys.
     """
     index = index_sizes or {}
     return tuple(
@@ -111,7 +111,7 @@ class LatentVariant:
 
 
 def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a model with latent attention and experts; ``v`` describes its family."""
+    """Return the architecture of a model with latent attention and experts; ``v`` are its family's options."""
     # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
     plain = common.heads_of(fields) if fields.boolean("use_mla", v.latent) is False else None
     if plain is not None:
@@ -193,7 +193,7 @@ def _router(fields: Fields, v: LatentVariant) -> Router:
 
 
 def _groups(fields: Fields) -> tuple[int, int]:
-    """Return (number of groups of experts, number of groups that a token may use)."""
+    """Return the router's (number of groups of experts, number of groups that a token may use)."""
     return int(common.number(fields, "n_group", 8.0)), int(common.number(fields, "topk_group", 4.0))
 
 
@@ -214,12 +214,12 @@ def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpe
 
 
 def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
-    """Return (heads, key size, which layers have their own indexer) of the sparse attention.
+    """Return the sparse-attention indexer's (heads, key size, whether each layer has an indexer of its own).
 
-    ``indexer_types`` states which layers, else the letters of ``index_topk_pattern`` (F for a layer with an
-    indexer). Without both fields, the first ``index_skip_topk_offset`` layers have an indexer, and then one
-    layer in ``index_topk_freq`` (configuration_glm_moe_dsa.py, transformers 5.19; models/deepseek_v2.py, vLLM
-    0.32).
+    ``The config field ``indexer_types`` states which layers have one, else the letters of
+    ``index_topk_pattern`` (F for a layer with an indexer). If both fields are missing, the first
+    ``index_skip_topk_offset`` layers have an indexer, and then one layer in ``index_topk_freq``
+    (configuration_glm_moe_dsa.py, transformers 5.19; models/deepseek_v2.py, vLLM 0.32).
     """
     heads = fields.integer("index_n_heads", 64, limit="heads")
     size = fields.integer("index_head_dim", 128, limit="width")

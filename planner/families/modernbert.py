@@ -15,7 +15,7 @@ from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count
 from tonnage.planner.model.recipe import Heads
 
-# Config fields about training and heads. No tensor shape depends on them.
+# Config fields about training and output heads. No tensor shape depends on these fields.
 _NO_SHAPE = (
     "classifier_activation", "classifier_dropout", "classifier_pooling", "decoder_bias", "classifier_bias",
     "deterministic_flash_attn", "initializer_cutoff_factor", "local_attention", "mlp_dropout", "pooling_mode",
@@ -75,7 +75,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
-    """Return how many distinct rotary tables an engine keeps.
+    """Return how many distinct rotary tables an engine keeps for a ModernBERT model.
 
     ``rope_parameters`` states the parameters per attention kind. The first published files state
     global_rope_theta and local_rope_theta instead (defaults 160,000 and 10,000).
@@ -96,7 +96,7 @@ def _tables(fields: Fields, kinds: tuple[str, ...]) -> int:
 
 
 def _head(t: Tensors, fields: Fields, class_name: str, norm: str, vocab: int, hidden: int) -> None:
-    """Add the tensors of the head: a dense layer, its norm, and the projection to vocabulary or labels."""
+    """Add the tensors of ModernBERT's head: dense layer, norm, and projection to vocabulary or labels."""
     t.linear("head.dense", hidden, hidden, "head", bias=fields.boolean("classifier_bias", False))
     t.norm("head.norm", hidden, norm)
     if class_name.endswith("ForMaskedLM"):

@@ -1,4 +1,4 @@
-"""Mixture-of-experts decoders with ordinary attention: a table with the options of each family."""
+"""Options of each family of mixture-of-experts decoders with ordinary (not latent or linear) attention."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ FAMILIES = {
         MoeVariant(
             "HunYuanMoEV1ForCausalLM", inner_field="intermediate_size", per_token_field="moe_topk",
             router="gate.wg", routing="softmax", normed=True,
-            router_linear=True, router_dtype="float32",  # the constructor creates the router in float32
+            router_linear=True, router_dtype="float32",  # the class's constructor creates the router in float32
             shared="mlp.shared_mlp", shared_count=None, qk_norm="head", normed_last=True,
             qk_norm_names=("query_layernorm", "key_layernorm"),
         ).build,

@@ -13,13 +13,16 @@ def every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts: all but the first ``first_k_dense_replace``."""
+    """Return for each layer whether it has routed experts: all but the first ``first_k_dense_replace`` have.
+
+    The default of this config field is ``dense``.
+    """
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     return tuple(i >= first for i in range(layers))
 
 
 def listed_layers(fields: Fields, layers: int, dense: int = 1) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts, by ``mlp_layer_types``.
+    """Return for each layer whether it has routed experts, by the config field ``mlp_layer_types``.
 
     Without this field, all layers but the first ``first_k_dense_replace`` have routed experts.
     """
@@ -28,7 +31,10 @@ def listed_layers(fields: Fields, layers: int, dense: int = 1) -> tuple[bool, ..
 
 
 def interval_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts, by ERNIE's start, end and interval of MoE layers."""
+    """Return for each layer whether it has routed experts, by ERNIE's config fields.
+
+    The fields state the first and the last layer with experts, and the interval between such layers.
+    """
     start = fields.integer("moe_layer_start_index", 1, limit="layers", minimum=0)
     end = fields.integer("moe_layer_end_index", -1, limit="layers", minimum=-1)
     step = fields.integer("moe_layer_interval", 1, limit="layers")
@@ -37,10 +43,10 @@ def interval_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def stepped_layers(fields: Fields, layers: int, dense: tuple[int, ...] = ()) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts, by ``decoder_sparse_step``.
+    """Return for each layer whether it has routed experts, by the config field ``decoder_sparse_step``.
 
     Every ``decoder_sparse_step``-th layer has routed experts, except the layers in ``mlp_only_layers``;
-    ``dense`` is the default of this field.
+    ``dense`` is the default of ``mlp_only_layers``.
     """
     step = fields.integer("decoder_sparse_step", 1, limit="layers")
     listed = fields.raw("mlp_only_layers")
@@ -52,7 +58,10 @@ def stepped_layers(fields: Fields, layers: int, dense: tuple[int, ...] = ()) -> 
 
 
 def all_listed(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return True for each layer; raise an error if ``mlp_layer_types`` lists a dense layer."""
+    """Return True for each layer, for a family whose layers must all have routed experts.
+
+    Raises an error if the config field ``mlp_layer_types`` lists a dense layer.
+    """
     if not all(fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True}) or (True,)):
         raise UnsupportedArchitecture("dense layers are not supported", field="mlp_layer_types")
     return (True,) * layers

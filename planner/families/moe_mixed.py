@@ -313,7 +313,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
 
 
 def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int, tuple[bool, ...]]:
-    """Return (heads, key size, whether each layer has one) of the sparse-attention indexer."""
+    """Return MiniMax-M3's sparse-attention indexer: (heads, key size, whether each layer has an indexer)."""
     sparse = fields.mapping("sparse_attention_config")
     words = {"full_attention": False, "minimax_m3_sparse": True}
     indexed = fields.listed("layer_types", layers, words) if sparse is None else None
@@ -417,22 +417,22 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
 
 
 def _layers(fields: Fields) -> int:
-    """Return the number of layers that the config states."""
+    """Return the model's number of layers, from the config."""
     return fields.integer("num_hidden_layers", limit="layers")
 
 
 def _vocab(fields: Fields) -> int:
-    """Return the size of the vocabulary that the config states."""
+    """Return the model's vocabulary size, from the config."""
     return fields.integer("vocab_size", limit="vocab")
 
 
 def _four(dims: Heads) -> tuple[int, int, int, int]:
-    """Return (hidden size, heads, KV heads, head size) of ``dims``."""
+    """Return the head geometry ``dims`` as a tuple: (hidden size, heads, KV heads, head size)."""
     return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
-    """Return the positive integers, one per layer, in config field ``name``, or None without this field.
+    """Return the list in the config field ``name`` (one positive integer per layer), or None without the field.
 
     With ``zero``, 0 is valid too.
     """
@@ -452,7 +452,8 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
 def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
     """Return attention kind -> fraction of each head that is rotated.
 
-    ``rope_parameters`` states it per kind, else ``partial_rotary_factor`` for all kinds.
+    ``The config field ``rope_parameters`` states the fraction per kind, else ``partial_rotary_factor`` for all
+    kinds.
     """
     parameters = fields.raw("rope_parameters")
     base = fields.number("partial_rotary_factor", default)

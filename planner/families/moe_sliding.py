@@ -20,14 +20,14 @@ from tonnage.planner.model.fields import Fields, shown
 
 @dataclass(frozen=True, slots=True)
 class SlidingMoeVariant:
-    """The options in which the model families Kolibri, Flint and Beam differ.
+    """Options by which the mixture-of-experts families Kolibri, Flint and Beam differ.
 
     Attributes:
         class_name: the causal language model's class in transformers.
         window: default sliding window in tokens.
-        kinds: function: number of layers -> attention kind of each layer, for a config without layer_types.
+        kinds: function (number of layers) -> attention kind of each layer, for a config without layer_types.
         sparse: function that returns for each layer whether it has routed experts; None means all layers have.
-        norms: norms of a layer.
+        norms: names of a layer's norms, in the order they run.
         shared: (module, default inner size) of the shared expert; None means there is none.
         biased: whether the attention reads attention_bias.
         sinks: whether every head has a learned sink score.
@@ -70,7 +70,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
     bias = v.biased and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds = fields.layer_types(layers) or v.kinds(layers)
-    # Without the field, the window is the default of the config class. Null is refused if a layer is sliding.
+    # A missing sliding_window has the default of the config class. Null raises an error if a layer is sliding.
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
     gate = "float32" if v.wide_router else None
@@ -150,7 +150,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
 
 
 def _beam_sparse(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each Beam layer whether it has routed experts, by ``mlp_layer_types``.
+    """Return for each Beam layer whether it has routed experts, by the config field ``mlp_layer_types``.
 
     Without this field, all layers but the first three have routed experts.
     """
@@ -186,12 +186,12 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
 
 
 def _kolibri(layers: int) -> tuple[str, ...]:
-    """Return Kolibri's default layer kinds: every fifth layer has full attention."""
+    """Return the default attention kind of each Kolibri layer: every fifth layer has full attention."""
     return tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
 
 
 def _flint(layers: int) -> tuple[str, ...]:
-    """Return Flint's default layer kinds.
+    """Return the default attention kind of each Flint layer.
 
     The first two layers, the last layer and every fourth layer have full attention.
     """
@@ -200,7 +200,7 @@ def _flint(layers: int) -> tuple[str, ...]:
 
 
 def _beam(layers: int) -> tuple[str, ...]:
-    """Return Beam's default layer kinds: every sixth layer and the last have full attention."""
+    """Return the default attention kind of each Beam layer: every sixth and the last have full attention."""
     return tuple(
         "sliding_attention" if (i + 1) % 6 and i + 1 < layers else "full_attention" for i in range(layers)
     )

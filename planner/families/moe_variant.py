@@ -1,4 +1,4 @@
-"""The builder of mixture-of-experts decoders with ordinary attention, and a family's options (``MoeVariant``).
+"""The function that builds mixture-of-experts decoders by the options of a family (``MoeVariant``).
 
 Shapes follow transformers 5.19, models/<family>/modeling_<family>.py. Routed experts are two tensors per layer,
 [experts, 2 x inner, hidden] and [experts, hidden, inner]; checkpoints store one matrix per expert.
@@ -46,8 +46,8 @@ class MoeVariant:
         experts_field: config field with the number of experts.
         per_token_field: config field with the experts per token.
         inner_field: config field with an expert's inner size.
-        mlp: module of the MLP in a layer.
-        router: module of the router below the MLP.
+        mlp: name of the MLP's module in a layer.
+        router: name of the router's module below the MLP.
         routing: name of the method by which the router selects the experts of a token.
         normed: whether the routing weights of the selected experts are divided by their sum.
         router_linear: whether the router is an nn.Linear.
@@ -57,8 +57,8 @@ class MoeVariant:
         correction: name of e_score_correction_bias below the MLP; None means there is none.
         correction_dtype: dtype of the loaded correction bias; None means the dtype of the model.
         correction_parameter: whether the correction bias is a parameter [1, experts] instead of a buffer.
-        shared: module of the shared expert in a layer; None means there is none.
-        shared_names: matrices of the shared expert: gate, up and down, or gate-and-up and down.
+        shared: name of the shared expert's module in a layer; None means there is no shared expert.
+        shared_names: names of the shared expert's matrices: gate, up and down, or gate-and-up and down.
         shared_gate: whether a gate scales the output of the shared expert.
         shared_size: (config field with the shared expert's inner size, its default); with default None the
             field is required.
@@ -71,16 +71,16 @@ class MoeVariant:
         qkv_bias: whether the q, k and v projections have biases.
         out_bias: whether the attention's output projection has a bias.
         qk_norm: norms of q and k: ``none``, ``head`` (weight of one head) or ``full`` (of all heads).
-        qk_norm_names: modules of these norms.
-        qk_norm_field: config field that adds a norm per head.
+        qk_norm_names: names of the norms of q and k.
+        qk_norm_field: config field that, if true, adds norms of q and k with the weight of one head.
         normed_last: whether q and k are normed after their rotation.
-        rope: key in dense.ROPES of the rotary embedding's implementation.
+        rope: key in dense.ROPES, which lists implementations of the rotary embedding.
         rotary_share: default of partial_rotary_factor.
         rotary_field: config field with the number of rotated values of a head; it has priority over
             partial_rotary_factor.
         rounded_heads: whether head_dim defaults to hidden_size / num_attention_heads rounded down; if False,
             the division must have no remainder.
-        clipped_field: config field that, when set, limits the values of q, k and v.
+        clipped_field: config field that limits the values of q, k and v if it is set (such as clip_qkv).
         flow: order of norms, branches and residual additions in a layer.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
@@ -226,14 +226,14 @@ def _jitter(fields: Fields, v: MoeVariant) -> bool:
 
 
 def _shared(v: MoeVariant, hidden: int, size: int, act: str) -> Mlp | None:
-    """Return the shared expert, None when there is none."""
+    """Return the description of a layer's shared expert, None if the model has none."""
     if not size or v.shared is None:
         return None
     return Mlp(v.shared, hidden, size, act, v.shared_names, fused=len(v.shared_names) == 2)
 
 
 def _correction(v: MoeVariant, count: int) -> tuple[TensorSpec, ...]:
-    """Return the tensor e_score_correction_bias, or an empty tuple if the family has none."""
+    """Return the router's tensor e_score_correction_bias, or an empty tuple if the family has none."""
     if v.correction is None:
         return ()
     name = f"{v.mlp}.{v.correction}"
@@ -243,7 +243,10 @@ def _correction(v: MoeVariant, count: int) -> tuple[TensorSpec, ...]:
 
 
 def _experts(fields: Fields, v: MoeVariant) -> int:
-    """Return the number of experts; raise an error if the config states a number per layer."""
+    """Return the number of routed experts per layer.
+
+    Raises an error if the config states a separate number for each layer.
+    """
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
         raise UnsupportedArchitecture(
@@ -262,7 +265,7 @@ def _share(fields: Fields, v: MoeVariant, dims: Heads) -> float:
 
 
 def _shared_size(fields: Fields, v: MoeVariant, inner: int) -> int:
-    """Return the inner size of the shared expert, 0 when there is none."""
+    """Return the inner size of a layer's shared expert, 0 if the model has none."""
     if v.shared is None:
         return 0
     if v.shared_size is not None:

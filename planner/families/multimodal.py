@@ -1,4 +1,4 @@
-"""Multimodal models: a vision or audio tower, and a text model from the text model's own adapter.
+"""Multimodal models: a vision or audio tower, and a text model that is built as its own model family.
 
 The names of the text model's tensors get the prefix that they have in the multimodal model.
 
@@ -72,12 +72,12 @@ def text_of(
 
 
 def _vision(fields: Fields) -> Mapping[str, Any]:
-    """Return the object ``vision_config`` of the config, empty without this field."""
+    """Return the object ``vision_config`` of config.json, empty without this field."""
     return fields.mapping("vision_config") or {}
 
 
 def moved(specs: tuple[TensorSpec, ...], old: str, new: str) -> list[TensorSpec]:
-    """Return the tensors with the name prefix ``old`` replaced by ``new``; other names are unchanged."""
+    """Return the tensors ``specs``; where a name begins with ``old``, that prefix is replaced by ``new``."""
 
     def name(at: str) -> str:
         return new + at[len(old) :] if at.startswith(old) else at
@@ -89,7 +89,7 @@ def joined(
     text: Architecture, model_type: str, class_name: str, t: Tensors, new: str = "model.language_model.",
     *, vision: Vision | None = None,
 ) -> Architecture:  # fmt: skip
-    """Return the architecture of a multimodal model made of ``text`` and the tower's tensors ``t``.
+    """Return the architecture of a multimodal model: its text model ``text`` and its tower's tensors ``t``.
 
     The tower's tensors come first. The text model's tensors follow, with the name prefix ``new``.
     """
@@ -168,7 +168,7 @@ class LlavaVariant:
     Attributes:
         class_name: the model's class in transformers.
         texts: model types that the language model may have; the first is the default.
-        towers: types that the tower may have; the first is the default.
+        towers: model types that the vision tower may have; the first is the default.
         strategy: default of vision_feature_select_strategy.
         either: whether the head is also tied if only the config of the language model says so.
         tiles: function (config, image limits of one tile, side of a tile in pixels) -> image limits of the
@@ -222,7 +222,7 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
 def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral; ``variant`` says which.
 
-    NeXT and OneVision cut an image into several tiles and learn an embedding for the end of a line.
+    NeXT and OneVision cut an image into several tiles, and learn an embedding for the end of a line of patches.
     """
     t = Tensors()
     t.role = "vision"
@@ -304,8 +304,8 @@ def mistral3(
 ) -> Architecture:  # fmt: skip
     """Return the architecture of Mistral Small 3.1, 3.2 or a similar model.
 
-    Its Pixtral tower is followed by a projector that merges neighbouring patches. ``tied`` says whether the
-    output head is tied when the file does not. ``modules`` are the names of tower and projector.
+    Its Pixtral tower is followed by a projector that merges neighbouring patches. ``tied`` is the
+    default of tie_word_embeddings. ``modules`` are the names of tower and projector.
     """
     config = fields.mapping("text_config")
     kind = "mistral" if config is None else config.get("model_type", "mistral")
@@ -452,7 +452,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
 
 def llama4(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Llama 4 from its checked config."""
-    # transformers' multimodal class ignores tie_word_embeddings and ties no head
+    # transformers' multimodal class ignores tie_word_embeddings: the head is never tied
     text = text_of(fields, "llama4_text", fields.mapping("text_config"), tie=False)
     t = Tensors()
     t.role = "vision"
@@ -580,7 +580,10 @@ _family = partial(Family, ignored=_TOP)
 
 
 def _qwen_row(name: str, text_type: str, tower: Tower, vllm: VLLMTraits = NO_TRAITS, **more: Any) -> Family:
-    """Return the ``Family`` of a Qwen vision-language model; ``more`` are further arguments of ``qwen``."""
+    """Return the ``Family`` entry of a Qwen vision-language model.
+
+    ``more`` are further arguments of the builder function ``qwen``.
+    """
     class_name = f"{name}ForConditionalGeneration"
     build = partial(qwen, class_name=class_name, text_type=text_type, tower=tower, **more)
     return _family(build, vllm=vllm, files=RENAMED)

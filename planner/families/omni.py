@@ -72,7 +72,7 @@ def _sizes(f: Fields) -> tuple[int, int, int, int]:
 
 
 def encoder_layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_bias: bool) -> None:
-    """Add the tensors of an audio encoder's layers, positions and last norm.
+    """Add the tensors of an Omni model's audio encoder: layers, positions and last norm.
 
     ``key_bias`` is whether the k projection has a bias.
     """
@@ -92,7 +92,10 @@ def encoder_layers(t: Tensors, at: str, f: Fields, hidden: int, inner: int, key_
 
 
 def downsampling(t: Tensors, at: str, f: Fields) -> tuple[int, int]:
-    """Add the three convolutions of stride two and their output matrix; return (hidden size, output width)."""
+    """Add an audio encoder's three convolutions of stride two and their output matrix.
+
+    Returns (hidden size of the encoder, output width).
+    """
     hidden, _, mels, out = _sizes(f)
     wide = f.integer("downsample_hidden_size", 480, limit="width")
     for number, into in ((1, 1), (2, wide), (3, wide)):

@@ -1,7 +1,7 @@
-"""Classes of vLLM's registry that pool a known model: reward models, late interaction and embeddings.
+"""Classes of vLLM's registry that pool a known model's hidden states: rewards, late interaction, embeddings.
 
 Such a class builds the model without its output head, and a small head of its own. Some run a decoder with
-attention in both directions, which keeps no KV cache. Heads after vLLM 0.32.0, model_executor/models/.
+attention in both directions, which keeps no KV cache. The heads follow vLLM 0.32.0, model_executor/models/.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ Heads = Callable[[Fields, Architecture], tuple[TensorSpec, ...]]
 # in which vLLM reads them
 _WIDTHS = ("embed_dim", "dims", "colbert_dim", "dim", "projection_dim")
 
-_WIDTH = 128  # of ColBERTv2, GTE-ModernColBERT and LFM2-ColBERT, whose config.json does not state it
+_WIDTH = 128  # vector width of ColBERTv2, GTE-ModernColBERT and LFM2-ColBERT, not in their config.json
 
 
 def _linear(name: str, out: int, into: int, *, bias: bool = True, wide: bool = True) -> tuple[TensorSpec, ...]:
-    """Return a linear layer of a head, in float32 if ``wide`` (ModelConfig.head_dtype); never quantized."""
+    """Return the tensors of a pooling head's linear layer, which is never quantized.
+
+    The layer is in float32 if ``wide`` (vLLM's ModelConfig.head_dtype).
+    """
     dtype = "float32" if wide else None
     weight = TensorSpec(f"{name}.weight", (out, into), "head", "KeptLinear", dtype=dtype)
     return (weight, replace(weight, name=f"{name}.bias", shape=(out,))) if bias else (weight,)
@@ -36,51 +39,54 @@ def _no_head(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
 
 
 def _reward(fields: Fields, body: Architecture, *, labels: int) -> tuple[TensorSpec, ...]:
-    """Return the two layers of Qwen2's reward head; vLLM fixes the number of labels (models/qwen2_rm.py)."""
+    """Return the tensors of Qwen2's reward head, two layers.
+
+    vLLM fixes the number of labels (models/qwen2_rm.py).
+    """
     width = body.hidden_size
     return (*_linear("score.0", width, width), *_linear("score.2", labels, width))
 
 
 def _value(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
-    """Return InternLM2's value head (models/internlm2.py)."""
+    """Return the tensors of InternLM2's value head, which gives a reward (models/internlm2.py)."""
     return _linear("v_head", 1, body.hidden_size, bias=False)
 
 
 def _labels(fields: Fields, body: Architecture, *, name: str, wide: bool) -> tuple[TensorSpec, ...]:
-    """Return one layer without a bias, with a row per label of the config."""
+    """Return the tensor of a classification head: a matrix with a row per label in the config, no bias."""
     return _linear(name, label_count(fields), body.hidden_size, bias=False, wide=wide)
 
 
 def _ranking(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
-    """Return the projector of jina-reranker-v3, whose vectors have 512 values (models/jina.py, config.py)."""
+    """Return the tensors of jina-reranker-v3's projector to 512 values (models/jina.py, config.py)."""
     width = body.hidden_size
     first = _linear("projector.0", width // 2, width, bias=False, wide=False)
     return (*first, *_linear("projector.2", 512, width // 2, bias=False, wide=False))
 
 
 def _scorer(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
-    """Return the scorer of jina-reranker-m0, which has one label (models/jina_vl.py)."""
+    """Return the tensors of jina-reranker-m0's scoring head, which has one label (models/jina_vl.py)."""
     width = body.hidden_size
     return (*_linear("score.dense", width, width), *_linear("score.out_proj", 1, width))
 
 
 def _bge(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
-    """Return the sparse and the multi-vector head of BGE-M3 (models/roberta.py)."""
+    """Return the tensors of BGE-M3's two heads: sparse and multi-vector embeddings (models/roberta.py)."""
     width = body.hidden_size
     return (*_linear("sparse_linear", 1, width), *_linear("colbert_linear", width, width))
 
 
 def _stated_width(fields: Fields) -> str | None:
-    """Return the config field that states the width of the vectors of late interaction, None if none does."""
+    """Return the name of the config field with the width of late-interaction vectors, None if none is set."""
     return next((field for field in _WIDTHS if fields.raw(field)), None)
 
 
 def _late(
     fields: Fields, body: Architecture, *, name: str = "linear", bias: bool = False
 ) -> tuple[TensorSpec, ...]:
-    """Return the projection of late interaction to vectors of the stated width, else of 128 values.
+    """Return the tensors of a projection to late-interaction vectors of the width in the config, else 128.
 
-    Without a stated width, vLLM reads it from the weights.
+    If the config does not state the width, vLLM reads it from the weights.
     """
     field = _stated_width(fields)
     width = fields.integer(field, limit="width") if field else _WIDTH
@@ -88,7 +94,10 @@ def _late(
 
 
 def _aligner(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
-    """Return the head of Qwen3's forced aligner, a row per time stamp (models/qwen3_asr_forced_aligner.py)."""
+    """Return the tensor of the head of Qwen3's forced aligner, with a row per time stamp.
+
+    Source: models/qwen3_asr_forced_aligner.py.
+    """
     published = fields.mapping("thinker_config")
     rows = (fields if published is None else Fields(published)).integer("classify_num", limit="vocab")
     return _linear("classifier", rows, body.hidden_size, bias=False, wide=False)
@@ -99,12 +108,12 @@ class PooledClass:
     """One class of vLLM that pools the hidden states of a known model.
 
     Attributes:
-        types: model_type of the file -> model_type of the planner's family.
-        base: class of that family whose tensors it has, without the output head.
-        head: function that returns its own head.
-        both: whether attention reads in both directions, so that there is no KV cache.
+        types: model_type in config.json -> model_type of the pooled model's family in the planner.
+        base: class of that family whose tensors, without its output head, the pooled class has.
+        head: function that returns the tensors of the class's own head.
+        both: whether attention is bidirectional, so that there is no KV cache.
         late: whether the head projects to vectors of late interaction, whose width the config may leave out.
-        own: config fields that only this class reads, which the family does not know.
+        own: config fields that only this class reads, not the pooled model.
     """
 
     types: Mapping[str, str]
@@ -169,7 +178,7 @@ CLASSES: dict[str, PooledClass] = {
 
 
 def base_config(config: Mapping[str, Any]) -> tuple[PooledClass, dict[str, Any]] | None:
-    """Return the pooled class that a config names, and the config of the model that it pools.
+    """Return the pooled class (`PooledClass`) that a config names, and the config of the model that it pools.
 
     The result is None when the config names no such class.
 
@@ -192,7 +201,7 @@ def base_config(config: Mapping[str, Any]) -> tuple[PooledClass, dict[str, Any]]
 
 
 def pooled(row: PooledClass, config: Mapping[str, Any], body: Architecture) -> Architecture:
-    """Return the architecture of the pooled class that ``config`` names, made of its model's, ``body``."""
+    """Return the architecture of a pooled class: the pooled model's, ``body``, with the class's own head."""
     name = config["architectures"][0]
     kept = tuple(tensor for tensor in body.tensors if tensor.role != "head")
     found = replace(

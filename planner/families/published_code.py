@@ -1,8 +1,8 @@
-"""Dense decoders that were published with their own code and have a class in vLLM, most of Llama's shape.
+"""Dense decoders that were published with their own code and have a class in vLLM; most have Llama's shapes.
 
 The families are Orion, Solar Pro, MiniCPM, Tele-FLM, TeleChat 2 and 3, openPangu Embedded, Step 1, PLaMo 3 and
 IQuest-LoopCoder.
-Shapes after vLLM 0.32.0, model_executor/models/<family>.py. No code of a model's own is run.
+Shapes follow vLLM 0.32.0, model_executor/models/<family>.py. The planner never runs a model's own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 _BIAS = ("attention_bias", False)
-_MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # factors of Tele-FLM, without tensors
+_MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # Tele-FLM's scale factors, without tensors
 
 
 def _minicpm(fields: Fields, model_type: str) -> Architecture:
@@ -94,7 +94,7 @@ def _step1(fields: Fields, model_type: str) -> Architecture:
 
 
 def _pangu(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a dense openPangu model: Llama with ``bias`` in all parts of attention."""
+    """Return the architecture of a dense openPangu model: Llama, with attention biases if ``bias`` is true."""
     names = ("input_layernorm", "post_attention_layernorm")
     variant = DenseVariant(
         "PanguEmbeddedForCausalLM", ("bias", False), ("bias", False), ("mlp_bias", False), taped=False

@@ -1,4 +1,4 @@
-"""Registry of model families: find the ``Family`` of a model_type, build the ``Architecture`` of a config."""
+"""Registry of model families: the ``Family`` of a model_type, and the ``Architecture`` of a config."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tonnage.planner.model.architecture import CLASSIFIERS, Architecture
 from tonnage.planner.model.fields import Fields, label_count, shown
 from tonnage.planner.model.tensor import TensorSpec
 
-# Modules with the most common families, which are searched first. Importing all modules takes 28 ms of CPU time
-# (Python 3.11, with cached bytecode); importing llama.py, or the module named like the model type, takes much
-# less.
+# Modules with the most common families, which are searched first for a model_type. Importing all modules takes
+# 28 ms of CPU time (Python 3.11, with cached bytecode); importing llama.py, or the module named like the model
+# type, takes much less.
 _FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
 # Classes whose published files state no model_type
 _BY_CLASS = {
@@ -36,7 +36,7 @@ def _modules(model_type: str = "") -> Iterator[Any]:
 
 @lru_cache(256)
 def _found(model_type: str) -> Family:
-    """Return the ``Family`` of a model type, importing family modules until one has it."""
+    """Return the ``Family`` of a model type; import modules of families until one of them has it."""
     for module in _modules(model_type):
         if found := getattr(module, "FAMILIES", {}).get(model_type):
             row: Family = found
@@ -50,17 +50,17 @@ def family_of(model_type: object) -> Family:
 
 
 def families() -> dict[str, Family]:
-    """Return every ``Family`` by model_type, with or without an adapter."""
+    """Return model_type -> ``Family`` for all families, also those that the planner cannot build itself."""
     return {name: row for module in _modules() for name, row in getattr(module, "FAMILIES", {}).items()}
 
 
 def known_model_types() -> tuple[str, ...]:
-    """Return the model types that have an adapter."""
+    """Return the model types for which the planner has a function that builds the architecture."""
     return tuple(name for name, row in families().items() if row.build is not None)
 
 
 def _known(model_type: str) -> str:
-    """Return the hint of an error: known model types similar to ``model_type``, and how many are known."""
+    """Return an error's hint for an unknown ``model_type``: similar known types, and how many are known."""
     known = known_model_types()
     close = get_close_matches(model_type, known, 5, 0.5)
     also = f"close to it: {', '.join(close)}; " if close else ""
@@ -68,7 +68,7 @@ def _known(model_type: str) -> str:
 
 
 class ArchitectureCache:
-    """A cache with one entry: the last config and its architecture.
+    """A cache of the architecture that was built last, with one entry: (config, architecture).
 
     Advice on a plan needs the architecture of one config about a dozen times, with different flags.
     """
@@ -78,7 +78,7 @@ class ArchitectureCache:
         self._found: Architecture | None = None
 
     def get(self, config: Mapping[str, Any], build: Callable[[], Architecture]) -> Architecture:
-        """Return the architecture kept for ``config``; if there is none, keep what ``build`` returns."""
+        """Return the cached architecture of ``config``; without one, call ``build`` and cache its result."""
         written = repr(config)
         if self._found is None or self._config != written:
             self._config, self._found = written, build()
@@ -89,7 +89,7 @@ _ARCHITECTURES = ArchitectureCache()
 
 
 def build_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that an adapter builds from a config, if the adapter understands all fields.
+    """Return the architecture that a family's builder function builds from a config.
 
     Raises:
         UnsupportedArchitecture: the ``model_type`` or a field is unknown.
@@ -106,15 +106,18 @@ def build_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _adapted(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that an adapter builds, from the cache if the config is the last one."""
+    """Return the architecture that a family's function builds from ``config``, or the cached one.
+
+    The cache holds the architecture of the most recent config.
+    """
     small = {key: value for key, value in config.items() if key != "quantization_config"}
     return _ARCHITECTURES.get(small, lambda: _build(config))
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config, also if some fields are unknown or the model has no adapter.
+    """Return the architecture of a config, also if some fields or the model family are unknown to the planner.
 
-    Unknown fields are listed in ``Architecture.unread``. Without an adapter, the architecture comes from
+    Unknown fields are listed in ``Architecture.unread``. For an unknown family, the architecture comes from
     transformers' own modules, if transformers is installed and knows the model_type (meta.py).
 
     Raises:
@@ -128,12 +131,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def _from_modules(config: Mapping[str, Any], model_type: str) -> Architecture:
-    """Return the architecture of a model without an adapter, from transformers' modules."""
+    """Return the architecture of a model whose family is unknown to the planner, from transformers' modules."""
     return replace(meta_architecture(config, _unknown(model_type)), declared=_declared(config))
 
 
 def _unknown(model_type: str) -> UnsupportedArchitecture:
-    """Return the error for a model type without an adapter."""
+    """Return the error that reports a model type unknown to the planner."""
     why = family_of(model_type).refusal
     said = f"{model_type[:60]!r} is not supported"
     return UnsupportedArchitecture(
@@ -142,13 +145,13 @@ def _unknown(model_type: str) -> UnsupportedArchitecture:
 
 
 def _declared(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the class names that the config declares."""
+    """Return the class names in the config field ``architectures``."""
     names = config.get("architectures")
     return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
 def _build(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config, checking its model_type and class."""
+    """Return the architecture of a config, after a check of its model_type and its class."""
     if (found := base_config(config)) is not None:
         row, base = found
         return pooled(row, config, _build(base))
@@ -169,12 +172,15 @@ def _build(config: Mapping[str, Any]) -> Architecture:
 
 
 def _untyped(config: Mapping[str, Any]) -> str | None:
-    """Return the model type of a file that states none, by its class (vLLM, transformers_utils/config.py)."""
+    """Return the model type of a config.json that states none, by its class.
+
+    Source: vLLM, transformers_utils/config.py.
+    """
     return next((_BY_CLASS[name] for name in _declared(config) if name in _BY_CLASS), None)
 
 
 def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
-    """Return the architecture that a family's adapter builds from the config ``fields``."""
+    """Return the architecture that a family's builder function builds from the config ``fields``."""
     if family.build is None:
         raise _unknown(model_type)
     fields.ignore(*family.ignored)
@@ -182,7 +188,7 @@ def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
 
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
-    """Return the architecture of a multimodal model's text model, without a check of ``architectures``."""
+    """Return the architecture of a multimodal model's text model, without a check of its class name."""
     family = family_of(model_type)
     fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
     architecture = _read(fields, model_type, family)
@@ -192,25 +198,28 @@ def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
 
 @cache
 def _sizes(model_type: str) -> Mapping[str, int]:
-    """Return the default sizes in transformers' config class of a model type, by field name."""
+    """Return config field -> default, for the sizes in transformers' config class of a model type."""
     defaults = json.loads(Path(__file__).with_name("config_defaults.json").read_text())["defaults"]
     sizes: Mapping[str, int] = defaults.get(model_type, {})
     return sizes
 
 
 def _assumed(fields: Fields, model_type: str) -> tuple[str, ...]:
-    """Return, as text, the sizes that config.json leaves out and the defaults used for them."""
+    """Return text that lists the sizes missing in config.json, with the defaults used for them."""
     return tuple(f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
 
 
 def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:
-    """Return the architecture, with the config fields that the adapter did not read added to ``unread``."""
+    """Return ``architecture`` with ``unread``: the config fields that the family's function did not read."""
     unread = fields.check_unread(model_type, family.leftovers or {})
     return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
 
 def _classifier(labels: int, hidden: int, suffix: str) -> tuple[TensorSpec, ...]:
-    """Return the head of a classifier on a decoder (GenericForSequenceClassification in modeling_layers.py)."""
+    """Return the tensors of a decoder's classification head: a matrix [labels, hidden] and, for tokens, a bias.
+
+    Source: GenericForSequenceClassification in transformers' modeling_layers.py.
+    """
     weight = TensorSpec("score.weight", (labels, hidden), "head", "Linear")
     bias = TensorSpec("score.bias", (labels,), "head", "Linear")
     return (weight, bias) if suffix == "ForTokenClassification" else (weight,)
@@ -223,7 +232,7 @@ def _check_class(
 
     Supported are the causal language model, its body without a head (``MistralModel``), and classifiers on the
     body (``MistralForSequenceClassification``), whose head has one row per label. Other classes have other
-    tensors and are refused.
+    tensors and raise an error.
     """
     names = config.get("architectures")
     if names is None or family.reads_class:

@@ -40,7 +40,7 @@ IGNORED = (
 
 
 def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
-    """Return (class named in ``architectures``, its kind); without a name, those of the class ``default``.
+    """Return (class named in the config's ``architectures``, its kind); without a name, those of ``default``.
 
     Raises:
         UnsupportedArchitecture: the class is not among ``known``.
@@ -167,7 +167,7 @@ def bart(
 
 
 def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
-    """Return the cache entry for the cross attention of a decoder layer: K and V of the encoder's output.
+    """Return the cache entry of a decoder layer's cross attention: K and V of the encoder's output.
 
     ``tokens`` is the number of output tokens of the encoder, None if it varies.
     """
@@ -273,7 +273,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             raise ConfigError("missing", field=side)
         sides[side] = Fields(found)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore("vocab_size")  # not read: the encoder's and the decoder's config state their own vocab_size
+    fields.ignore("vocab_size")  # not read: encoder and decoder config have their own
     t = Tensors()
     cache: list[CacheLayer] = []
     widths: dict[str, int] = {}
@@ -353,7 +353,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         side_dims[side] = Heads(hidden, heads, kv_heads, hidden // heads)
         counts[side] = fields.integer(f"{side}_num_hidden_layers", 6, limit="layers")
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
-    if encoder != decoder:  # transformers' classes would use the encoder's size for both
+    if encoder != decoder:  # transformers' classes would use the encoder's head size for encoder and decoder
         raise UnsupportedArchitecture(
             f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
             field="decoder_num_key_value_heads",

@@ -18,8 +18,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
-# Config fields that hold token ids, training options, or objects that the builders read separately. No tensor
-# depends on these fields.
+# Config fields that hold token ids, training options, or nested objects that the builder functions read
+# separately. No tensor shape depends on these fields.
 _TOP = (
     "text_config", "vision_config", "image_token_id", "image_token_index", "video_token_id", "vocab_size",
     "hidden_size", "ignore_index", "projector_hidden_act", "use_image_special_tokens", "encoder_patch_size",
@@ -30,7 +30,7 @@ _TOP = (
 
 
 def _text(fields: Fields, default: str, types: tuple[str, ...], tied: bool) -> Architecture:
-    """Return the language model in ``text_config``.
+    """Return the architecture of the language model in the config field ``text_config``.
 
     Its model_type must be one of ``types``; ``default`` is the type if the config states none.
     """
@@ -71,7 +71,10 @@ def paligemma(fields: Fields, model_type: str) -> Architecture:
 
 
 def _idefics3(name: str, patch: int) -> Any:
-    """Return the builder function of the model class ``name``; ``patch`` is the default of patch_size."""
+    """Return the function that builds the architecture of an Idefics 3 class.
+
+    ``name`` is the class; ``patch`` is the default of patch_size.
+    """
 
     def build(fields: Fields, model_type: str) -> Architecture:
         text = _text(fields, "llama", ("llama",), False)

@@ -54,7 +54,7 @@ def _text(
 
 
 def _of(fields: Fields, name: str) -> Mapping[str, Any]:
-    """Return the object in config field ``name``, empty without this field."""
+    """Return the nested object in the config field ``name``, empty without this field."""
     return fields.mapping(name) or {}
 
 
@@ -339,7 +339,7 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
 
 
 def _minicpm(class_name: str, tied: bool) -> Family:
-    """Return the ``Family`` of a MiniCPM vision-language model with a Qwen3.5 language model."""
+    """Return the ``Family`` entry of a MiniCPM vision-language model with a Qwen3.5 language model."""
     return Family(
         partial(minicpm, class_name=class_name, tied=tied), ignored=_TOP, hf="recurrent",
         vllm=VLLMTraits(float32_states=True), files=RENAMED,

@@ -1,6 +1,6 @@
-"""Step 3 and Step 3.5: experts with a shared one behind multi-query or sliding attention.
+"""Step 3 and Step 3.5: routed experts and a shared expert, with multi-query or sliding attention.
 
-Shapes after vLLM 0.32.0 (models/step3_text.py, step3p5.py) and its config classes
+Shapes follow vLLM 0.32.0 (models/step3_text.py, step3p5.py) and its config classes
 (transformers_utils/configs/step3_vl.py, step3p5.py).
 """
 
@@ -20,9 +20,10 @@ from tonnage.planner.model.recipe import Heads
 
 
 def _routed(fields: Fields, layers: int, first: int) -> tuple[bool, ...]:
-    """Return for each layer whether it routes to experts: those that ``moe_layers_enum`` lists.
+    """Return for each layer whether it has routed experts: the config field ``moe_layers_enum`` lists those.
 
-    The field is a string of indices with commas or a list; without it all layers from ``first`` on route.
+    The field is a list of layer indices, or a string of indices separated by commas. Without the field, all
+    layers from ``first`` on have routed experts.
     """
     listed = fields.raw("moe_layers_enum")
     if listed is None:
@@ -38,7 +39,8 @@ def _routed(fields: Fields, layers: int, first: int) -> tuple[bool, ...]:
 def step3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the Step 3 text model from its checked config.
 
-    All query heads are made of one shared query of ``share_q_dim`` values. Each layer caches one KV head.
+    All query heads are projected from one shared query of ``share_q_dim`` values. Each layer caches one KV
+    head.
     """
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
@@ -111,7 +113,7 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
     routed = _routed(fields, layers, 1)
     config: dict[str, Any] = {_NAMES.get(name, name): value for name, value in fields.config.items()}
     kinds = config.get("layer_types")
-    if isinstance(kinds, list):  # files list the layers of the draft too
+    if isinstance(kinds, list):  # config files also list the MTP draft layers
         config["layer_types"] = kinds[:layers]
     other = config.pop("attention_other_setting", None)
     if other is not None:
@@ -131,10 +133,11 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
 
 
 def _other(config: dict[str, Any], other: object) -> None:
-    """Write the heads of the sliding layers into ``config`` under the name that Step 3.7 has for them.
+    """Write the numbers of heads of the sliding layers into ``config``, under Step 3.7's field names.
 
     Raises:
-        UnsupportedArchitecture: these layers are not the sliding ones, or differ in KV heads or head size.
+        UnsupportedArchitecture: ``other`` describes layers that are not sliding, or that differ from the
+            others in KV heads or head size.
     """
     known = {
         "attention_type": "sliding_attention", "num_attention_groups": config.get("num_key_value_heads"),

@@ -58,7 +58,7 @@ class Tensors:
         transposed: bool = False,
         stored: str | None = None,
     ) -> None:
-        """Add one tensor with the name ``name``.
+        """Add one tensor named ``name`` to the model's list of tensors.
 
         ``shard`` is the dimension that tensor parallelism divides, None for no division. If this dimension
         contains KV heads, ``kv`` is (number of rows that belong to KV heads, number of KV heads).
@@ -103,7 +103,7 @@ class Tensors:
         ``shard`` is what tensor parallelism divides: ``column`` for the outputs, ``row`` for the inputs, or
         None.
         """
-        if out < 1 or into < 1:  # a size that is a quotient may have been rounded down to 0
+        if out < 1 or into < 1:  # a quotient of config values may have been rounded down to 0
             raise ConfigError(f"the config gives it the shape [{out}, {into}]", field=f"{module}.weight")
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
@@ -115,7 +115,7 @@ class Tensors:
             self.add(f"{module}.bias", (out,), role, module_class, shard=0 if dim == 0 else None, kv=kv)
 
     def norm(self, module: str, size: int, kind: str = "rms") -> None:
-        """Add the parameters of a norm over ``size`` values.
+        """Add the parameters of the norm ``module`` over ``size`` values.
 
         The kinds ``rms`` and ``layer-weight`` (LayerNorm without bias) have a weight, ``layer`` has a weight
         and a bias, and ``none`` has no parameters.
@@ -156,12 +156,12 @@ class Tensors:
         self.layer = None
 
     def layer_norms(self, at: str, size: int) -> None:
-        """Add the two RMSNorms that most layers have, below module ``at``."""
+        """Add the RMSNorms before attention and before the MLP that most layers have, below module ``at``."""
         self.norm(f"{at}.input_layernorm", size)
         self.norm(f"{at}.post_attention_layernorm", size)
 
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
-        """Add the final norm and the head, which may be tied to the table ``embedding``."""
+        """Add the model's final norm and its output head, which may be tied to the table ``embedding``."""
         self.layer = None
         self.norm(norm, width)
         self.head("lm_head", vocab, width, f"{embedding}.weight" if tied else None)
@@ -169,9 +169,9 @@ class Tensors:
     def buffer(
         self, name: str, shape: tuple[int, ...], module_class: str, dtype: str | None, stored: str | None = None
     ) -> None:
-        """Add a buffer.
+        """Add a buffer (a tensor that is not trained) to the model's list of tensors.
 
-        ``stored`` is its dtype in a checkpoint, None when checkpoints leave it out.
+        ``stored`` is the buffer's dtype in a checkpoint, None if checkpoints do not contain it.
         """
         self.add(name, shape, "buffer", module_class, dtype=dtype, stored=stored)
 
@@ -309,7 +309,7 @@ class Tensors:
     def corrected_experts(
         self, at: str, count: int, hidden: int, inner: int, dtype: str | None = "float32"
     ) -> None:
-        """Add a router, its correction bias in ``dtype``, and experts below module ``at``."""
+        """Add a router, its correction bias of dtype ``dtype``, and routed experts below module ``at``."""
         self.router(f"{at}.gate", count, hidden)
         self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
         self.experts(f"{at}.experts", count, hidden, inner)
@@ -323,12 +323,18 @@ class Tensors:
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
-        """Add the inverse frequencies of a rotary table for ``dim`` values of a head, once per name prefix."""
+        """Add the inverse frequencies of a rotary table over ``dim`` values of a head.
+
+        They are added once for each given name prefix.
+        """
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
 
 
 def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:
-    """Yield ``inv_freq`` and its copy ``original_inv_freq`` in fp32 (transformers 5.19, *RotaryEmbedding)."""
+    """Yield the rotary buffers ``inv_freq`` and its copy ``original_inv_freq``, in fp32.
+
+    Source: transformers 5.19, *RotaryEmbedding.
+    """
     for prefix in prefixes:
         for name in ("inv_freq", "original_inv_freq"):
             # arange(0, dim, 2) has dim / 2 entries, rounded up.
@@ -398,12 +404,12 @@ def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
 
 
 def _extra(t: Tensors, layer: str, extra: tuple[TensorSpec, ...]) -> None:
-    """Add the tensors ``extra``, named relative to ``layer``."""
+    """Add the tensors ``extra``, whose names are relative to the module ``layer``."""
     t.specs += [replace(spec, name=f"{layer}.{spec.name}", layer=t.layer) for spec in extra]
 
 
 def _attention(t: Tensors, layer: str, a: Attention) -> None:
-    """Add the attention ``a`` of a recipe below module ``layer``."""
+    """Add the tensors of the attention ``a``, as a recipe describes it, below module ``layer``."""
     at = f"{layer}.{a.name}"
     if a.qkv is not None:
         t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
@@ -436,7 +442,7 @@ def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:
-    """Add the MLP ``m`` of a recipe below module ``at``."""
+    """Add the tensors of the MLP ``m``, as a recipe describes it, below module ``at``."""
     at = f"{at}.{m.name}" if m.name else at
     if len(m.names) == 3:
         gate, up, down = m.names
@@ -448,7 +454,7 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 
 
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
-    """Add router, experts and shared expert of a recipe below module ``layer``."""
+    """Add the tensors of router, experts and shared expert, as a recipe describes them, below ``layer``."""
     at, router = f"{layer}.{e.name}", e.router
     if e.first:
         t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)

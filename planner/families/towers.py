@@ -30,7 +30,7 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return name -> size of the tower, for the names in ``defaults``; values in the config have priority."""
+    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``."""
     limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 
@@ -55,7 +55,7 @@ LLAVA_CLIP = {
 
 
 def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = SIGLIP) -> int:
-    """Add the tensors of a SigLIP tower and return its hidden size."""
+    """Add the tensors of a SigLIP vision tower below module ``at`` and return its hidden size."""
     v = _sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
     conv(
@@ -71,7 +71,7 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
             t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
         )
     t.norm(f"{at}.post_layernorm", hidden, "layer")
-    # the pooling head has one learned query over the patches
+    # the pooling head has one learned query, which attends to the patches
     if Fields(config).boolean("vision_use_head", True):
         head = f"{at}.head"
         t.add(f"{head}.probe", (1, 1, hidden), "vision", "MultiheadAttentionPoolingHead")
@@ -84,7 +84,7 @@ def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str
 
 
 def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = CLIP) -> int:
-    """Add the tensors of a CLIP tower and return its hidden size.
+    """Add the tensors of a CLIP vision tower below module ``at`` and return its hidden size.
 
     A CLIP tower is a SigLIP tower with a class token, a norm before the layers and no bias in the patch
     embedding.
@@ -116,7 +116,7 @@ PIXTRAL = {
 
 
 def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
-    """Add the tensors of a Pixtral tower and return its hidden size.
+    """Add the tensors of a Pixtral vision tower below module ``at`` and return its hidden size.
 
     The tower is a Llama-like transformer over image patches, without biases.
     """
@@ -207,7 +207,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
 
 
 def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
-    """Add the tensors of DeepSeek-OCR-2's tower and return its output width.
+    """Add the tensors of DeepSeek-OCR-2's vision tower and return its output width.
 
     The tower is SAM ViT-B, three convolutions and a Qwen2-0.5B whose 256 (or 144) learned queries read the
     image. All sizes are constants in the model's remote code (deepencoderv2).
@@ -232,10 +232,10 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
 
 
 def ocr(t: Tensors, config: Mapping[str, Any]) -> int:
-    """Add the tensors of DeepSeek-OCR's tower and return its output width.
+    """Add the tensors of DeepSeek-OCR's vision tower and return its output width.
 
-    CLIP-L reads the output of SAM ViT-B, and both outputs are joined. The remote code (deeplip_b_l) fixes all
-    sizes.
+    CLIP-L reads the output of SAM ViT-B, and the outputs of both are concatenated. The remote code
+    (deeplip_b_l) fixes all sizes.
     """
     if config.get("model_name") != "deeplip_b_l":
         raise UnsupportedArchitecture(

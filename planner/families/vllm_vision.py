@@ -1,7 +1,7 @@
 """Vision-language models that only vLLM has a class for: dots.ocr, Step 3 and Eagle 2.5.
 
-Shapes after vLLM 0.32.0 (models/dots_ocr.py, step3_vl.py, eagle2_5_vl.py) and its config classes.
-The KV cache is the text model's.
+Shapes follow vLLM 0.32.0 (models/dots_ocr.py, step3_vl.py, eagle2_5_vl.py) and its config classes.
+Only the text model has a KV cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STEP3 = {
 
 
 def _sizes(fields: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of a tower, with the defaults of its config class."""
+    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``."""
     config = Fields(fields.mapping("vision_config") or {})
     limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
     return {

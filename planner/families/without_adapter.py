@@ -1,4 +1,4 @@
-"""Model types for which the planner has no adapter, with known facts about them, such as engine support.
+"""Model types that the planner cannot build from their config, with facts such as which engine serves them.
 
 Their plans come from transformers' own modules (planner/families/meta.py).
 """
@@ -26,8 +26,8 @@ _PAGED: dict[Paged, str] = {
 _TOWERS = "its towers and connectors have no adapter"
 _NO_TEXT = "it generates no text"
 _ENCODER = "its encoder has no adapter"
-# Model type, new in transformers 5.23 (models/<family>/) -> reason why there is no adapter. With that version
-# installed, types that generate text are planned from transformers' modules.
+# Model type, new in transformers 5.23 (models/<family>/) -> reason why the planner cannot build it from its
+# config. With that version installed, types that generate text are planned from transformers' modules.
 _REFUSED = {
     **dict.fromkeys(
         ("dots3_note", "dots3_note_text"),

@@ -93,7 +93,7 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
 
 
 def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer, mamba or hybrid, from ``layers_block_type``."""
+    """Return the kind of each layer, mamba or hybrid, from the config field ``layers_block_type``."""
     listed = fields.raw("layers_block_type")
     if listed is None:
         raise ConfigError("missing", field="layers_block_type", hint="which layers are hybrid")
@@ -107,7 +107,9 @@ def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
-    """Tie the tensors below module ``here`` to those of the earlier module ``first``; return the owner's name.
+    """Tie the tensors below module ``here`` to those of the earlier module ``first``.
+
+    Returns the name of the module that owns the weights.
 
     Only tensors from index ``begin`` on are tied. If ``first`` is None, no earlier module has the weights, and
     ``here`` owns them.

@@ -1,4 +1,4 @@
-"""Check that a checkpoint has the tensors that its config.json requires, by name and shape."""
+"""Checks that a checkpoint has the tensors that its config.json requires, with their names and shapes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tonnage.planner.model.tensor import TOWER_ROLES, HeaderTensor, TensorSpec
 from tonnage.planner.quantization.rules import spelling
 from tonnage.planner.quantization.scheme import Quantization
 
-# Old names that transformers renames while loading (5.19, conversion_mapping.py and the models' own maps).
+# Old tensor names -> names by which transformers replaces them while loading (5.19, conversion_mapping.py and
+# the models' own maps).
 _OLD_NAMES = {"lm_head.weight": "embed_out.weight"}
 
 
 def check_index(architecture: Architecture, index: CheckpointIndex, quantization: Quantization) -> None:
-    """Raise CheckpointError for the first tensor that the config requires and the index does not name."""
+    """Raise CheckpointError for the first tensor that the config requires and the checkpoint's index lacks."""
     check_tensors(architecture, _named(index), quantization, shapes=False)
 
 
@@ -32,7 +33,7 @@ def check_tensors(
     quantization: Quantization,
     shapes: bool = True,
 ) -> None:
-    """Raise CheckpointError for the first tensor that is missing or, with `shapes`, has another shape.
+    """Raise CheckpointError for the first tensor that is missing in the checkpoint or has another shape there.
 
     - A quantized weight must exist, but its packed shape is not compared.
     - Checkpoints store each routed expert separately, the loaded model all experts in one tensor. All experts
@@ -88,7 +89,7 @@ def check_tensors(
 
 
 def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[HeaderTensor]]:
-    """Return a dict: normalized module name (`<module>.experts`) -> weights of all experts in this module."""
+    """Return normalized module name (`<module>.experts`) -> header entries of all its experts' tensors."""
     out: dict[str, list[HeaderTensor]] = {}
     for tensor in tensors:
         module, mark, rest = tensor.name.partition(".experts.")
@@ -98,7 +99,7 @@ def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[Head
 
 
 def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: bool) -> None:
-    """Raise CheckpointError if a layer has the wrong number of experts or matrices of the wrong size."""
+    """Raise CheckpointError if a checkpoint's experts in one layer have a wrong number or matrix size."""
     if stored is None:
         raise CheckpointError(f"{spec.module} has no experts in the checkpoint", field="safetensors")
     if len(spec.shape) != 3 or spec.name.endswith("_bias"):
@@ -133,7 +134,7 @@ def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:
 
 
 def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> tuple[TensorSpec, ...]:
-    """Return the tied tensors that the checkpoint stores although they share another tensor's storage.
+    """Return the tied tensors that the checkpoint stores a second time, found from its headers.
 
     transformers 5.19 ties such tensors only if their values are equal (modeling_utils.py, tie_weights). The
     header does not show the values.
@@ -147,15 +148,16 @@ def stored_tied_copies(architecture: Architecture, tensors: tuple[HeaderTensor, 
 
 
 def tied_copies_in_index(architecture: Architecture, index: CheckpointIndex) -> tuple[TensorSpec, ...]:
-    """Return the tied tensors that a checkpoint stores as additional copies, found from its index alone."""
+    """Return the tied tensors that a checkpoint stores a second time, found from its index alone."""
     return stored_tied_copies(architecture, _named(index))
 
 
 def unknown_modules(architecture: Architecture, index: CheckpointIndex) -> list[str]:
-    """Return texts about modules that are in the index but not in the config's model, with tensor counts.
+    """Return text lines about modules in a checkpoint's index that the config's model lacks.
 
-    The largest modules come first. Layer indices that occur several times are replaced by `*`. The list is
-    empty for a family whose files use other names than transformers.
+    Each line has the module's number of tensors; the modules with the most tensors come first. Layer indices
+    that occur several times are replaced by `*`. The list is empty for a family whose files use other names
+    than transformers.
     """
     if family_of(architecture.model_type).files.renamed:
         return []
@@ -184,7 +186,7 @@ def unknown_modules(architecture: Architecture, index: CheckpointIndex) -> list[
 
 
 def floating_dtype(tensors: tuple[HeaderTensor, ...]) -> str | None:
-    """Return the dtype of the first floating-point tensor, or None without one.
+    """Return the dtype of a checkpoint's first floating-point tensor, or None if it has none.
 
     With dtype `auto`, transformers uses this dtype if config.json states none.
     """

@@ -1,4 +1,4 @@
-"""Block sizes of ggml's tensor types.
+"""Block sizes of ggml's tensor types: values per block and bytes per block.
 
 Source: GGML_QUANT_SIZES in gguf/constants.py of the gguf package 0.19.0, which mirrors ggml/src/ggml-common.h
 of llama.cpp. tests/planner/test_gguf.py compares every entry.

@@ -25,10 +25,10 @@ _SCALARS = {
     11: "<q",
     12: "<d",
 }
-# maximum items of an array that is kept; vocabularies are longer, per-layer arrays much shorter
+# maximum items of a metadata array that is kept; vocabularies are longer, per-layer arrays much shorter
 _KEPT_ITEMS = 4096
 _MAX_TENSORS = MAX_TENSORS
-_MAX_HEADER = 100_000_000  # maximum bytes; vocabulary and merges of 256,000 tokens take 12 MB
+_MAX_HEADER = 100_000_000  # maximum bytes of a header; vocabulary and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # ggml's limit on the dimensions of a tensor (GGML_MAX_DIMS)
 _MAX_METADATA = 10_000  # maximum number of metadata entries; published files have about 50
 _MAX_DEPTH = 8
@@ -59,14 +59,17 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """A reader of the values in a GGUF header, in file order; it raises CheckpointError at the data's end."""
+    """A reader of the values in a GGUF header, in file order.
+
+    It raises CheckpointError where the header is truncated or invalid.
+    """
 
     def __init__(self, data: mmap.mmap, where: str, longest: int) -> None:
         self.data, self.where, self.at = data, where, 0
         self.longest = longest  # maximum number of items of an array that is kept
 
     def fail(self, what: str) -> CheckpointError:
-        """Return a CheckpointError that names the current byte position."""
+        """Return a CheckpointError with the text `what` and the byte position at which reading stopped."""
         return CheckpointError(f"{what} at byte {self.at:,}", field=self.where)
 
     def skip(self, length: int) -> int:
@@ -80,7 +83,7 @@ class _Cursor:
         return start
 
     def scalar(self, kind: int) -> Any:
-        """Read one number or boolean of a GGUF type."""
+        """Read one number or boolean of the GGUF type `kind`."""
         code = _SCALARS[kind]
         return struct.unpack_from(code, self.data, self.skip(struct.calcsize(code)))[0]
 
@@ -94,7 +97,7 @@ class _Cursor:
             raise self.fail("a string is not UTF-8") from None
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """Read a value of any GGUF type."""
+        """Read one metadata value of the GGUF type `kind`."""
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
@@ -104,7 +107,7 @@ class _Cursor:
         return self.scalar(kind)
 
     def array(self, depth: int) -> list[Any] | GGUFArray:
-        """Read an array; an array longer than `longest` becomes a GGUFArray."""
+        """Read a metadata array; an array longer than `longest` items becomes a GGUFArray."""
         if depth > _MAX_DEPTH:
             raise self.fail("arrays nested too deeply")
         kind, length = self.scalar(4), self.scalar(10)
@@ -114,9 +117,9 @@ class _Cursor:
                 self.skip(length * size)
                 return GGUFArray(length)
             return [self.scalar(kind) for _ in range(length)]
-        # Each item takes at least one byte, so this length exceeds the remaining data.
+        # Each item takes at least one byte, so an array cannot have more items than there are bytes left.
         if length > len(self.data) - self.at:
-            raise self.fail(f"an array claims {length:,} items")
+            raise self.fail(f"a metadata array states {length:,} items, more than the file can hold,")
         if kind == _STRING and length > self.longest:
             self.skip_strings(length)
             return GGUFArray(length)
@@ -124,7 +127,10 @@ class _Cursor:
         return items if length <= self.longest else GGUFArray(length)
 
     def skip_strings(self, count: int) -> None:
-        """Skip an array of strings in one loop, because a function call per string of a vocabulary is slow."""
+        """Skip an array of `count` strings, such as a vocabulary.
+
+        The method has a loop of its own, because a function call per string is slow.
+        """
         unpack, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
         end = min(len(data), _MAX_HEADER)
         for _ in range(count):
@@ -203,7 +209,7 @@ def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:
 
 
 def _check_spans(infos: list[tuple[int, HeaderTensor]], data_bytes: int, where: str) -> None:
-    """Raise CheckpointError for tensors that overlap or extend beyond the file."""
+    """Raise CheckpointError if tensors of a GGUF file overlap or extend beyond the file's end."""
     names = {tensor.name for _, tensor in infos}
     if len(names) != len(infos):
         raise CheckpointError("two tensors have the same name", field=where)

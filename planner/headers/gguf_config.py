@@ -1,4 +1,4 @@
-"""Conversion of a GGUF header to config.json fields, and the check that the file has that config's tensors.
+"""Conversion of a GGUF header to config.json fields, and a check of the file's tensors against these fields.
 
 The fields are those that transformers 5.19 derives from a GGUF file (integrations/ggml.py).
 """
@@ -42,7 +42,7 @@ _NOT_WEIGHTS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 
 
 def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
-    """Return the fields of config.json for a GGUF file.
+    """Return the config.json fields that correspond to a GGUF file's metadata.
 
     Raises:
         UnsupportedArchitecture: the architecture, or a value of its metadata, is not supported.
@@ -95,7 +95,7 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
 
 
 def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) -> None:
-    """Raise CheckpointError unless the file has exactly the tensors of the model, with their shapes.
+    """Raise CheckpointError unless a GGUF file has exactly the model's tensors, with their shapes.
 
     An additional tensor is an error, unlike in safetensors files. The config was derived from the GGUF file, so
     an additional tensor means that the config does not describe the model.

@@ -39,7 +39,7 @@ _CACHES = ("full", "sliding", "chunked")
 
 
 def file_type(name: str) -> str | None:
-    """Return the GGUF file type with a name such as q4_k_m, in capitals, or None if there is none."""
+    """Return the GGUF file type with a name such as q4_k_m, in capitals (Q4_K_M), or None if it is unknown."""
     plain = name.upper().replace("-", "_")
     plain = _ALIASES.get(plain, plain)
     return plain if plain in FILE_TYPES else None
@@ -91,7 +91,7 @@ def _type_of(tensor: TensorSpec, architecture: Architecture, kind: str, columns:
     Args:
         tensor: the tensor.
         architecture: the model.
-        kind: the file type.
+        kind: the type of the GGUF file, such as Q4_K_M.
         columns: number of values per row.
         tied: whether this tensor is also the output head.
     """
@@ -125,7 +125,10 @@ def _category(tensor: TensorSpec, architecture: Architecture) -> str:
 
 
 def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> str | None:
-    """Return the ggml type of a matrix if it deviates from the file type's usual type, else None."""
+    """Return the ggml type of a matrix if it differs from the usual type in a GGUF file of type `kind`.
+
+    Returns None for a matrix of the usual type.
+    """
     layers, falcon = architecture.layers, architecture.model_type == "falcon"
     more = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     # n_gqa in llama-quant.cpp: at least 4 query heads share a KV head
@@ -154,7 +157,9 @@ def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> 
 
 
 def _values(layer: int, architecture: Architecture, kind: str, *, more: bool, shared: bool) -> str | None:
-    """Return the ggml type of the matrix attn_v if it deviates from the file type's usual type, else None.
+    """Return the ggml type of a layer's matrix attn_v if it differs from the GGUF file type's usual type.
+
+    Returns None for the usual type.
 
     In models with 80 layers and grouped KV heads (70B) the matrix has more bits.
     """

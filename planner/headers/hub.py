@@ -25,7 +25,7 @@ _explicit = False  # whether --hf-token was given; HF_HUB_DISABLE_IMPLICIT_TOKEN
 
 
 def modelscope() -> bool:
-    """Return whether models come from ModelScope, according to the engines' own environment variables."""
+    """Return whether models come from ModelScope, by the environment variables of vLLM and SGLang."""
     return any(map(_on, _SWITCHES))
 
 
@@ -34,7 +34,7 @@ def _on(switch: str) -> bool:
 
 
 def endpoint() -> str:
-    """Return the hub's address without a trailing slash: `HF_ENDPOINT` if set, else huggingface.co.
+    """Return the model hub's address without a trailing slash: `HF_ENDPOINT` if set, else huggingface.co.
 
     For ModelScope, the address is `MODELSCOPE_ENDPOINT` or the public address, followed by `/models`.
     """
@@ -57,7 +57,7 @@ def offline() -> bool:
 
 
 def hub_cache() -> Path:
-    """Return the local folder in which huggingface_hub keeps snapshots."""
+    """Return the local folder in which huggingface_hub keeps snapshots of models."""
     own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return _expanded(own) if own else _home() / "hub"
 
@@ -75,7 +75,7 @@ def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
 
 
 def token() -> str | None:
-    """Return the hub token, or None if there is none or it must not be sent implicitly.
+    """Return the user's token for the model hub; None if there is none or it must not be sent implicitly.
 
     The token comes from `--hf-token`, `HF_TOKEN` or the file that `hf auth login` writes.
     `HF_HUB_DISABLE_IMPLICIT_TOKEN` disables the variable and the file. For ModelScope, only
@@ -142,12 +142,12 @@ class _TokenFlag(argparse.Action):
 def _by_library() -> str | None:
     """Return the token that huggingface_hub finds, or None if the library is not installed."""
     try:
-        from huggingface_hub import get_token  # huggingface_hub is optional, needed only for some logins
+        from huggingface_hub import get_token  # optional package, needed only for some kinds of login
     except ImportError:
         return None
     try:
         return get_token()
-    except Exception as error:  # the library's exception types may be missing
+    except Exception as error:  # catch all exceptions: huggingface_hub's exception types may be missing
         raise ModelNotFound(
             f"huggingface_hub has no token: {type(error).__name__}", field="model",
             hint="hf auth login, or set HF_TOKEN",
@@ -155,7 +155,7 @@ def _by_library() -> str | None:
 
 
 def _checked(text: str, source: str) -> str | None:
-    """Return a token without line ends, or None if it is empty, as _clean_token of utils/_auth.py does.
+    """Return a hub token without line ends, or None if it is empty, as huggingface_hub's _clean_token does.
 
     Characters that are invalid in an HTTP header are rejected here, because the error message of http.client
     would contain the token.

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: `model.safetensors`, the shards of an index, or an index alone.
+"""Reader of a checkpoint in a folder: `model.safetensors`, the shards of an index, or an index alone.
 
 An index (huggingface_hub 1.x, serialization/_torch.py) maps the name of every tensor to its file. Its metadata
 may have `total_size`, the bytes of all tensors. It has no shapes.
@@ -25,7 +25,7 @@ _MAX_SHARDS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class CheckpointIndex:
-    """The index of a sharded checkpoint.
+    """The index (model.safetensors.index.json) of a sharded checkpoint.
 
     Attributes:
         files: name of each tensor -> name of its shard.
@@ -38,7 +38,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is readable of a safetensors checkpoint: the headers of all files, or only the index.
+    """The readable part of a safetensors checkpoint: the headers of all its files, or only its index.
 
     Attributes:
         tensors: tensors from the headers, or None if no header is available.
@@ -84,7 +84,7 @@ def _read(index: Path) -> bytes:
 
 
 def parse_index(text: bytes) -> CheckpointIndex:
-    """Parse the bytes of a safetensors index.
+    """Parse the JSON of a safetensors index and return the index.
 
     Raises:
         CheckpointError: the text is no index, or has no map from tensors to files.
@@ -105,7 +105,7 @@ def parse_index(text: bytes) -> CheckpointIndex:
 
 def _total(metadata: Any) -> int | None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    # some versions of transformers wrote total_size as a float
+    # some versions of transformers write total_size as a float
     if isinstance(total, float) and total.is_integer():
         total = int(total)
     return total if type(total) is int and total > 0 else None
@@ -115,7 +115,7 @@ def shards_of(index: CheckpointIndex) -> list[str]:
     """Return the sorted names of the shards in a safetensors index.
 
     Raises:
-        CheckpointError: a name has a path, or there are too many files.
+        CheckpointError: a shard's name has a path, or there are too many shards.
     """
     shards = sorted(set(index.files.values()))
     if len(shards) > _MAX_SHARDS:
@@ -129,7 +129,7 @@ def shards_of(index: CheckpointIndex) -> list[str]:
 def merge_shards(
     headers: dict[str, tuple[HeaderTensor, ...]], index: CheckpointIndex
 ) -> tuple[HeaderTensor, ...]:
-    """Return the tensors of all shards, checked against the index.
+    """Return the header entries of all shards' tensors, checked against the checkpoint's index.
 
     Raises:
         CheckpointError: index and shards disagree.

@@ -1,4 +1,4 @@
-"""Names of models on the hub: ids, ids with a revision, and addresses of web pages.
+"""Names of models on the hub: ids (org/name), ids with a revision, and addresses of a model's web pages.
 
 `org/name@revision` is the notation of huggingface_hub 1.x (utils/_hf_uris.py), which also defines the accepted
 addresses.
@@ -45,7 +45,7 @@ class HubModel:
 
 
 def names_gguf(name: str) -> bool:
-    """Return whether a model's name refers to a GGUF file, by its ending, its tag or its repository's name."""
+    """Return whether a model's name refers to a GGUF file, by its ending, its tag or the repository's name."""
     if name.lower().endswith(".gguf"):
         return True
     found = _ID.fullmatch(name)
@@ -57,7 +57,7 @@ def _is_gguf_repo(repo: str) -> bool:
 
 
 def revision_of(model: HubModel) -> str:
-    """Return the name of the model's revision on the configured hub.
+    """Return the name of the model's revision (branch, tag or commit) on the configured hub.
 
     The main branch is called master on ModelScope.
     """
@@ -65,7 +65,7 @@ def revision_of(model: HubModel) -> str:
 
 
 def hub_model(name: str) -> HubModel | None:
-    """Return the model that an id or address names, or None if the text is neither.
+    """Return the hub model that `name` (an id or a web address) names, or None if it is neither.
 
     Raises:
         ModelNotFound: the address belongs to another host or is not a model's.

@@ -1,4 +1,4 @@
-"""Registry of incomplete files: only their first bytes are available, and their full size is known.
+"""Registry of incomplete checkpoint files: only their first bytes are available, but their full size is known.
 
 The planner in a browser receives only the first bytes of a checkpoint, which may have many GB.
 """
@@ -16,7 +16,7 @@ def register(path: Path, size: int) -> None:
 
 
 def size_of(path: Path, here: int) -> int:
-    """Return the size in bytes of the whole file, if `register` has stored it; otherwise `here`.
+    """Return the size in bytes of the whole checkpoint file, if `register` has stored it; otherwise `here`.
 
     `here` is the number of bytes available at `path`.
     """

@@ -37,7 +37,7 @@ from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
 _TIMEOUT_SECONDS = 10.0  # timeout of one HTTP response
-# bytes of the first request; most headers are shorter, a longer one takes a second request
+# bytes of the first request for a safetensors header; most are shorter, a longer one takes a second request
 _FIRST_BYTES = 1 << 16
 # each shard takes two requests; models with more shards are planned from config.json and the index
 _MAX_SHARDS = 64
@@ -50,7 +50,7 @@ _CREDENTIALS = frozenset(("Authorization", "Cookie"))
 
 
 class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Redirect handler that follows redirects on the same host and, without the token, to the hub's storage."""
+    """A urllib handler that follows redirects on the same host and, without the token, to hub storage."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -89,14 +89,14 @@ def _as_model_not_found(name: str) -> Iterator[None]:
         elif isinstance(error, HTTPException):  # the text of an HTTPException may quote the server's answer
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
-            reason = getattr(error, "reason", error)  # the reason without the operating system's error number
+            reason = getattr(error, "reason", error)  # the text without the operating system's error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
         raise kind(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
 
 
 class Remote:
-    """Files of one model at `<endpoint>/<repo>/resolve/<revision>/`."""
+    """The files of one model on the hub, read over HTTP at `<endpoint>/<repo>/resolve/<revision>/`."""
 
     def __init__(self, model: HubModel, open: Callable[..., Any] | None = None) -> None:
         """Prepare HTTP requests for a model's files on the hub.
@@ -115,7 +115,7 @@ class Remote:
         self._open = open or urllib.request.build_opener(_SameHost).open
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return the content of a small file, or None if it does not exist.
+        """Return the content of a small file of the model, or None if it does not exist.
 
         Raises:
             CheckpointError: the file has more than `limit` bytes.
@@ -133,7 +133,7 @@ class Remote:
         return data
 
     def first_bytes(self, name: str, count: int) -> tuple[bytes, int]:
-        """Return the first bytes of a file, at most `count`, and the size of the whole file."""
+        """Return the first bytes, at most `count`, of a file of the model, and the whole file's size."""
         return self._range(name, 0, count)
 
     def files(self) -> list[str]:
@@ -155,7 +155,7 @@ class Remote:
         return [path for path in found if isinstance(path, str)]
 
     def header(self, name: str) -> tuple[HeaderTensor, ...]:
-        """Return the tensors of a safetensors file from its first bytes."""
+        """Return the header entries of a safetensors file's tensors, read from its first bytes."""
         data, size = self._range(name, 0, _FIRST_BYTES)
         if len(data) < 8:
             raise CheckpointError(f"{size} bytes are too short for a safetensors header", field=name)
@@ -172,12 +172,12 @@ class Remote:
         return parse_header(data[8 : 8 + length], size - 8 - length, name)
 
     def headers(self, names: list[str]) -> list[tuple[HeaderTensor, ...]]:
-        """Return the tensors of several safetensors files, read in parallel."""
+        """Return the header entries of several safetensors files' tensors, fetched in parallel."""
         with ThreadPoolExecutor(_THREADS) as pool:
             return list(pool.map(self.header, names))
 
     def _range(self, name: str, start: int, count: int) -> tuple[bytes, int]:
-        """Return `count` bytes of a file from `start` on, and the size of the whole file."""
+        """Return `count` bytes of a file of the model from byte `start` on, and the whole file's size."""
         answer = self._get(name, f"bytes={start}-{start + count - 1}")
         if answer is None:
             raise CheckpointError("is missing", field=name)
@@ -217,7 +217,7 @@ class Remote:
             raise ModelNotFound(why, field=name, hint=hint) from None
 
     def _refused(self, code: int, headers: Message) -> tuple[str, str]:
-        """Return a message and a hint for an HTTP error of the hub.
+        """Return an error message and a hint for an HTTP error that the hub returned.
 
         The hub uses the error codes that hf_raise_for_status of huggingface_hub 1.x defines (utils/_http.py).
         """
@@ -259,7 +259,7 @@ class Remote:
 
 
 def _bytes(header: str | None) -> int | None:
-    """Return the number of bytes that an HTTP header states, or None if it states none."""
+    """Return the number of bytes that an HTTP header such as Content-Length states, or None without one."""
     if header is None or not (header.isascii() and header.isdecimal() and len(header) < 20):
         return None
     return int(header)
@@ -282,7 +282,10 @@ def _seconds(retry_after: str | None) -> int | None:
 
 
 def fetch_config(remote: Remote) -> dict[str, Any] | None:
-    """Return config.json with ModelOpt's and the processor's files added, or None without a config.json."""
+    """Fetch config.json, with the contents of ModelOpt's and the processor's files added to it.
+
+    Returns None if the model has no config.json.
+    """
     data = remote.read("config.json", MAX_CONFIG_BYTES)
     if data is None:
         return None
@@ -292,7 +295,7 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
         found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
         if isinstance(found, dict):
             config["quantization_config"] = {"quant_method": "modelopt", **found}
-    # the processor's files, which limit image sizes
+    # files of the image processor, which limit image sizes
     for name in ("preprocessor_config", "video_preprocessor_config"):
         if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
             config[name] = parse_config(beside, f"{name}.json")
@@ -300,7 +303,7 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
 
 
 def fetch_checkpoint(remote: Remote, *, headers: bool = True) -> Checkpoint:
-    """Fetch the headers of `model.safetensors` or of all shards.
+    """Fetch the safetensors headers of a hub model's `model.safetensors` or of all its shards.
 
     Returns the index alone if there are too many shards or `headers` is False.
     """

@@ -27,7 +27,7 @@ _MAX_DIMENSIONS = 64  # maximum dimensions of torch's TensorIterator (2.13); onl
 
 
 def read_header(path: Path) -> tuple[HeaderTensor, ...]:
-    """Return the tensors that a safetensors file describes, in file order.
+    """Return the header entries (name, dtype, shape) of a safetensors file's tensors, in file order.
 
     Raises:
         CheckpointError: the header is truncated or contradicts itself or the file.
@@ -58,7 +58,7 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor, ...]:
-    """Return the tensors that the JSON of a safetensors header describes.
+    """Return the entries (name, dtype, shape) of the tensors in the JSON of a safetensors header.
 
     Args:
         text: the header's JSON.
@@ -68,7 +68,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor
     Raises:
         CheckpointError: the header contradicts itself or the file.
     """
-    # the number of tensors is checked before the JSON is parsed, which takes memory
+    # check the number of tensors before parsing, because parsed JSON takes much memory
     if (count := text.count(b'"data_offsets"')) > MAX_TENSORS:
         raise CheckpointError(f"describes {count:,} tensors; {MAX_TENSORS:,} are read at most", field=where)
     try:

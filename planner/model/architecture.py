@@ -1,4 +1,4 @@
-"""Architecture: the tensor shapes and cache layers of a model, independent of engine and flags."""
+"""Architecture: the tensor shapes and the KV cache layers of a model, independent of engine and flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 
-if TYPE_CHECKING:  # imported only for types: most families need neither module
+if TYPE_CHECKING:  # imported only for type checkers: most model families need neither module
     from tonnage.planner.model.recipe import Recipe
     from tonnage.planner.model.vision import Vision
 
@@ -74,7 +74,7 @@ class CacheLayer:
 
     @property
     def elements_per_entry(self) -> int:
-        """Return the number of values in one cache entry (`compression` tokens), without the indexer's key."""
+        """Return the number of values in one KV cache entry (`compression` tokens), without indexer key."""
         if self.kind == "mla":
             return self.head_size
         value = self.head_size if self.value_head_size is None else self.value_head_size
@@ -87,7 +87,7 @@ class Rotary:
 
     Attributes:
         dim: rotated dimensions per head.
-        tables: number of distinct frequency tables (Gemma 3: one for full and one for sliding layers).
+        tables: number of distinct frequency tables (Gemma 3: one for full, one for sliding layers).
         mrope: whether a position has three axes: time, height and width.
         positions: number of rows of the frequency table; None for max_model_len rows.
     """
@@ -109,18 +109,19 @@ class Architecture:
         intermediate_size: MLP width used per token; with MoE, the summed width of the selected experts and the
             shared experts.
         max_model_len: longest sequence in tokens.
-        cache_layers: caches of the layers; empty for an encoder.
-        declared: names of the classes that the config declares.
-        assumed: basic sizes that the config leaves out, with the defaults of transformers' config class.
+        cache_layers: KV cache or state of each layer; empty for an encoder.
+        declared: class names in the config field `architectures`.
+        assumed: text on the sizes that the config leaves out, with the defaults used (of transformers' class).
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: number of routed experts selected per token.
         index_topk: number of tokens that sparse attention selects for each query; 0 without sparse attention.
         pooled: whether the class pools the hidden states and has a head of its own (families/pooled.py).
-        unread: boolean config fields that no adapter knows, and that may add biases or norms missing in
-            `tensors`.
-        via: `adapter`, or `meta` if the shapes come from transformers' own modules (planner/families/meta.py).
-        recipe: the decoder's modules as data, or None if the family has no recipe.
+        unread: boolean config fields that the planner does not know, and that may add biases or norms missing
+            in `tensors`.
+        via: source of the shapes: `adapter` for a function in planner/families, `meta` for transformers' own
+            modules (planner/families/meta.py).
+        recipe: description of the decoder's modules as data, or None if the model family has none.
         vision: the vision tower, or None if the image sizes of its processor are not known.
     """
 
@@ -153,17 +154,17 @@ class Architecture:
 
     @property
     def is_classifier(self) -> bool:
-        """Return whether the head predicts labels (a classifier) instead of the next token."""
+        """Return whether the model's head predicts labels (a classifier) instead of the next token."""
         return self.class_name.endswith(CLASSIFIERS)
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters; a tied tensor counts once, as in `model.parameters()`."""
+        """Return the model's number of parameters; a tied tensor counts once, as in `model.parameters()`."""
         return sum(t.elements for t in self.tensors if t.is_parameter and t.tied_to is None)
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters used per token, with only the selected ones of the routed experts."""
+        """Return the number of parameters used per token; only selected routed experts count."""
         if not self.experts:
             return self.parameters
         routed = sum(t.elements for t in self.tensors if t.role == "expert" and t.tied_to is None)
@@ -171,7 +172,7 @@ class Architecture:
 
     @property
     def tower_parameters(self) -> dict[str, int]:
-        """Return the parameters of the vision, audio and projector modules by role; empty for a text model."""
+        """Return role -> parameter count of vision, audio and projector modules; empty for a text model."""
         out: dict[str, int] = {}
         for tensor in self.tensors:
             if tensor.role in TOWER_ROLES and tensor.tied_to is None:
@@ -180,7 +181,7 @@ class Architecture:
 
     @property
     def attention(self) -> str:
-        """Return the kind of attention: MHA, GQA, MQA or MLA, or `none` if all layers have recurrent states."""
+        """Return the model's kind of attention: MHA, GQA, MQA, MLA, or `none` if all layers are recurrent."""
         kinds = {layer.kind for layer in self.cache_layers}
         if kinds == {"state"}:
             return "none"

@@ -13,17 +13,17 @@ from tonnage.planner.units import gib
 
 
 def at_most(held: float, limit: int | None) -> float:
-    """Return how many sequences run: the pool can hold `held`, and --max-num-seqs allows `limit`."""
+    """Return how many sequences run at once: the KV pool can hold `held`, and --max-num-seqs allows `limit`."""
     return held if limit is None else min(held, limit)
 
 
 def capacity_by_growth(usable: int, peak: int, each: int) -> int:
-    """Return how many equal requests fit if they are admitted one after another, until no block is free.
+    """Return how many equal requests the KV pool holds if they are admitted one by one until no block is free.
 
-    At the moment that counts, one request holds `peak` blocks and all others hold `each`.
+    The pool is fullest when one request holds `peak` blocks and all others hold `each`.
 
     Args:
-        usable: number of usable blocks in the pool.
+        usable: number of usable blocks in the KV pool.
         peak: blocks of the request that holds the most.
         each: blocks of each of the other requests.
     """
@@ -33,8 +33,8 @@ def capacity_by_growth(usable: int, peak: int, each: int) -> int:
 def capacity_without_preemption(usable: int, blocks: RequestBlocks, together: int) -> int:
     """Return how many equal requests run at once without preemption, for any combination of their steps.
 
-    In the worst case, `together` requests are in prefill and hold their arrival blocks, and all others are at
-    the decode step with the most blocks. If all these blocks fit, a decode step always finds a free block.
+    In the worst case, `together` requests are in prefill and hold the blocks of that phase, and all others are
+    at the decode step with the most blocks. If all these blocks fit, a decode step always finds a free block.
 
     Args:
         usable: number of usable blocks in the pool.
@@ -51,10 +51,10 @@ def capacity_without_preemption(usable: int, blocks: RequestBlocks, together: in
 
 @dataclass(frozen=True, slots=True)
 class RequestCapacity:
-    """The number of requests with the same prompt and output length that a pool holds at once.
+    """The number of requests with the same prompt and output length that a KV pool holds at once.
 
     Attributes:
-        bytes: bytes of one request at the decode step with the most blocks.
+        bytes: KV cache bytes of one request at the decode step with the most blocks.
         at_once: requests that run without any preemption (`capacity_without_preemption`).
         bounds: lower and upper bound of `at_once`, from the interval of the pool's size.
         at_last: requests that fit if they are admitted one after another and have all reached their last
@@ -62,7 +62,7 @@ class RequestCapacity:
         started: requests that fit when their prompts have just been processed; if more than `at_once`, some are
             preempted later.
         together: prompts that may be computed at the same time.
-        limit: --max-num-seqs, which does not limit the counts above.
+        limit: --max-num-seqs; `at_once`, `at_last` and `started` are not limited by it.
         share: text with the percentage of a trace's requests that need at most as many blocks as this request.
     """
 
@@ -80,13 +80,13 @@ class RequestCapacity:
 
     @property
     def running(self) -> int:
-        """Return the requests that run at once without preemption, at most --max-num-seqs."""
+        """Return the number of requests that run at once without preemption, at most --max-num-seqs."""
         return min(self.at_once, self.limit)
 
 
 @dataclass(frozen=True, slots=True)
 class MixCapacity:
-    """The mean number of requests with the lengths of a trace that a pool holds at once.
+    """The mean number of requests with the lengths of a trace that a KV pool holds at once.
 
     Attributes:
         name: name of the trace.
@@ -94,7 +94,7 @@ class MixCapacity:
         longer: number of requests left out because they are longer than max_model_len.
         blocks: mean blocks per request at the decode step with the most blocks, weighted by each request's
             number of steps.
-        at_once: number of requests that run at once.
+        at_once: mean number of requests that run at once.
         bounds: lower and upper bound of `at_once`.
     """
 
@@ -127,10 +127,10 @@ def check_lengths(prompt: int, output: int, longest: int) -> None:
 def hold(
     law: RequestLaw, prompt: int, output: int, usable: tuple[int, int, int], limit: int
 ) -> RequestCapacity:
-    """Return the capacity of a pool for requests of one prompt and output length.
+    """Return how many requests of one prompt and output length a KV pool holds at once.
 
     Args:
-        law: rule for the blocks of a request.
+        law: rule for the KV blocks of a request.
         prompt: tokens of the prompt.
         output: tokens of the answer.
         usable: (planned, lower bound, upper bound) of the pool's usable blocks.
@@ -146,7 +146,7 @@ def hold(
 
 
 def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
-    """Return lines of text about the memory that a request needs and the reuse of prefixes.
+    """Return lines of text about the KV cache memory that a request needs and about the reuse of prefixes.
 
     Args:
         law: rule for the blocks of a request.
@@ -175,7 +175,7 @@ def law_lines(law: RequestLaw, usable: int, limit: int) -> list[str]:
 
 
 def capacity_line(request: RequestCapacity) -> str:
-    """Return the line that says how many requests of one prompt and output length run at once."""
+    """Return the line of text that says how many requests of one prompt and output length run at once."""
     blocks, (low, high) = request.blocks, request.bounds
     count, ends = f"{request.at_once:,} at once", ""
     if low < high:
@@ -194,10 +194,10 @@ def capacity_line(request: RequestCapacity) -> str:
 
 
 def mix_line(mix: MixCapacity, limit: int) -> str:
-    """Return the line that says how many requests of a trace run at once.
+    """Return the line of text that says how many requests of a trace run at once.
 
     Args:
-        mix: the capacity for the trace.
+        mix: how many requests of the trace the KV pool holds.
         limit: --max-num-seqs.
     """
     low, high = mix.bounds

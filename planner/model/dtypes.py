@@ -50,7 +50,9 @@ SAFETENSORS_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def config_dtype(name: object) -> str | None:
-    """Return the config's `dtype` or `torch_dtype` as a key of DTYPE_BYTES, or None if absent or "auto".
+    """Return the dtype that config.json's `dtype` or `torch_dtype` names, or None if it is absent or "auto".
+
+    The result is a key of DTYPE_BYTES.
 
     Raises:
         ConfigError: the config names a dtype that is not supported.

@@ -20,8 +20,9 @@ MAX_NESTING = 32  # maximum nesting; real configs nest three deep
 # A larger value means a broken file, and building a million TensorSpecs would hang the planner.
 LIMITS = {"layers": 1_000, "width": 1 << 22, "heads": 1 << 14, "vocab": 1 << 24, "positions": 1 << 31}
 
-# Words in the names of config fields that may change a shape or the KV cache. If no adapter reads such a field
-# and its value is not neutral (None, 0, false), the model may differ from the plan, so the config is refused.
+# Words in the names of config fields that may change a shape or the KV cache. If the builder of
+# the model family does not read such a field and its value is not neutral (None, 0, false), the model may
+# differ from the plan, so the config is refused.
 _SHAPE_WORDS = (
     "expert", "moe", "lora", "rank", "num_", "n_", "_size", "_dim", "layer", "head", "shared", "vision",
     "audio", "mamba", "ssm", "conv", "bias", "norm", "window", "sliding", "chunk", "cross", "encoder",
@@ -83,7 +84,7 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError("nested too deeply", field=where) from None
-    except ValueError as error:  # an integer in the text has more digits than Python converts
+    except ValueError as error:  # a number in the JSON has more digits than Python converts to int
         raise ConfigError(str(error).partition(";")[0], field=where) from None
     if not isinstance(config, dict):
         raise ConfigError(f"must be a JSON object, not {type(config).__name__}", field=where)
@@ -92,10 +93,10 @@ def parse_config(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_finite(value: object, path: tuple[str | int, ...]) -> None:
-    """Raise ConfigError for a number that is not finite, or for nesting beyond `MAX_NESTING`.
+    """Raise ConfigError if a config value contains a number that is not finite, or is nested too deeply.
 
     Args:
-        value: the value to check, including all nested values.
+        value: the value to check, including all nested values (at most `MAX_NESTING` levels).
         path: keys and indices that lead to `value`. They are joined to text only for an error message, because
             a key may be 1 MB long and contain a million items.
     """
@@ -116,7 +117,7 @@ def _written(path: tuple[str | int, ...]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the representation of a value, cut to 60 characters, for error messages."""
+    """Return a config value as text, cut to 60 characters, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -128,9 +129,9 @@ _BASIC_SIZES = frozenset(
 
 
 class Fields:
-    """Checked access to the fields of a config, which records the fields that were read.
+    """Checked access to the fields of a config.json, with a record of the fields that were read.
 
-    `check_unread` then finds the fields that no adapter read.
+    `check_unread` then finds the fields that the builder of the model family did not read.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Fields:
 
         Args:
             config: the parsed config.json.
-            aliases: standard field name -> name in this family's files.
+            aliases: standard field name -> name in config files of the model family.
             absent: field -> default value if config.json leaves the field out.
             sizes: function that returns the default sizes of the config class, for fields that neither
                 config.json nor `absent` has. It is called only if such a field is read.
@@ -157,7 +158,7 @@ class Fields:
         self.assumed: dict[str, int] = {}
 
     def name(self, field: str) -> str:
-        """Return the name that a field has in config.json: the family's own name or the standard name.
+        """Return the name that a field has in this config.json: the model family's own or the standard name.
 
         Raises:
             ConfigError: the file has the field under both names, with different values.
@@ -172,7 +173,7 @@ class Fields:
         return field if field in self.config and other not in self.config else other
 
     def raw(self, field: str) -> Any:
-        """Return the value of a field without a check, or None if it is absent, and mark the field as read."""
+        """Return the unchecked value of a config field, or None if it is absent; mark the field as read."""
         name = self.name(field)
         self._read.update((field, name))
         if name in self.config:
@@ -183,7 +184,7 @@ class Fields:
         return value
 
     def ignore(self, *fields: str) -> None:
-        """Mark fields as read, because they change neither shapes nor the KV cache."""
+        """Mark config fields as read, because they change neither tensor shapes nor the KV cache."""
         self._read.update(fields)
 
     def integer(self, field: str, default: int | None = None, *, limit: str, minimum: int = 1) -> int:
@@ -206,7 +207,7 @@ class Fields:
     def optional_integer(
         self, field: str, default: int | None = None, *, limit: str, minimum: int = 1
     ) -> int | None:
-        """Return an integer field, or `default` where it is absent or null.
+        """Return an integer field of the config, or `default` if it is absent or null.
 
         Args:
             field: name of the field.
@@ -228,20 +229,20 @@ class Fields:
         return value
 
     def boolean(self, field: str, default: bool) -> bool:
-        """Return a boolean field; an absent field is `default`, null is False.
+        """Return a boolean field of the config; an absent field is `default`, null is False.
 
         Raises:
             ConfigError: the value is not a boolean.
         """
         value = self.raw(field)
         if value is None:
-            return default and self.name(field) not in self.config  # null in config.json means False
+            return default and self.name(field) not in self.config  # null in config.json counts as False
         if not isinstance(value, bool):
             raise ConfigError(f"{shown(value)} is not true or false", field=self.name(field))
         return value
 
     def number(self, field: str, default: float) -> float:
-        """Return a config field as a float, or `default` where it is absent.
+        """Return a config field as a float, or `default` if it is absent.
 
         Raises:
             ConfigError: the value is not a number.
@@ -257,7 +258,7 @@ class Fields:
             raise ConfigError(f"{shown(value)} is too large a number", field=self.name(field)) from None
 
     def share(self, field: str, default: float, of: int) -> int:
-        """Return a width: the number in the config field `field` times `of`, rounded down.
+        """Return a tensor width: the number in the config field `field` times `of`, rounded down.
 
         Raises:
             ConfigError: the width is out of range.
@@ -284,7 +285,9 @@ class Fields:
         return value
 
     def layer_types(self, layers: int) -> tuple[str, ...] | None:
-        """Return full_attention or sliding_attention per layer from `layer_types`, or None where it is absent.
+        """Return each layer's kind (full_attention or sliding_attention) from the config field `layer_types`.
+
+        Returns None if the field is absent.
 
         Raises:
             ConfigError: the list has not one entry per layer.
@@ -295,7 +298,8 @@ class Fields:
             return None
         if not isinstance(value, list) or len(value) != layers:
             raise ConfigError(
-                f"{shown(value)} does not name the {layers} layers of num_hidden_layers", field="layer_types"
+                f"{shown(value)} is not a list with an entry for each of the {layers} layers",
+                field="layer_types",
             )
         for kind in value:
             if kind not in ("full_attention", "sliding_attention"):
@@ -305,7 +309,9 @@ class Fields:
         return tuple(value)
 
     def listed(self, field: str, layers: int, words: Mapping[Any, bool]) -> tuple[bool, ...] | None:
-        """Return one boolean per layer from a field that lists one word per layer, or None if it is absent.
+        """Return one boolean per layer from a config field that lists one word per layer.
+
+        Returns None if the field is absent.
 
         Args:
             field: name of the field.
@@ -321,13 +327,15 @@ class Fields:
         known = isinstance(value, list) and all(isinstance(word, str | int) and word in words for word in value)
         if not known or len(value) != layers:
             named = " or ".join(map(str, words))
-            raise ConfigError(f"{shown(value)} does not name {layers} layers {named}", field=self.name(field))
+            raise ConfigError(
+                f"{shown(value)} does not list {named} for each of {layers} layers", field=self.name(field)
+            )
         return tuple(words[word] for word in value)
 
     def check_unread(
         self, model_type: str, harmless: Mapping[str, tuple[object, ...] | str]
     ) -> tuple[str, ...]:
-        """Return the names of true boolean fields that no adapter read and that can add only biases and norms.
+        """Return the names of true boolean config fields that were not read and can add only biases and norms.
 
         planning/weights.py computes an upper bound of the bytes that these fields may add.
 
@@ -406,9 +414,9 @@ _PRETRAINED_FIELDS = frozenset(
 
 
 def label_count(fields: Fields) -> int:
-    """Return the number of outputs of a classifier.
+    """Return the number of labels of a classifier, from its config.
 
-    It is the length of ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, transformers 5.19).
+    The number is the length of ``id2label``, else ``num_labels``, else 2 (PreTrainedConfig, transformers 5.19).
     """
     listed = fields.raw("id2label")
     if isinstance(listed, dict) and listed:

@@ -1,4 +1,4 @@
-"""Host memory that an engine uses in addition to GPU memory: the parts of this memory and their totals."""
+"""Host memory (RAM) that an engine uses in addition to GPU memory: its parts and their totals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HostMemory:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the bytes that /dev/shm must be able to hold."""
+        """Return the bytes of host memory that /dev/shm must be able to hold."""
         return sum(part.high for part in self.parts if part.shared)
 
     def _most(self, held: list[tuple[str, int]]) -> int:

@@ -1,4 +1,4 @@
-"""KVLayout: what one block of the KV pool contains, and its size.
+"""KVLayout: the contents and the bytes of one block of the KV pool.
 
 There is one physical pool, and a block id may belong to any group of layers. A block has `layer_slots` layer
 slots; the group that owns the block stores its i-th layer in slot i. All groups therefore have the same bytes
@@ -16,7 +16,7 @@ GroupKind = Literal["full", "sliding", "chunked", "mla", "state", "cross"]
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers that share one block table per sequence.
+    """A group of layers that share one block table per sequence.
 
     Attributes:
         layers: indices of the layers in the model; the position in the tuple is the layer slot.
@@ -33,7 +33,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Geometry of the block pool, stored as [block, layer slot, K or V, slot in block, KV head, head size].
+    """Geometry of the KV block pool [block, layer slot, K or V, token in block, KV head, head size].
 
     Attributes:
         page_bytes: bytes of one layer slot, if it holds something other than K and V of kv_heads x head_size
@@ -58,14 +58,14 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        """Return the bytes of one block, which are the same for every group.
+        """Return the bytes of one KV block, which are the same for every group of layers.
 
         In a group with fewer layers than slots, the unused layer slots of a block count too.
         """
         return self.layer_slots * self.slot_bytes
 
     def token_bytes(self, group: KVGroup) -> int:
-        """Return the bytes of one token in all layers of a group, padding included.
+        """Return the KV cache bytes of one token in all layers of a group, padding included.
 
         If a layer has pages of several sizes (MLA latents and indexer keys), they count as one slot together.
         """
@@ -74,7 +74,7 @@ class KVLayout:
 
     @property
     def slides(self) -> bool:
-        """Return whether any group has sliding-window layers, whose cache stops growing at the window size."""
+        """Return whether any layer group has a sliding window; its cache stops growing at the window size."""
         return any(group.kind == "sliding" for group in self.groups)
 
     @property

@@ -43,7 +43,7 @@ NormKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The geometry of one attention module: hidden size, heads, KV heads, head size, and the head size of V."""
+    """The sizes of one attention module: hidden size, heads, KV heads, head size, and the head size of V."""
 
     hidden: int
     heads: int
@@ -53,7 +53,7 @@ class Heads:
 
     @property
     def value_size(self) -> int:
-        """Return the elements of V per attention head."""
+        """Return the number of elements of V per attention head."""
         return self.head_size if self.value is None else self.value
 
 
@@ -104,8 +104,9 @@ class Attention:
 
     Attributes:
         qkv: name of a fused projection of q, k and v, or None.
-        copied: which of q, k and v are copied out of the fused projection; the others are views.
-        repeated: whether that copy also repeats K and V for all query heads.
+        copied: letters of those of q, k and v that are copied out of the fused projection; the others are
+            views.
+        repeated: whether the copy in `copied` also repeats K and V for all query heads.
         normed_last: whether q and k are normalized after the rotation.
         clipped: whether q, k and v are clamped in place.
         softcap: whether eager attention caps the scores by tanh.
@@ -176,18 +177,18 @@ class LatentAttention:
 
     @property
     def entry(self) -> int:
-        """Return the elements of the MLA latent cached per token and layer."""
+        """Return the number of elements of the MLA latent that one layer caches per token."""
         return self.kv_rank + self.rotary
 
     @property
     def head_size(self) -> int:
-        """Return the elements of q and k per attention head."""
+        """Return the number of elements of q and k per attention head."""
         return self.nope + self.rotary
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A feed-forward module.
+    """A feed-forward module (MLP) of a decoder layer.
 
     Attributes:
         names: names of the projections: gate, up and down; if `fused`, gate-and-up and down; without a gate, up
@@ -226,7 +227,7 @@ RouterKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The router of a mixture of experts.
+    """The router that selects the experts of each token in a mixture of experts.
 
     Attributes:
         name: name below the module of the experts.
@@ -280,11 +281,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A residual branch: `residual + dropout(after(module(before(x))))`.
+    """A residual branch of a decoder layer: `residual + dropout(after(module(before(x))))`.
 
     Attributes:
         weighted: name of a learned vector by which the residual is multiplied, or None.
-        summed: a norm applied to the sum, or None.
+        summed: a norm applied to the sum of residual and branch, or None.
     """
 
     module: Attention | LatentAttention | Mlp | Experts
@@ -354,7 +355,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of rotary frequencies for `dim` values.
+    """A table of rotary frequencies for `dim` values of a head.
 
     Attributes:
         wide: whether cos and sin stay in fp32.
@@ -391,12 +392,12 @@ class Recipe:
 
     @property
     def logits(self) -> int:
-        """Return the number of logits of one token."""
+        """Return the number of logits per token: labels of a classifier, else the vocabulary's size."""
         return self.embedding.rows if self.head.labels is None else self.head.labels
 
     @property
     def hidden(self) -> int:
-        """Return the width of the residual stream."""
+        """Return the width of the residual stream (hidden size), in elements."""
         return self.embedding.projected[1] if self.embedding.projected else self.embedding.width
 
 

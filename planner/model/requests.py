@@ -54,13 +54,13 @@ class GroupLaw:
     checkpoint: bool = False
 
     def needed(self, slots: int) -> int:
-        """Return how many KV blocks `slots` tokens need if no block is freed."""
+        """Return how many KV blocks of this group `slots` tokens need if no block is freed."""
         if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
             return self.blocks
         return ceil_div(slots, self.block_size)
 
     def freed(self, processed: int) -> int:
-        """Return how many blocks, from the first one on, can be freed once `processed` tokens are processed.
+        """Return how many of a request's first blocks can be freed once `processed` tokens are processed.
 
         vLLM computes the same in get_num_skipped_tokens.
         """
@@ -90,15 +90,15 @@ class RequestStep:
 
 @dataclass(frozen=True, slots=True)
 class RequestBlocks:
-    """Numbers of KV blocks of one request, summed over all groups of layers.
+    """Numbers of KV blocks that one request holds in its phases, summed over all groups of layers.
 
     Attributes:
-        arrival: maximum until the prompt is processed; at least the number of free blocks that admission
-            requires.
-        peak: maximum over the whole request.
+        arrival: maximum number of blocks until the prompt is processed; at least the number of free blocks that
+            admission requires.
+        peak: maximum number of blocks over the whole request.
         started: blocks held when the prompt has just been processed.
-        fullest: maximum during decode, after the prompt has been processed.
-        last: blocks held when the last token is computed.
+        fullest: maximum number of blocks during decode, after the prompt has been processed.
+        last: blocks held when the last output token is computed.
     """
 
     arrival: int
@@ -110,7 +110,7 @@ class RequestBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RequestLaw:
-    """The rules that give the KV blocks of a request from its lengths.
+    """The rules that give the number of KV blocks of a request from its prompt and output lengths.
 
     Attributes:
         groups: one rule per group of layers.
@@ -136,12 +136,12 @@ class RequestLaw:
 
     @property
     def floor_blocks(self) -> int:
-        """Return the blocks of the shortest request: one token needs a whole block in each group of layers."""
+        """Return the KV blocks of the shortest request: one token takes a block in each layer group."""
         return sum(group.needed(1) for group in self.groups)
 
     @property
     def fixed_blocks(self) -> int:
-        """Return how many blocks of a request do not depend on its length.
+        """Return how many KV blocks each request holds independently of its length.
 
         These blocks hold recurrent states and the output of an encoder.
         """
@@ -149,17 +149,20 @@ class RequestLaw:
 
     @property
     def is_linear(self) -> bool:
-        """Return whether memory is linear in tokens; windows, chunks and states make it non-linear."""
+        """Return whether a request's KV cache memory is linear in its tokens.
+
+        Windows, chunks and recurrent states make it non-linear.
+        """
         return not any(group.kind in ("window", "chunk", "state") for group in self.groups)
 
     @property
     def token_bytes(self) -> int:
-        """Return the KV cache bytes per token in the groups of layers that keep all tokens."""
+        """Return the KV cache bytes per token, summed over the groups of layers that keep all tokens."""
         return sum(self.bytes_per_block // group.block_size for group in self.groups if group.kind == "all")
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Return (window in tokens, bytes per token within the window) of groups with windows or chunks."""
+        """Return (window in tokens, KV cache bytes per token in it) of each group with windows or chunks."""
         found: dict[int, int] = {}
         for group in self.groups:
             if group.kind in ("window", "chunk"):
@@ -167,12 +170,12 @@ class RequestLaw:
         return tuple(sorted(found.items()))
 
     def read_bytes(self, context: int) -> int:
-        """Return the KV cache bytes that a step reads for a request with `context` tokens."""
+        """Return the KV cache bytes that a decode step reads for a request with `context` tokens."""
         windows = sum(size * min(window, context) for window, size in self.windows)
         return self.fixed_blocks * self.bytes_per_block + self.token_bytes * context + windows
 
     def blocks(self, prompt: int, output: int) -> RequestBlocks:
-        """Return the numbers of KV blocks of a request that reuses no prefix.
+        """Return the numbers of KV blocks that a request holds if it reuses no cached prefix.
 
         Args:
             prompt: tokens of the prompt.
@@ -200,7 +203,7 @@ class RequestLaw:
         return RequestBlocks(arrival, max(arrival, fullest), started, fullest, last)
 
     def together(self, prompt: int) -> int:
-        """Return the maximum number of prompts of this length that are in prefill at the same time.
+        """Return the maximum number of prompts of `prompt` tokens that are in prefill at the same time.
 
         These are the prompts in the steps in flight, and one more that began in the step before.
         """
@@ -258,19 +261,19 @@ class RequestLaw:
 
     @staticmethod
     def _asked(group: GroupLaw, tokens: int) -> int:
-        """Return the KV blocks that `tokens` tokens need in a group, limited by the group's `cap`."""
+        """Return how many KV blocks `tokens` tokens need in a layer group, limited by the group's `cap`."""
         needed = group.needed(tokens)
         return needed if group.cap is None else min(needed, group.cap)
 
     def _history(self, steps: list[RequestStep], decoded: int) -> list[RequestStep]:
-        """Return the prompt's `steps`, followed by `decoded` decode steps of one token each."""
+        """Return a request's steps: its prompt's `steps`, then `decoded` decode steps of one token each."""
         prompt = steps[-1].end
         ends = [0, *(step.end for step in steps), *range(prompt + 1, prompt + decoded + 1)]
         behind = range(len(steps) + 1, len(ends))
         return [*steps, *(self._step(ends, place, prompt) for place in behind)]
 
     def _held(self, steps: list[RequestStep], place: int) -> int:
-        """Return the KV blocks that a request holds at the step with index `place`."""
+        """Return the number of KV blocks that a request holds at the step with index `place`."""
         step = steps[place]
         return sum(
             self._states(group, steps, place)
@@ -280,7 +283,7 @@ class RequestLaw:
         )
 
     def _states(self, group: GroupLaw, steps: list[RequestStep], place: int) -> int:
-        """Return how many recurrent states a group holds for a request at one step."""
+        """Return how many recurrent states a layer group holds for a request at the step with index `place`."""
         kept, low = set(), group.freed(steps[place].processed)
         for step in (steps[at] for at in range(place, -1, -1)):
             block = ceil_div(step.end, group.block_size) - 1
@@ -292,7 +295,7 @@ class RequestLaw:
         return sum(block >= low for block in kept)
 
     def _held_while_decoding(self, at: int) -> int:
-        """Return the blocks that a request holds when its token with index `at` is computed during decode."""
+        """Return the number of KV blocks that a request holds when its token `at` is computed during decode."""
         processed = at - self.in_flight + 1
         return sum(group.needed(at + 1) - group.freed(processed) for group in self.groups)
 

@@ -73,12 +73,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeaderTensor:
-    """One tensor in the header of a weight file.
+    """The entry of one tensor in the header of a safetensors or GGUF file.
 
     Attributes:
         dtype: dtype in the spelling of the file format.
         shape: shape in PyTorch's order.
-        nbytes: bytes in the file.
+        nbytes: bytes of the tensor in the file.
     """
 
     name: str

@@ -16,25 +16,31 @@ PAGE = 4096  # allocation unit of ext4, XFS and Btrfs in bytes (mkfs defaults)
 # multiple of 4 (fs/ext4/ext4.h, ext4_dir_entry_2), here about 90. The directory's hash tree is at least half
 # full.
 ENTRY_BYTES = 256
-# Bytes of host memory per block in the disk tier's index: without and with the learned order
+# Bytes of host memory per block in the disk tier's index: without and with the learned eviction order
 # (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). The third number is the factor of the upper
 # bound: the index's dicts grow by doubling.
 INDEX_BYTES, LEARNED_INDEX_BYTES, INDEX_GROWTH = 206, 425, 2
 
 
 def file_bytes(block_bytes: int) -> int:
-    """Return the disk space in bytes of one block of ``block_bytes``, with header and directory entry."""
+    """Return the disk space, in bytes, of a disk tier's file with one KV block of ``block_bytes`` bytes.
+
+    Header, directory entry and rounding to the file system's allocation unit are included.
+    """
     return ceil_div(HEADER_BYTES + block_bytes, PAGE) * PAGE + ENTRY_BYTES
 
 
 def blocks_on_disk(size: int, block_bytes: int) -> int:
-    """Return how many blocks of ``block_bytes`` a disk tier of ``size`` bytes holds."""
+    """Return how many KV blocks of ``block_bytes`` bytes a disk tier of ``size`` bytes holds."""
     others = DIRECTORIES * PAGE + OTHER_FILES * file_bytes(0)
     return max(0, size - others) // file_bytes(block_bytes)
 
 
 def index_bytes(blocks: int, learned: bool) -> int:
-    """Return the bytes of host memory that the index of a disk tier takes for ``blocks`` blocks."""
+    """Return the bytes of host memory that a disk tier's index takes for ``blocks`` KV blocks.
+
+    ``learned`` is whether the tier's eviction order is learned from the reuse of blocks (a larger index).
+    """
     return blocks * (LEARNED_INDEX_BYTES if learned else INDEX_BYTES)
 
 
@@ -54,7 +60,7 @@ def disk_tier(text: str, field: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TierGroup:
-    """The chunks in a tier that one request of max_model_len tokens needs for one group of layers.
+    """The chunks of KV cache that a tier keeps of one request of max_model_len tokens, for one layer group.
 
     Attributes:
         kind: kind of the group's layers, such as `full`, `sliding` or `state`.
@@ -114,7 +120,7 @@ class KVTier:
     index: int = 0
 
     def lines(self) -> list[str]:
-        """Return the tier as lines of text: bytes on host and rank, kind of memory, chunks and tokens."""
+        """Return lines of text about the KV tier: bytes on host and rank, kind of memory, chunks and tokens."""
         where = "host memory" if self.medium == "host" else "files"
         title = f"KV tier in {where} ({self.name})"
         if self.value is None:

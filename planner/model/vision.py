@@ -27,7 +27,7 @@ class Item:
     Attributes:
         tokens: embeddings that the language model receives for the item.
         patches: patches that the vision tower encodes; 0 if another tower encodes the item.
-        frames: number of images in the item.
+        frames: number of images in the item (frames of a video).
     """
 
     modality: str
@@ -92,6 +92,6 @@ class Vision:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Return the modalities that the tower accepts: image, video and the modalities of `others`."""
+        """Return the modalities that the model accepts: image, video and the modalities of `others`."""
         mine = ("image", "video") if self.frames else ("image",)
         return mine + tuple(item.modality for item in self.others)

@@ -61,7 +61,7 @@ def parser() -> Parser:
 
 
 def table() -> list[dict[str, Any]]:
-    """Return one row per number format: exponent and mantissa bits, range, and bytes of a value."""
+    """Return one table row per number format: exponent and mantissa bits, range, and bytes of a value."""
     rows: list[dict[str, Any]] = []
     for f in FLOATS:
         rows.append({
@@ -92,7 +92,7 @@ def read_value(text: str) -> Real:
     )  # fmt: skip
     try:
         number = Decimal(text.strip())
-    except InvalidOperation:  # Decimal raises this error also for an exponent of more than 18 digits.
+    except InvalidOperation:  # Decimal also raises InvalidOperation for an exponent of more than 18 digits.
         rough = _float(text, wrong)
         number = Decimal((math.copysign(1, rough) < 0, (1,), _MOST_DIGITS if rough else -_MOST_DIGITS))
     if not number.is_finite() or number == 0:
@@ -113,7 +113,7 @@ def _float(text: str, wrong: DeploymentError) -> float:
 
 
 def value_rows(value: Real) -> list[dict[str, Any]]:
-    """Return one row per number format: the value as stored, its bits, the relative error and the rounding."""
+    """Return one table row per number format: how it stores `value`, with bits, relative error and rounding."""
     rows = []
     for f in FLOATS:
         rows.append(_row(f, value))
@@ -155,7 +155,7 @@ def _row(f: FloatFormat, value: Real) -> dict[str, Any]:
 
 
 def _relative(value: Real, stored: float) -> float | None:
-    """Return the relative error |stored - value| / |value|, or None if it is undefined (zero, infinity)."""
+    """Return the relative error |stored - value| / |value|; None where it is undefined (zero, infinity)."""
     if not math.isfinite(stored) or not is_finite(value) or value == 0:
         return None
     return float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
@@ -192,7 +192,7 @@ def run(argv: list[str]) -> int:
 
 
 def _as_value(word: str) -> str:
-    """Return a negative number with a leading space, so that argparse does not take it for an option.
+    """Return a word of the command line; a negative number gets a leading space for argparse.
 
     argparse of Python 3.11 parses -7.9e-34 and -inf as options, but never a word that contains a space.
     """
@@ -226,9 +226,7 @@ def _run(args: argparse.Namespace) -> int:
     chosen = next((f for f in FLOATS if f.name == name), None)
     if args.bits is not None:
         if args.value is not None:
-            raise DeploymentError(
-                "gives the fields of a value and excludes VALUE", field="--bits", hint="leave one out"
-            )
+            raise DeploymentError("cannot be used together with VALUE", field="--bits", hint="leave one out")
         if chosen is None:
             raise DeploymentError("needs --format " + "|".join(f.name for f in FLOATS), field="--bits")
         fields = _fields(chosen, args.bits)
@@ -273,7 +271,10 @@ def _finite(value: Any) -> Any:
 
 
 def _lines(rows: list[dict[str, Any]], formats: bool) -> list[str]:
-    """Format the rows as lines of at most 80 characters; a note that does not fit gets a separate line."""
+    """Return table rows of number formats as lines of at most 80 characters.
+
+    A note that does not fit on its row's line gets a separate line.
+    """
     if formats:
         table = [["format", "s/e/m", "bias", "bytes", "largest", "smallest", "epsilon"]]
         for r in rows:
@@ -290,7 +291,7 @@ def _lines(rows: list[dict[str, Any]], formats: bool) -> list[str]:
 
 
 def _with_notes(table: list[list[str]], notes: list[str], right: Collection[int]) -> list[str]:
-    """Return the lines of a table, each followed by its note, on the same line if the note fits."""
+    """Return the lines of a text table, each followed by its note, on the same line if the note fits."""
     lines = aligned([[*row, ""] for row in table], right)
     width = max(map(len, lines))
     out = []

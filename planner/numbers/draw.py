@@ -9,12 +9,12 @@ from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, size_o
 
 
 def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
-    """Return lines of text that show the sign, exponent and mantissa bits of a stored value, and their meaning.
+    """Return lines of text that show a number's sign, exponent and mantissa bits in a format, with meanings.
 
     Args:
         f: the number format.
         value: the exact value before rounding to the format.
-        said: the value as the user wrote it.
+        said: the number as the user wrote it.
     """
     sign, exponent, mantissa = f.encode(value)
     stored = f.decode(sign, exponent, mantissa)

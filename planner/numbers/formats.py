@@ -85,7 +85,10 @@ class FloatFormat:
         return -value if sign else value
 
     def encode(self, value: Real) -> tuple[int, int, int]:
-        """Return (sign, exponent field, mantissa field) of a value, rounded to nearest, ties to even."""
+        """Return the bits of `value` in this format: (sign, exponent field, mantissa field).
+
+        The value is rounded to nearest, ties to even.
+        """
         if isinstance(value, float) and not (math.isfinite(value) and value):
             sign = 1 if math.copysign(1.0, value) < 0 else 0
             if math.isnan(value):
@@ -94,7 +97,7 @@ class FloatFormat:
         sign, size = (1 if value < 0 else 0), abs(Fraction(value))
         if size == 0:
             return sign, 0, 0
-        # so 2^(power-1) < size < 2^(power+1)
+        # so that 2^(power-1) < size < 2^(power+1)
         power = size.numerator.bit_length() - size.denominator.bit_length()
         if size < _power_of_two(power):
             power -= 1
@@ -126,7 +129,7 @@ class FloatFormat:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
 
     def formula(self, sign: int, exponent: int, mantissa: int) -> str:
-        """Return the formula, with numbers filled in, that gives a value from sign, exponent and mantissa."""
+        """Return the formula, with numbers filled in, of a value by its sign, exponent and mantissa."""
         value = self.decode(sign, exponent, mantissa)
         if not math.isfinite(value):
             return "exponent all ones"
@@ -135,12 +138,12 @@ class FloatFormat:
         return f"(-1)^{sign} x 2^({exponent} - {self.bias}) x (1 + {mantissa}/2^{self.mantissa})"
 
     def pattern(self, sign: int, exponent: int, mantissa: int) -> str:
-        """Return sign, exponent and mantissa fields in binary, for example `0 10000000 1001...`."""
+        """Return a number's sign, exponent and mantissa fields in binary, for example `0 10000000 1001...`."""
         return f"{sign} {exponent:0{self.exponent}b} {mantissa:0{self.mantissa}b}"
 
 
 def is_finite(value: Real) -> bool:
-    """Return whether a value is finite; unlike math.isfinite, it accepts fractions above the largest float."""
+    """Return whether a number is finite; unlike math.isfinite, it accepts fractions above the largest float."""
     return isinstance(value, Fraction) or math.isfinite(value)
 
 
@@ -215,6 +218,6 @@ BLOCKS = (
 
 
 def nearest_nf4(value: Real) -> tuple[int, float]:
-    """Return (index, level) of the NF4 level nearest to a value in [-1, 1]."""
+    """Return (index, level) of the nearest of NF4's 16 levels to a value in [-1, 1]."""
     index = min(range(16), key=lambda i: abs(NF4_LEVELS[i] - value))
     return index, NF4_LEVELS[index]

@@ -25,7 +25,7 @@ SCRATCH_BYTES = GiB
 
 
 def emit(plan: Plan, form: str) -> str:
-    """Return a plan as deployment settings, for example Helm values.
+    """Return a plan as the text of deployment settings, for example Helm values.
 
     Args:
         plan: the plan.
@@ -45,7 +45,7 @@ def emit(plan: Plan, form: str) -> str:
 
 
 def memory_limit_bytes(plan: Plan) -> int | None:
-    """Return the memory limit of a container in bytes, in whole MiB, or None if it is not known.
+    """Return the memory limit for the server's container in bytes, in whole MiB; None if it is not known.
 
     The limit is the upper bound of the plan's memory plus the fraction MEMORY_MARGIN. With GPUs, it covers host
     memory only.
@@ -76,7 +76,7 @@ def gpus(plan: Plan) -> int:
 
 
 def _settings(plan: Plan) -> dict[str, object]:
-    """Return the settings with which `tonnage serve` computes the same plan; None means to omit a setting."""
+    """Return setting name -> value for `tonnage serve` to compute the same plan; None omits the setting."""
     chosen = plan.deployment
     return {
         "device": chosen.device,
@@ -96,7 +96,7 @@ def _settings(plan: Plan) -> dict[str, object]:
 
 
 def _own_quantization(plan: Plan) -> str | None:
-    """Return the quantization that the server applies while loading; None if it loads weights as stored."""
+    """Return the quantization that the server applies to weights while loading; None to keep stored weights."""
     return (
         plan.deployment.quantization if plan.deployment.quantization in ("int8", "nf4", "nf4-double") else None
     )
@@ -178,7 +178,7 @@ def _helm_values(plan: Plan) -> str:
             lines.append(f"  {name}: {_quoted(value) if isinstance(value, str) else value}")
     limit, shared = memory_limit_bytes(plan), shared_memory_bytes(plan)
     lines.append("resources:")
-    # 0 means no limit, for a plan whose host memory is not known.
+    # A memory limit of 0 means no limit; it is written if the plan's host memory is not known.
     lines.append(f"  memoryBytes: {limit or 0}")
     if gpus(plan):
         lines.append(f"  gpus: {gpus(plan)}")
@@ -186,7 +186,7 @@ def _helm_values(plan: Plan) -> str:
         # NCCL, the workers' queues and a KV tier use /dev/shm, which in a container has only 64 MiB by default.
         lines.append(f"sharedMemoryBytes: {shared}")
     if gpus(plan) and (options := engine_of(plan.deployment.engine).own_flags(plan.deployment)):
-        # These are flags of `vllm serve` that `tonnage serve` does not have.
+        # The following flags are those of `vllm serve` that `tonnage serve` does not have.
         lines += ["vllmServe:", f"  args: [{', '.join(map(_quoted, options))}]"]
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the JSON object of a plan; future versions only add keys.
 
     All sizes are integers in bytes. `bytes_per_token` is None if it is not constant (sliding windows); `groups`
-    then has each group's figures.
+    then has the figures of each group of layers.
     """
     cache, layout = plan.kv_cache, plan.kv_cache.layout
     return {

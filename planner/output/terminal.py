@@ -11,20 +11,22 @@ from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
-_OTHER_COLUMNS = 68  # width of the columns beside the bar
+_OTHER_COLUMNS = 68  # width in characters of the table columns beside the bar
 
 
 def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
-    """Print a plan; with `explain`, also every term with its formula."""
+    """Print a plan; with `explain`, also every memory term with its formula."""
     if file.isatty():
         _draw(plan, explain, file)
         return
     for line in plain_lines(plan, explain):
-        print(escaped(line), file=file)  # the name of a model's folder may contain any characters
+        print(escaped(line), file=file)  # escape the model's name: a folder's name may contain any characters
 
 
 def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:
-    """Return the line that says that the plan is for a CPU because no GPU was given; None if one was given.
+    """Return the line of text that says that the plan is for a CPU because no GPU was given.
+
+    Returns None for a plan on another device, or if a GPU or device was given.
 
     Args:
         plan: the plan.
@@ -42,7 +44,7 @@ def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | 
 
 
 def plain_lines(plan: Plan, explain: bool) -> list[str]:
-    """Return the plan as lines of plain text; with `explain`, also every term with its formula."""
+    """Return the plan as lines of plain text; with `explain`, also every memory term with its formula."""
     lines = [*plan.headline(), ""]
     for name, size, note in plan.memory_rows():
         lines.append(f"{name:<14}{size:>20,} bytes {gib(size):>14}  {note}".rstrip())
@@ -58,9 +60,9 @@ def _terms(plan: Plan) -> list[str]:
 
 
 def _draw(plan: Plan, explain: bool, file: TextIO) -> None:
-    """Print the memory of the fullest rank as a table with bars, the capacity and the verdict.
+    """Print a plan: memory of the fullest rank as a table with bars, KV pool capacity, and verdict.
 
-    With `explain`, also print every term with its formula.
+    With `explain`, also print every memory term with its formula.
     """
     screen = Screen(file)
     for line in plan.headline():

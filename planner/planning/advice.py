@@ -1,4 +1,4 @@
-"""Advice for a plan that does not fit: changes of a single flag that make it fit; also the serve commands."""
+"""Advice for a plan that does not fit: changes of one flag that make it fit; and commands that serve a plan."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
     if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:
         return None
     found, low, high = None, 2, chosen.n_gpu_layers or now.architecture.layers + 1
-    while low < high:  # memory grows with the number of layers, so bisect
+    while low < high:  # find the largest number of layers by bisection: memory grows with it
         middle = (low + high) // 2
         try:
             size = sizer.size(replace(flags, n_gpu_layers=middle))
@@ -87,9 +87,9 @@ def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
 def smallest_layout(flags: Deployment, sizer: Sizer) -> str | None:
     """Return a line of advice with the layout that needs the fewest GPUs of this kind; None if no layout fits.
 
-    Up to 8 GPUs (one machine), every combination of tensor and pipeline parallel size is tried. With more GPUs,
-    each pipeline stage is a whole machine. The result is also None for engines that do not divide a model, and
-    for models with more than 10,000 tensors, whose weights take too long to sum again.
+    For at most 8 GPUs (one machine), every combination of tensor and pipeline parallel size is tried. For more
+    GPUs, each pipeline stage is a whole machine. The result is also None for engines that do not divide a
+    model, and for models with more than 10,000 tensors, whose weights take too long to sum again.
     """
     try:
         now = sizer.size(flags)
@@ -127,7 +127,10 @@ def smallest_layout(flags: Deployment, sizer: Sizer) -> str | None:
 
 
 def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]]:
-    """Yield (description, changed flags) for each single change worth planning, in order of preference."""
+    """Yield (description, flags with the change) for each change of one flag that may make the model fit.
+
+    The changes come in order of preference.
+    """
     chosen, rank = now.chosen.flags, now.worst.rank
     engine = engine_of(chosen.engine)
     longest = now.longest
@@ -142,7 +145,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # steps of a factor of 4, because smaller ones hardly change the figures
+    for seqs in (256, 64, 16):  # reduce by factors of 4, because smaller steps hardly change the memory
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (
@@ -174,5 +177,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Return the commands that serve `plan`: `tonnage serve`, and the engine's own command if it has one."""
+    """Return the shell commands that serve `plan`: `tonnage serve`, and the engine's own if it has one."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

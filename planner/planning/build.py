@@ -1,4 +1,4 @@
-"""Planning entry points: a model and a deployment become a `Plan` by arithmetic. Nothing is loaded."""
+"""Entry points that compute the memory plan (`Plan`) of a model and a deployment, without loading the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLANNER_RULES = "1"
 
 
 def make_plan(model: str, deployment: Deployment) -> Plan:
-    """Plan `model` (`demo`, a folder, a .gguf file or a hub id) under `deployment`.
+    """Return the memory plan of `model` (`demo`, a folder, a .gguf file or a hub id) for `deployment`.
 
     A deployment that does not fit also returns a plan, with `fits` False and the `reasons`.
 
@@ -44,9 +44,10 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
 
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
-    """Plan the model whose files `source` names; raise the errors that `make_plan` raises.
+    """Return the memory plan of the model whose files `source` names, for `deployment`.
 
-    Pass the same `sizer` for several plans of one source, so that its weights are summed once.
+    Pass the same `sizer` for several plans of one source, so that its weights are summed once. The function
+    raises the errors that `make_plan` raises.
     """
     sizer = sizer or Sizer(source)
     size = sizer.size(deployment)
@@ -120,7 +121,7 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
 
 
 def _family_notes(architecture: Architecture) -> tuple[str, ...]:
-    """Return notes about config fields that the planner does not know, and about unknown model families."""
+    """Return notes for the plan about unknown fields in config.json, and about an unknown model family."""
     if architecture.assumed:
         sizes = ", ".join(architecture.assumed)
         note = f"config.json leaves out {sizes}: these are the defaults of transformers' config class"
@@ -140,7 +141,7 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
 
 
 def _extra_graph_bytes(stage: Stage) -> int:
-    """Return the bytes of CUDA graphs that the engine does not count in its memory budget."""
+    """Return the bytes of CUDA graphs on one rank that the engine does not count in its memory budget."""
     return 0 if stage.runtime.beside is None else stage.runtime.beside.value
 
 
@@ -155,7 +156,7 @@ def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
 
 
 def _margin_notes(size: Size) -> tuple[str, ...]:
-    """Return a warning if the planned pool holds one sequence, but its lower bound does not."""
+    """Return a warning if the planned KV pool holds one sequence, but the pool's lower bound does not."""
     low = size.bounds[0]
     if size.reasons or low.blocks_per_sequence <= low.usable_blocks:
         return ()
@@ -166,12 +167,12 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
 
 
 def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
-    """Return one RankPlan per GPU of one replica; all ranks of a pipeline stage hold the same bytes."""
+    """Return a RankPlan for each GPU of one replica; all ranks of a pipeline stage hold the same bytes."""
     return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
 
 
 def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Compare the planned weights with a checkpoint's index, if its files are not available locally.
+    """Compare the planned weight bytes with the checkpoint's index (*.index.json), if no local files exist.
 
     Returns:
         Memory terms and notes from the comparison.
@@ -182,7 +183,7 @@ def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tup
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
-    """Return the plan's description of the model, including how its tensors are known (`via`)."""
+    """Return the plan's description of the model, with the source of its tensor shapes as `via`."""
     via: Literal["gguf", "adapter", "headers", "index", "meta"] = architecture.via
     if source.tensors is not None and via == "adapter":
         via = "adapter" if source.file_type else "gguf" if source.kind == "gguf" else "headers"
@@ -203,7 +204,10 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
 
 
 def _plan_id(sizer: Sizer, flags: Deployment) -> str:
-    """Return 16 hex digits of SHA-256 over config, header, flags, planner rules and engine version."""
+    """Return the plan's id: 16 hex digits of a SHA-256 over everything that determines the plan.
+
+    This is the config, the tensor headers, the flags, the planner's rules and the engine version.
+    """
     content: list[object] = [asdict(flags), PLANNER_RULES, flags.engine, flags.engine_version]
     index = sizer.source.index
     if index is not None:

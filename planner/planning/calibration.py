@@ -31,8 +31,8 @@ from tonnage.planner.plans import Resolved
 
 FORMAT = 1
 TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")
-# Two memory sizes belong to the same device if their relative difference is at most this value. They differ a
-# little because engines log memory in steps of 0.01 GiB and the GPU catalogue rounds differently.
+# Two sizes of device memory belong to the same kind of GPU if their relative difference is at most this value.
+# They differ a little because engines log memory in steps of 0.01 GiB and the catalogue rounds differently.
 _SAME_DEVICE = 0.01
 
 Entry = dict[str, Any]
@@ -73,7 +73,11 @@ def _read(path: str, changed: int) -> list[Entry]:
 
 
 def _check(entry: Entry) -> None:
-    """Check the types and keys of one entry; raise ValueError, KeyError, TypeError or DeploymentError."""
+    """Check the types and keys of one entry of a calibration file.
+
+    Raises:
+        ValueError, KeyError, TypeError, DeploymentError: the entry is invalid.
+    """
     parse_version(entry["version"] or "0")
     sizes = [size for pair in entry["terms"].values() for size in pair.values()]
     counts = [entry["device_memory"], *entry["ranks"], *sizes]
@@ -87,15 +91,18 @@ def _check(entry: Entry) -> None:
 
 
 def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
-    """Return [class name, hidden size, vocabulary size, dtype], on which the memory of a step depends.
+    """Return the model's shape: [class name, hidden size, vocabulary size, dtype].
 
-    Measurements of a model apply to models with the same values. All ranks have the same values.
+    The activation memory of an engine step depends on these values.
+
+    Measured activations of one model therefore apply to every model of the same shape. All ranks of a model
+    have the same shape.
     """
     return [architecture.class_name, architecture.hidden_size, architecture.vocab_size, flags.dtype]
 
 
 def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
-    """Return `runtime` with terms corrected by the measured engine starts in the --calibration file.
+    """Return the memory terms `runtime`, corrected by the engine starts measured in the --calibration file.
 
     Raises:
         DeploymentError: the file is not a calibration file.
@@ -140,7 +147,7 @@ def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
 
 
 def _matching(entries: list[Entry], chosen: Resolved) -> list[Entry]:
-    """Return the entries with the plan's engine, minor version, GPU and device memory."""
+    """Return the calibration entries that have the plan's engine, minor version, GPU and device memory."""
     flags = chosen.flags
     return [
         entry
@@ -153,21 +160,24 @@ def _matching(entries: list[Entry], chosen: Resolved) -> list[Entry]:
 
 
 def _minor(flags: Deployment) -> str:
-    """Return the minor version of the engine as text, empty for engines without versions."""
+    """Return the engine's version without its patch number as text; empty for engines without versions."""
     if not any(engine_of(flags.engine).newest):
         return ""
     return ".".join(map(str, parse_version(flags.engine_version or "0")[:2]))
 
 
 def _measured(estimate: Estimate, entries: list[Entry]) -> Estimate:
-    """Return `estimate` with the median of the logged framework bytes as its value."""
+    """Return `estimate` with the median of the framework bytes logged in `entries` as its value."""
     pairs = [entry["terms"].get("framework_bytes") for entry in entries]
     logged = [float(pair["logged"]) for pair in pairs if pair]
     return _around(estimate, logged, f"median of {len(logged)} logged")
 
 
 def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
-    """Return `estimate` multiplied by the median of logged / planned bytes of the memory term `term`."""
+    """Return `estimate` multiplied by the median of logged / planned bytes of the memory term `term`.
+
+    The median is over the calibration entries `entries`.
+    """
     pairs = [entry["terms"][term] for entry in entries if term in entry["terms"]]
     factors = [pair["logged"] / pair["planned"] for pair in pairs if pair["planned"] and pair["logged"] > 0]
     values = [estimate.value * factor for factor in factors]
@@ -178,8 +188,8 @@ def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
 def _around(estimate: Estimate, values: list[float], formula: str) -> Estimate:
     """Return an estimate whose value is the median of `values` and whose bounds contain all of them.
 
-    Each bound lies beyond the measured values by a margin: half the width of `estimate`'s interval, divided by
-    the number of values plus one.
+    The bounds are the smallest value minus a margin and the largest plus the margin. The margin is half the
+    width of `estimate`'s interval, divided by the number of values plus one.
     """
     if not values or not estimate.high:
         return estimate

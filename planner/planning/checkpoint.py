@@ -23,7 +23,7 @@ from tonnage.planner.quantization.scheme import Quantization
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
-    """Lower and upper bound of a checkpoint's bytes.
+    """Lower and upper bound of the bytes of a checkpoint's tensors.
 
     The bounds differ only for NF4 files, because those store offsets as decimal text whose length varies.
     """
@@ -36,7 +36,7 @@ def checkpoint_size(
     architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], dtype: str,
     copies: tuple[TensorSpec, ...] | None = None,
 ) -> CheckpointSize:  # fmt: skip
-    """Return the bytes of all tensors in the checkpoint's files.
+    """Return the bytes of all tensors in the checkpoint's files, computed from the config.
 
     `copies` are tied tensors, such as an output head tied to the embedding, that the files store a second time.
     With None, the model family determines which tied tensors are stored.
@@ -59,10 +59,11 @@ def checkpoint_size(
 def against_index(
     architecture: Architecture, index: CheckpointIndex, config: Mapping[str, Any], dtype: str
 ) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Compare the index's total with the size that the config gives.
+    """Compare the `total_size` of a checkpoint's index with the bytes computed from its config.
 
     Returns:
-        One term and no note when the totals agree, otherwise no term and one note with the difference.
+        (memory terms, notes): one term and no note if both sizes agree, else no term and one note that gives
+            the difference.
     """
     if index.total_bytes is None:
         return (), (f"{INDEX} has no total_size: config.json gives the bytes",)

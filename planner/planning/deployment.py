@@ -1,4 +1,4 @@
-"""Completion of a `Deployment`: flags left at None get the engine's defaults, invalid flags are refused."""
+"""Completion of a `Deployment`: flags left at None get the engine's defaults; invalid flags raise an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tonnage.planner.quantization.kv_cache import StoredCache
 
 
 def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with alias values replaced by their canonical spelling, for example fp16 by float16."""
+    """Return the given flags with values in their canonical spelling, for example float16 for fp16."""
     flags = flags_of(Deployment)
     return {
         name: flags[name].canonical(value) if isinstance(value, str) and name in flags else value
@@ -32,7 +32,7 @@ def canonical_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deployment_of(given: Mapping[str, Any], model: str = "") -> Deployment:
-    """Return the `Deployment` of the given fields, with defaults that depend on the other fields.
+    """Return the `Deployment` of the given fields; the defaults of the engine and of drafts depend on them.
 
     The engine defaults to llama.cpp for a GGUF file on a GPU or on the hub, and for a GGUF type. Otherwise it
     defaults to vllm if a GPU or an engine version is given, else to hf. With a draft model, the default is one
@@ -80,7 +80,7 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
     flags = flags_of(Deployment)
 
     def refuse(name: str, why: str, hint: str | None = None) -> NoReturn:
-        """Raise DeploymentError for the flag of field `name`."""
+        """Raise DeploymentError with message `why` for the flag of the `Deployment` field `name`."""
         raise DeploymentError(why, field=flags[name].option, hint=hint)
 
     for name in given:
@@ -101,7 +101,7 @@ def check_given(given: Mapping[str, object], deployment: Deployment) -> None:
 def complete(
     deployment: Deployment, architecture: Architecture, dtype: str, stored: StoredCache | None = None
 ) -> Resolved:
-    """Check every flag against the model and the other flags, and fill in the flags left at None.
+    """Return the deployment with every flag checked against model and other flags, and no flag left at None.
 
     `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache that the
     checkpoint requests, or None.
@@ -160,7 +160,7 @@ def complete(
 
 
 def _check_engine(engine: Engine, flags: Deployment) -> None:
-    """Refuse LoRA ranks and parallel sizes that the engine does not support.
+    """Raise DeploymentError for a LoRA rank or parallel size that the engine does not support.
 
     vLLM has a fixed list of LoRA ranks. SGLang (--max-lora-rank) and llama.cpp (the adapter's own rank) accept
     any rank.
@@ -186,7 +186,10 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
 
 
 def _with_gpu(deployment: Deployment) -> Deployment:
-    """Return the deployment with the device and memory that --gpu implies; --device-memory has priority."""
+    """Return the deployment with the device type and the device memory of the GPU that --gpu names.
+
+    A given --device-memory has priority over the GPU's memory.
+    """
     if deployment.gpu is None:
         return deployment
     gpu = find_gpu(deployment.gpu)
@@ -213,7 +216,7 @@ def memory_notes(asked: Deployment) -> tuple[str, ...]:
 
 
 def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
-    """Return the engine version whose rules apply, as numbers and as text.
+    """Return the engine version whose memory rules apply to the plan, as numbers and as text.
 
     The version is --engine-version, else that of the installed package, else the newest that the planner knows.
     """
@@ -236,17 +239,17 @@ def version_of(engine: Engine, deployment: Deployment) -> tuple[Version, str]:
 
 
 def _text(version: Version) -> str:
-    """Return a version as text, such as 0.33.0."""
+    """Return the version numbers as text, such as 0.33.0."""
     return ".".join(map(str, version))
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if the planner does not know the engine's version, or if no rule depends on the version."""
+    """Return a note if the engine's version is unknown to the planner, or if no rule depends on it."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):
         return (f"no rule of {engine} depends on --engine-version",) if asked.engine_version else ()
-    if version[:2] > newest[:2]:  # patch releases follow the rules of their minor release
+    if version[:2] > newest[:2]:  # a patch release has the memory rules of its minor release
         return (f"{engine} {name} is newer than what is known here: the rules of {_text(newest)} are used",)
     if version < oldest:
         return (f"{engine} {name} is older than what is known here: the rules of {_text(oldest)} are used",)
@@ -257,7 +260,7 @@ def _batch(
     engine: Engine, deployment: Deployment, architecture: Architecture, max_model_len: int, memory: int,
     version: Version,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return (max_num_seqs, max_num_batched_tokens): the given values or the engine's defaults."""
+    """Return (max_num_seqs, max_num_batched_tokens): the values of the flags, else the engine's defaults."""
     seqs, tokens = deployment.max_num_seqs, deployment.max_num_batched_tokens
     default_seqs, default_tokens = engine.default_batch(deployment, memory, version)
     if tokens is None and not engine.chunks_prompts(deployment, version, architecture, max_model_len):

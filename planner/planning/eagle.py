@@ -2,10 +2,10 @@
 
 vLLM 0.32.0 builds the same modules (model_executor/models/llama_eagle.py, llama_eagle3.py, qwen3_eagle3.py).
 
-* EAGLE: the matrix `fc` joins the embedding and the hidden state.
-* EAGLE-3: `fc` joins the hidden states of several target layers. The first draft layer attends to embedding and
-hidden state side by side. The draft's output head may have a smaller vocabulary, with a table of the target's
-token ids.
+* EAGLE: the matrix `fc` maps the concatenated embedding and hidden state to the draft's hidden size.
+* EAGLE-3: `fc` maps the concatenated hidden states of several layers of the target model. The first draft layer
+attends to embedding and hidden state side by side. The draft's output head may have a smaller vocabulary, with
+a table of the target's token ids.
 * Both use the target's embedding. EAGLE also uses the target's output head if the draft stores none
 (v1/worker/gpu/spec_decode/eagle/utils.py). An embedding stored with the draft is held in addition if its values
 differ from the target's.
@@ -36,7 +36,7 @@ _EAGLE = {"EagleLlamaForCausalLM": "llama"}
 _PLAIN = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _AUX = 3  # number of target layers whose hidden states EAGLE-3 reads if the config does not list them
-# Config fields that only drafts have. They are removed before the plain architecture is built.
+# Config fields that only drafts have; removed before the draft's layers are built as those of a plain model.
 _OWN_FIELDS = (
     "draft_vocab_size", "target_hidden_size", "eagle_config", "num_aux_hidden_states", "norm_before_fc",
     "fc_norm", "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "parallel_drafting",
@@ -124,10 +124,10 @@ def eagle_draft(
 
 
 def _eagle_tensors(made: Architecture, names: set[str]) -> list[TensorSpec]:
-    """Return the tensors of an EAGLE draft.
+    """Return the tensors of an EAGLE (version 1) draft: those of its decoder layers, `fc` and a stored head.
 
-    EAGLE has no norm before the first layer or after the last. It has an output head only if the checkpoint
-    stores one.
+    The draft has no norm before its first layer or after its last. It has an output head only if the draft's
+    checkpoint stores one.
     """
     out = [_joining_matrix(made, 2 * made.hidden_size)]
     for tensor in made.tensors:
@@ -139,15 +139,15 @@ def _eagle_tensors(made: Architecture, names: set[str]) -> list[TensorSpec]:
 
 
 def _eagle_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object `eagle_config` of the config, empty without one."""
+    """Return the object `eagle_config` of the draft's config.json, empty without one."""
     inner = config.get("eagle_config")
     return inner if isinstance(inner, Mapping) else {}
 
 
 def _joined_states(config: Mapping[str, Any]) -> Any:
-    """Return the number of target hidden states that the matrix `fc` joins.
+    """Return the number of the target model's hidden states that an EAGLE-3 draft's matrix `fc` concatenates.
 
-    The value is the config's and is not validated.
+    The value is the draft config's and is not validated.
     """
     field = "eagle_aux_hidden_state_layer_ids"
     ids = _eagle_config(config).get(field) or config.get(field)
@@ -204,7 +204,7 @@ def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Archit
 
 
 def _joining_matrix(made: Architecture, into: int) -> TensorSpec:
-    """Return the matrix `fc` [hidden, into] that maps the draft's joined inputs to its hidden size.
+    """Return the draft's matrix `fc` [hidden, into], which maps `into` concatenated inputs to the hidden size.
 
     Every rank holds it in full.
     """

@@ -25,7 +25,7 @@ from tonnage.planner.source.resolve import ModelSource
 
 
 def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSource, Deployment]:
-    """Return the model as if stored in the GGUF type of --quantization, and the flags without --quantization.
+    """Return the model as if its file had the GGUF type of --quantization, and the flags without it.
 
     A GGUF type is for example q4_k_m. With another value of --quantization, model and flags are returned
     unchanged.
@@ -50,7 +50,11 @@ def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSo
 
 
 def check_checkpoint(source: ModelSource, architecture: Architecture) -> tuple[TensorSpec, ...]:
-    """Check that the checkpoint holds the tensors its config requires; return tied tensors stored as copies."""
+    """Check that the checkpoint holds the tensors that its config requires.
+
+    Returns the tied tensors that the checkpoint stores a second time, such as an output head equal to the
+    embedding.
+    """
     if source.index is not None:
         check_index(architecture, source.index, read_quantization(source.config, None))
         return tied_copies_in_index(architecture, source.index)

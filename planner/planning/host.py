@@ -25,9 +25,10 @@ def host_memory(
     ranks: tuple[RankPlan, ...], pool: PoolSpec, held: PoolCapacity,
     bounds: tuple[PoolCapacity, PoolCapacity],
 ) -> tuple[HostMemory | None, tuple[KVTier, ...]]:  # fmt: skip
-    """Return the host memory that the engine needs in addition to GPU memory (None on a CPU), and its KV tiers.
+    """Return (host memory that the engine needs besides GPU memory, or None on a CPU; its KV tiers).
 
-    `dtype` is the checkpoint's dtype. `bounds` are the lower and the upper bound of the pool's capacity `held`.
+    `dtype` is the checkpoint's dtype. `held` is the planned capacity of the KV pool, and `bounds` are its lower
+    and upper bound.
 
     Raises:
         DeploymentError: a tier's flags are not understood, or a tier does not fit into memory whose size is
@@ -60,7 +61,7 @@ def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> N
 
     The tiers must fit into the memory that the engine does not use, on each machine with its one GPU.
     """
-    # each machine has one such GPU
+    # a machine with unified memory has one GPU
     taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks
     left = chosen.device_memory - chosen.limit
     if taken > left:
@@ -96,7 +97,7 @@ def _file_sizes(version: object) -> tuple[int, int]:
 
 
 def host_terms(host: HostMemory) -> list[Term]:
-    """Return the parts of host memory as terms of the plan; each is a sum over all ranks of one replica."""
+    """Return the parts of host memory as memory terms of the plan; each sums all ranks of one replica."""
     return [
         Term(
             f"host.{part.name.lower().replace(' ', '_')}", part.value,

@@ -1,8 +1,9 @@
-"""Draft layers stored in the checkpoint itself: multi-token prediction (MTP), as vLLM 0.32.0 builds it.
+"""Draft layers stored in the model's own checkpoint: multi-token prediction (MTP), as vLLM 0.32.0 builds it.
 
-An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix joins the layer's input
-with the embedding of the last drafted token. config.json states how many such layers there are, not their
-tensors. The tensors get the names of the checkpoints, so that a quantization's exclusion list matches them.
+An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix maps the concatenated
+hidden state and embedding of the last drafted token to the layer's input. config.json states how many such
+layers there are, not their tensors. The tensors get the names of the checkpoints, so that a quantization's
+exclusion list matches them.
 
 The draft layers use the model's embedding and output head (v1/worker/gpu/spec_decode/eagle/utils.py), with two
 exceptions. In some families the draft layers have heads of their own. Under pipeline parallelism the draft has
@@ -35,19 +36,20 @@ class DraftFamily:
         count: config field with the number of draft layers.
         default_count: number of layers if the field is missing.
         max_count: maximum number of draft layers that vLLM builds; None for no maximum.
-        at: pattern of a draft layer's name in checkpoints; `{i}` is its index in the draft, `{n}` in the whole
-            model.
-        joined: name of the matrix that joins embedding and hidden state.
+        at: pattern of the prefix of a draft layer's tensor names in checkpoints. `{i}` is the layer's index
+            among the draft layers, `{n}` its index in the whole model.
+        joined: name of the matrix that maps the concatenated embedding and hidden state to the hidden size.
         norms: names of the norms of each layer.
-        outside: prefix of the joining matrix and the norms if they exist once, outside the layers; None if each
-            layer has its own.
-        split: whether tensor parallelism divides the joining matrix.
+        outside: prefix of the names of the joining matrix and the norms if all draft layers share them; None if
+            each layer has its own.
+        split: whether tensor parallelism divides the joining matrix between ranks.
         kind: kind of the draft layer's attention, such as `full` or `sliding`.
         dense: whether the layer's MLP is dense although the model has experts.
         heads: whether each layer has an output head of its own.
         block: prefix of the decoder layer's tensors below the draft layer's name.
-        pattern: whether a layer consists of several parts, each with one mixer (attention or experts).
-        last: names of the norms in the last part of such a layer.
+        pattern: whether a draft layer consists of several parts, each with one mixer (attention or experts), as
+            in Nemotron-H.
+        last: names of the norms in the last part of a layer with `pattern`.
         plain: whether the draft layer has no token compression although the model has it.
         streams: default of `hc_mult`, the number of residual streams that the layer reads; 0 for one plain
             stream.
@@ -153,12 +155,12 @@ def mtp_draft(
 
 
 def streams_of(architecture: Architecture, config: Mapping[str, Any]) -> int:
-    """Return how many hidden states per token the draft receives from the target model."""
+    """Return how many hidden states per token the MTP draft layers receive from the target model."""
     return _family(architecture, config).streams or 1
 
 
 def _family(architecture: Architecture, config: Mapping[str, Any]) -> DraftFamily:
-    """Return the rules by which the model's family builds its draft layers.
+    """Return the rules by which the model's family builds its draft layers (MTP).
 
     The number of residual streams (`hc_mult`) is read from `config`.
     """
@@ -169,7 +171,11 @@ def _family(architecture: Architecture, config: Mapping[str, Any]) -> DraftFamil
 
 
 def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
-    """Return the number of draft layers; raise DeploymentError for a model without any."""
+    """Return the number of MTP draft layers that the config states.
+
+    Raises:
+        DeploymentError: the model has no draft layers.
+    """
     text = config.get("text_config")
     places = [text, config] if isinstance(text, Mapping) else [config]
     known = _FAMILIES.get(architecture.model_type)
@@ -195,7 +201,7 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 
 
 def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
-    """Return the KV cache layer of the model whose geometry the draft layers copy.
+    """Return the model's KV cache layer whose heads and head sizes the MTP draft layers have, too.
 
     If some layers have an indexer (sparse attention), the result is such a layer.
     """
@@ -211,7 +217,7 @@ def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
 
 
 def _layers(architecture: Architecture, family: DraftFamily, count: int) -> Iterator[TensorSpec]:
-    """Yield the tensors of `count` draft layers under their names in the checkpoint."""
+    """Yield the tensors of `count` MTP draft layers, with the names that the checkpoint gives them."""
     attention, mlp = _template(architecture, family).layer, _mlp_of(architecture, family)
     hidden = architecture.hidden_size
     for i in range(count):
@@ -250,7 +256,7 @@ def _parts(config: Mapping[str, Any]) -> str:
 
 
 def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stages: int) -> Architecture:
-    """Return the architecture of a draft layer that consists of `parts`, each of which counts as one layer."""
+    """Return the architecture of a Nemotron-H draft layer; each letter of `parts` counts as one layer."""
     attention = next((each for each in architecture.cache_layers if each.kind == "full"), None)
     routed = next((each.layer for each in architecture.tensors if each.role == "expert"), None)
     if (attention is None and "*" in parts) or (routed is None and "E" in parts):
@@ -284,7 +290,7 @@ def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stag
 
 
 def _beside(family: DraftFamily, at: str, hidden: int, layer: int | None) -> Iterator[TensorSpec]:
-    """Yield the joining matrix and the norms of a draft layer.
+    """Yield the norms of an MTP draft layer and the matrix that joins embedding and hidden state.
 
     Tensor parallelism divides the matrix in some families. Only in these families is the matrix quantized.
     """
@@ -312,7 +318,7 @@ def _streams(family: DraftFamily, at: str, hidden: int, layer: int | None) -> It
 
 
 def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
-    """Return the index of a layer of the model whose MLP has the same shapes as that of the draft layers."""
+    """Return the index of a layer of the model whose MLP has the shapes of the draft layers' MLP."""
     experts = {tensor.layer for tensor in architecture.tensors if tensor.role == "expert"}
     if not family.dense:
         return architecture.layers - 1
@@ -326,6 +332,6 @@ def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
 
 
 def _vocabulary(architecture: Architecture, name: str, role: Any, layer: int | None = None) -> TensorSpec:
-    """Return a tensor [vocabulary, hidden], an embedding or a head, under `name`."""
+    """Return a tensor [vocabulary, hidden] named `name`: an embedding or an output head of the draft."""
     shape = (architecture.vocab_size, architecture.hidden_size)
     return TensorSpec(name, shape, role, "Embedding", layer, shard_dim=0)

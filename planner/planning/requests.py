@@ -35,10 +35,10 @@ def parse_request(text: str) -> tuple[int, int]:
 def with_requests(
     plan: Plan, lengths: Iterable[tuple[int, int]], planned_for: Callable[[int], Plan] | None = None
 ) -> Plan:
-    """Return the plan, extended by how many requests of each (prompt, output) length its pool holds at once.
+    """Return the plan with the number of requests of each (prompt, output) length that its KV pool holds.
 
-    For some models it is not known how many blocks a request takes. Each request then counts as a sequence of
-    prompt + output tokens from its start. `planned_for(tokens)` returns the plan for sequences of that many
+    For some models it is not known how many KV blocks a request takes. Each request then counts as a sequence
+    of prompt + output tokens from its start. `planned_for(tokens)` returns the plan for sequences of that many
     tokens. Raises the errors that `Plan.hold` raises.
     """
     cache = plan.kv_cache
@@ -53,7 +53,7 @@ def with_requests(
 
 
 def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestCapacity:
-    """Return the capacity for requests, each of which takes as many blocks as one sequence of the plan `other`.
+    """Return how many requests the KV pool holds if each takes the blocks of one sequence of the plan `other`.
 
     Args:
         plan: the plan whose pool holds the requests.
@@ -72,7 +72,7 @@ def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestC
 
 
 def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
-    """Return the plan with the request capacities `found`, their terms and a note on how they are counted."""
+    """Return the plan with `found` (how many requests its KV pool holds), terms and a note on the counting."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
     if note and note not in plan.notes:
@@ -81,7 +81,7 @@ def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
 
 
 def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
-    """Return the plan, extended by how many requests of a trace its pool holds.
+    """Return the plan with the number of requests of a trace that its KV pool holds at once.
 
     Capacities are given for a request with the trace's mean number of blocks, and for the requests at four
     quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is

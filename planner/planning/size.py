@@ -40,7 +40,7 @@ from tonnage.planner.source.resolve import ModelSource
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A model with complete flags and the weights of each rank, before any KV pool.
+    """A model with complete flags and the weight bytes of each rank; its KV pool is not yet planned.
 
     Attributes:
         parts: for each pipeline stage, the part of the model that one rank holds, and its weights.
@@ -59,7 +59,10 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """An empty KV pool and the pipeline stages; `flags` are the plan's flags with the pool's block size."""
+    """An empty KV pool, and the pipeline stages with their memory.
+
+    `flags` are the plan's flags, with the block size of the KV pool.
+    """
 
     pool: PoolSpec
     stages: list[Stage]
@@ -68,12 +71,12 @@ class StagedModel:
 
 @dataclass(frozen=True, slots=True)
 class FilledPool:
-    """The KV pool with its blocks.
+    """The KV pool with its planned number of blocks.
 
     Attributes:
-        held: capacity of the pool.
-        bounds: capacity at the lower and at the upper bound of the number of blocks.
-        stages: the pipeline stages, now with the bytes of the pool.
+        held: capacity of the pool in tokens and sequences.
+        bounds: capacity of the pool at the lower and at the upper bound of the number of blocks.
+        stages: the pipeline stages, including the bytes of the pool.
     """
 
     held: PoolCapacity
@@ -88,8 +91,8 @@ class Size:
     Attributes:
         parts: for each pipeline stage, the part of the model that one rank holds.
         place: index of the pipeline stage with the most used bytes, which decides whether the model fits.
-        held: capacity of the pool.
-        bounds: capacity of the pool at the lower and at the upper end of its interval.
+        held: capacity of the KV pool in tokens and sequences.
+        bounds: capacity of the pool at the lower and at the upper bound of the number of blocks.
         reasons: why the model does not fit; empty when it fits.
     """
 
@@ -109,11 +112,11 @@ class Size:
 
     @property
     def worst(self) -> Stage:
-        """Return the pipeline stage with the most used bytes."""
+        """Return the pipeline stage whose ranks use the most memory."""
         return self.stages[self.place]
 
     def intervals(self) -> dict[str, tuple[float, float]]:
-        """Return name -> (low, high) of each estimated term, and of the pool and its capacity."""
+        """Return name -> (low, high) of each estimated memory term, of the KV pool and of its capacity."""
         found: dict[str, tuple[float, float]] = dict(self.worst.intervals())
         low, high = self.bounds
         if low.num_blocks < high.num_blocks:
@@ -145,7 +148,7 @@ _WEIGHTLESS = (
 
 
 class Sizer:
-    """A calculator of `Size` for one model under several deployments; it sums the weights only once."""
+    """A calculator of one model's memory under several deployments; it sums the model's weights only once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -157,7 +160,7 @@ class Sizer:
     def hash(self) -> Any:
         """Return a copy of a SHA-256 object that has hashed the model's id, config and tensor headers.
 
-        Callers add the flags.
+        Callers add the flags to the copy, to get the id of a plan.
         """
         if self._hash is None:
             source = self.source
@@ -166,9 +169,10 @@ class Sizer:
         return self._hash.copy()
 
     def size(self, deployment: Deployment) -> Size:
-        """Return the memory sizing of the model under `deployment`; raise the errors that `make_plan` raises.
+        """Return the model's weights, runtime memory, KV pool and verdict for `deployment`.
 
-        If the engine itself would refuse the deployment, the error also quotes the engine's own message.
+        The method raises the errors that `make_plan` raises. If the engine itself would refuse the deployment,
+        the error also quotes the engine's own message.
         """
         try:
             model = self.resolve(deployment)
@@ -186,7 +190,7 @@ class Sizer:
             ) from None
 
     def resolve(self, deployment: Deployment) -> ResolvedModel:
-        """Complete the flags with defaults, check them against the checkpoint, and sum each rank's weights."""
+        """Complete the flags with defaults, check them against the model, and sum each rank's weight bytes."""
         source = self.source
         architecture = architecture_of(source.config)
         quantization = self._format(architecture, deployment)
@@ -207,7 +211,10 @@ class Sizer:
         return ResolvedModel(architecture, quantization, chosen, supported, parts, draft, notes)
 
     def _format(self, architecture: Architecture, flags: Deployment) -> Quantization:
-        """Return the quantization of the weights, after a check against model and engine, cached by flag."""
+        """Return the quantization of the weights, after checking that model and engine support it.
+
+        The result is cached for each pair of --quantization and --engine.
+        """
         key = flags.quantization, flags.engine
         if key not in self._formats:
             quantization = read_quantization(self.source.config, flags.quantization)
@@ -244,7 +251,7 @@ def parts_of(
 
 
 def stage_model(model: ResolvedModel) -> StagedModel:
-    """Build an empty KV pool, and the pipeline stages with all memory of the engine except the pool."""
+    """Build an empty KV pool, and the pipeline stages with all planned memory except that of the KV pool."""
     architecture, chosen, draft = model.architecture, model.chosen, model.draft
     engine = engine_of(chosen.flags.engine)
     pool = engine.build_pool(draft.architecture, chosen)
@@ -271,7 +278,7 @@ def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
 
 
 def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
-    """Return the fewest and the most KV blocks of a stage.
+    """Return the fewest and the most KV blocks that fit on a pipeline stage.
 
     The range covers the different totals of device memory that drivers may report.
     """
@@ -286,7 +293,10 @@ def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, 
 
 
 def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:
-    """Return the size with its verdict; `asked` is whether the user set --max-model-len."""
+    """Return the model's `Size` with the verdict whether it fits.
+
+    `asked` is whether the user set --max-model-len.
+    """
     architecture, chosen, pool, held = model.architecture, model.chosen, staged.pool, filled.held
     engine = engine_of(chosen.flags.engine)
     place, worst = max(enumerate(filled.stages), key=lambda pair: pair[1].rank.used_bytes)
@@ -303,7 +313,7 @@ def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *,
 
 
 def request_law(size: Size) -> tuple[RequestLaw | None, str]:
-    """Return the rule for the blocks that a request takes, or None and the reason why it is not known."""
+    """Return the rule for the KV blocks that a request takes, or None and the reason why it is not known."""
     try:
         return engine_of(size.chosen.flags.engine).request_law(size.architecture, size.chosen, size.pool), ""
     except UnsupportedArchitecture as error:

@@ -30,7 +30,7 @@ class Draft:
     """A draft model for speculative decoding, together with its target model.
 
     Attributes:
-        architecture: the target model, with the draft's cache layers after its own.
+        architecture: the target model, with the draft's KV cache layers appended to its own.
         weights: bytes of the draft's weights on one rank.
         high: upper bound of these bytes.
         notes: notes for the plan.
@@ -45,7 +45,7 @@ class Draft:
 
 
 def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment) -> Draft:
-    """Return the draft of --speculative-model with its weights and cache layers.
+    """Return the draft model of --speculative-model, with its weight bytes and its KV cache layers.
 
     Raises:
         TonnageError: the draft is invalid; the error names the flag or config field.
@@ -91,9 +91,9 @@ _FETCHED: dict[tuple[str, str], ModelSource] = {}
 
 
 def _draft_source(name: str) -> ModelSource:
-    """Return the files of the draft `name`; a draft from the hub is resolved once per process.
+    """Return the source (config and tensor headers) of the draft model `name`, cached for hub models.
 
-    Without the cache, one plan would fetch the draft's files twice, and a table of plans once per row.
+    Without the cache, one plan would fetch the draft's files twice, and a table of plans again for each row.
     """
     known = name, endpoint()
     if known in _FETCHED:
@@ -110,7 +110,7 @@ _EXTENDED = {"default", "linear", "llama3", "ntk", "proportional"}
 
 
 def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
-    """Return the draft's max_model_len if it limits the engine's sequences, else None.
+    """Return the draft model's max_model_len if it limits the length of the engine's sequences, else None.
 
     The limit applies if it is below the target model's max_model_len and the engine does not extend the draft.
     Source: VllmConfig._limit_max_model_len_to_draft, vLLM 0.33. Raises the errors that `add_draft` raises.
@@ -122,7 +122,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     draft = _draft_source(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
-    elif _rotary_types(draft.config) <= _EXTENDED:  # the draft's table is extended to the target's length
+    elif _rotary_types(draft.config) <= _EXTENDED:  # vLLM extends the draft's rotary table
         return None
     else:
         own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len
@@ -130,7 +130,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
 
 
 def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved, tuple[str, ...]]:
-    """Return the flags with max_model_len limited to the draft model's length, and a note about the limit."""
+    """Return the flags with max_model_len limited to the draft model's, and a note about the limit."""
     limit = draft_limit(architecture, chosen)
     if limit is None:
         return chosen, ()
@@ -139,7 +139,7 @@ def within_draft(architecture: Architecture, chosen: Resolved) -> tuple[Resolved
 
 
 def _rotary_types(config: Mapping[str, Any]) -> set[object]:
-    """Return the types of rotary scaling in a draft's config."""
+    """Return the set of RoPE scaling types in a draft model's config."""
     layer = config.get("transformer_layer_config", config)
     found = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     nested = [value for value in found.values() if isinstance(value, Mapping)]
@@ -150,7 +150,7 @@ def _on_rank(
     target: Architecture, draft: Architecture, quantization: Quantization, flags: Deployment, *,
     follows: int = 0, reads: int = 0,
 ) -> Draft:  # fmt: skip
-    """Return the draft as one rank holds it; pipeline parallelism does not divide the draft's layers.
+    """Return the draft model as one rank holds it; pipeline parallelism does not divide its layers.
 
     `follows` and `reads` are the numbers of the target's hidden states that the draft reads per token: from the
     last layer, and from inner layers.

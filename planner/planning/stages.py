@@ -1,4 +1,4 @@
-"""Pipeline stages of a plan: the memory of one rank per stage without the KV pool, and the bytes per block."""
+"""Pipeline stages of a plan: a rank's memory without the KV pool, and the bytes of a KV block, per stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Part = tuple[Architecture, HeldWeights]
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Bytes that LoRA slots, a draft model and a KV tier add to a rank.
+    """Bytes of device memory that LoRA slots, a draft model and a KV tier add to a rank.
 
     Attributes:
         lora: bytes of LoRA slots, on every rank.
@@ -51,7 +51,7 @@ class Stage:
     draft_high: int
 
     def with_blocks(self, num_blocks: int, apart: int) -> Stage:
-        """Return the stage with a pool of `num_blocks` blocks and `apart` bytes outside the blocks.
+        """Return the stage with a KV pool of `num_blocks` blocks and `apart` bytes of recurrent states.
 
         All stages get the block count of the stage that has memory for the fewest blocks (vLLM's
         get_kv_cache_configs).
@@ -59,14 +59,14 @@ class Stage:
         return replace(self, rank=replace(self.rank, kv_pool_bytes=num_blocks * self.block_bytes + apart))
 
     def runtime_terms(self) -> list[Term]:
-        """Return the engine's estimates as terms: framework, activations, CUDA graphs."""
+        """Return the estimates of framework, activation and CUDA graph bytes as memory terms of the plan."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # reported as a term, but not included in the used bytes
+        if self.runtime.beside is not None:  # reported as a memory term, but not counted in the used bytes
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
     def intervals(self) -> dict[str, tuple[int, int]]:
-        """Return name -> (low, high) bytes of each estimated term, and of the sum `used_bytes`."""
+        """Return name -> (low, high) bytes of each estimated memory term, and of the sum `used_bytes`."""
         bounds = {name: (e.low, e.high) for name, e in self._estimates().items()}
         if self.weights_bounds[1] > self.rank.weights_bytes:
             bounds["weights_bytes"] = self.weights_bounds
@@ -77,7 +77,7 @@ class Stage:
 
     @property
     def weights_bounds(self) -> tuple[int, int]:
-        """Return the lower and the upper bound of the weights in bytes."""
+        """Return the lower and the upper bound of the model's weights on one rank, in bytes."""
         held, loaded = self.rank.weights_bytes, self.weights.loaded
         kernels = max(0, self.weights.padding_high - self.weights.padding)
         return held, held + loaded.high - loaded.total + kernels
@@ -90,14 +90,14 @@ class Stage:
 
     @property
     def used_bounds(self) -> tuple[int, int]:
-        """Return the lower and the upper bound of the used bytes, with the KV pool at its planned size."""
+        """Return the lower and the upper bound of a rank's used bytes, with the KV pool at its planned size."""
         low, high = self.runtime.bounds
         exact = self.rank.used_bytes - self.runtime.total
         more = self.weights_bounds[1] - self.weights_bounds[0] + max(0, self.draft_high - self.rank.draft_bytes)
         return exact + low, exact + high + more
 
     def _estimates(self) -> dict[str, Estimate]:
-        """Return the estimated terms that are not zero, by name."""
+        """Return term name -> estimate, for the estimated memory terms that are not zero."""
         runtime = self.runtime
         found = {
             "framework_bytes": runtime.framework,
@@ -163,7 +163,9 @@ def held_parts(
 def build_stages(
     architecture: Architecture, parts: list[Part], chosen: Resolved, pool: PoolSpec, added: Added
 ) -> list[Stage]:
-    """Build every pipeline stage from the part of the model on one rank; a draft model is on the last stage.
+    """Build every pipeline stage from the part of the model that one rank holds, and from the added bytes.
+
+    A draft model is on the last stage.
 
     Raises:
         UnsupportedArchitecture: a stage would have no layer with a KV cache.
@@ -193,7 +195,7 @@ def join_stages(
     architecture: Architecture, held: Sequence[tuple[HeldWeights, Runtime]], chosen: Resolved, pool: PoolSpec,
     added: Added,
 ) -> list[Stage]:  # fmt: skip
-    """Build every pipeline stage from the weights and the engine's memory of one of its ranks.
+    """Build every pipeline stage from the weights and the engine's runtime memory of one of its ranks.
 
     Raises:
         UnsupportedArchitecture: a stage would have no layer with a KV cache.
@@ -209,7 +211,7 @@ def join_stages(
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
-    """Return the engine's memory other than weights and KV pool, calibrated if --calibration is set."""
+    """Return a rank's memory for framework, activations and CUDA graphs, calibrated if --calibration is set."""
     runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
     if chosen.flags.calibration is None:
         return runtime

@@ -26,9 +26,9 @@ from tonnage.planner.quantization.scheme import Quantization
 def kv_terms(
     pool: PoolSpec, num_blocks: int, chosen: Resolved, bounds: tuple[int, int] | None = None
 ) -> list[Term]:
-    """Return the terms that explain the KV pool: block size, blocks per sequence, and the pool itself.
+    """Return the memory terms that explain the KV pool: block size, blocks per sequence, and pool bytes.
 
-    `bounds` are the lower and the upper bound of the number of blocks.
+    `bounds` are the lower and the upper bound of the number of KV blocks in the pool.
     """
     if not pool.demands:
         return encoder.terms()
@@ -122,7 +122,7 @@ def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
 
 
 def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
-    """Return the terms for LoRA slots, the draft's weights and weights offloaded to the host, if not zero."""
+    """Return the memory terms of LoRA slots, draft weights and weights offloaded to the host, if not zero."""
     terms = []
     if rank.lora_bytes:
         terms.append(
@@ -157,7 +157,7 @@ def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
 def quantized_terms(
     architecture: Architecture, quantization: Quantization, config: Mapping[str, Any], flags: Deployment
 ) -> list[Term]:
-    """Return the terms of a quantized model: weight bytes in its files and after the first forward pass.
+    """Return the memory terms of a quantized model: weight bytes in its files and after the first forward pass.
 
     The bytes are sums over all ranks. They may change in the first forward pass, because a kernel may repack
     the loaded weights.
@@ -198,7 +198,7 @@ def environment_notes(flags: Deployment, gpu: str | None) -> tuple[str, ...]:
 
 
 def request_terms(plan: Plan, requests: tuple[RequestCapacity, ...]) -> tuple[Term, ...]:
-    """Return the terms that explain how many requests of each length the pool holds."""
+    """Return the `--explain` terms that show how many requests of each length the KV pool holds."""
     law, usable = plan.kv_cache.law, plan.kv_cache.usable_blocks
     return tuple(
         Term(

@@ -1,4 +1,4 @@
-"""Weight bytes of a rank: the sum of all tensors under the quantization, and one term per kind of tensor."""
+"""Weight bytes of a rank: the sum over its tensors in their stored formats, and a term per kind of tensor."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that one rank holds after loading.
+    """Bytes of the weights that one rank holds after loading.
 
     Attributes:
         total: expected bytes.
         high: upper bound of the bytes.
         terms: one memory term per kind of tensor.
-        formats: bytes by storage format.
+        formats: bytes of each storage format (dtype and quantization).
     """
 
     total: int
@@ -55,15 +55,15 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Weights that one rank holds on its device, in bytes.
+    """Bytes of the weights that one rank holds on its device, with padding and without offloaded weights.
 
     Attributes:
         loaded: the weights as the engine loads them.
-        padding: bytes that kernels add as padding.
-        rounding: bytes that the allocator adds by rounding.
+        padding: bytes by which kernels pad the weights.
+        rounding: bytes that the allocator adds because it rounds the size of each tensor up.
         offloaded: bytes moved to the host's memory.
         padding_high: upper bound of `padding`, where the engine selects a kernel only while loading.
-        buffers: bytes of tensors for the tokens of a step that the engine allocates together with the weights.
+        buffers: bytes of input buffers for the tokens of one step, which the engine allocates with the weights.
     """
 
     loaded: Weights
@@ -79,7 +79,7 @@ class HeldWeights:
         return self.loaded.total + self.padding + self.rounding + self.buffers - self.offloaded
 
     def added_terms(self) -> list[Term]:
-        """Return the terms of allocator rounding and kernel padding that are not zero."""
+        """Return the memory terms of allocator rounding and kernel padding that are not zero."""
         terms = (
             Term(
                 "weights.allocator_rounding", self.rounding,
@@ -174,9 +174,9 @@ def sum_weights(
 def as_stored(
     held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str = "the GGUF header"
 ) -> HeldWeights:
-    """Return `held` for an engine that keeps the types in which the file stores its tensors.
+    """Return the weights `held` of a rank, for an engine that keeps the tensor types of the GGUF file.
 
-    `known_from` is the source of the tensors' types in the plan's terms.
+    `known_from` says in the plan's terms where the tensor types are known from, such as the GGUF header.
 
     The fraction of the file's bytes that the rank holds is `held.loaded.total` / `whole`. Both numbers are
     bytes of dequantized weights: those of the rank and those of the undivided model.
@@ -201,7 +201,7 @@ def as_stored(
 
 @dataclass(slots=True)
 class _TensorKind:
-    """All tensors, over all layers, with the same shape and the same name except for indices.
+    """All tensors of the model with the same shape and the same name except for layer and list indices.
 
     `first` is one of these tensors, `converted` whether they are quantized, `value` the sum of their bytes.
     """
@@ -219,7 +219,7 @@ def _unnumbered(name: str) -> str:
 
 
 def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
-    """Return an upper bound of the bytes that a bias and two norms of a matrix would take.
+    """Return an upper bound of the bytes of a weight matrix's bias and of the norms before and after it.
 
     The bound is three float32 vectors for each side of the matrix. It is multiplied by `ranks`, because every
     tensor parallel rank holds such vectors in full.
@@ -231,7 +231,7 @@ def _biases_and_norms(tensor: TensorSpec, ranks: int) -> int:
 
 
 def _tiled(shape: tuple[int, ...], held: int) -> int:
-    """Return the bytes of a matrix of `held` bytes after its sides are padded to multiples of the tile size."""
+    """Return the bytes of a matrix of `held` bytes after padding its sides to multiples of oneDNN's tiles."""
     padded = prod(-(-side // _TILE) * _TILE for side in shape)
     return held * padded // prod(shape)
 
@@ -239,7 +239,7 @@ def _tiled(shape: tuple[int, ...], held: int) -> int:
 def _term(
     pattern: str, kind: _TensorKind, quantization: Quantization, kernels: Mapping[str, str], dtype: str
 ) -> Term:
-    """Return the term of one kind of tensor with its formula."""
+    """Return the memory term, with its formula, of all tensors of one kind."""
     first = kind.first
     shape = " x ".join(f"{size:,}" for size in first.shape) or "1"
     if first.tied_to is not None:

@@ -26,7 +26,7 @@ UNQUANTIZED = "none"
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The values that the user gave for each flag that a table varies; an empty tuple means none.
+    """The values that the user gave for each flag that varies in a table of plans; an empty tuple means none.
 
     Attributes:
         gpus: (GPU name, number of GPUs among which the model is divided, or None without a count).
@@ -39,17 +39,17 @@ class Choices:
 
     @property
     def lists(self) -> tuple[tuple[object, ...], ...]:
-        """Return the given values as (models, GPUs, quantizations, KV cache dtypes)."""
+        """Return the values from the command line as (models, GPUs, quantizations, KV cache dtypes)."""
         return self.models, self.gpus, self.quantizations, self.kv_cache_dtypes
 
     @property
     def several(self) -> bool:
-        """Return whether any flag has more than one value."""
+        """Return whether the user gave more than one value for any flag."""
         return max(map(len, self.lists)) > 1
 
     @property
     def of_models(self) -> Choices:
-        """Return a copy with the models only, without GPUs, quantizations and KV cache dtypes."""
+        """Return a copy of the choices with the models only, without GPUs, quantizations and KV dtypes."""
         return Choices(self.models)
 
 
@@ -93,10 +93,10 @@ def one_of(choices: Choices) -> None:
 
 
 def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole: Grid | None) -> list[Grid]:
-    """Return the grids to sweep, one per GPU in the order of --gpu.
+    """Return the grids of flag values to plan, one grid per GPU in the order of --gpu.
 
     Args:
-        choices: the values that were given.
+        choices: the values that the user gave.
         deployment: the flags that are the same in every plan.
         every: GPUs to sweep over if --gpu was not given.
         whole: the grid of --sweep, in which all flags that the user did not give vary; None without --sweep.
@@ -108,7 +108,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     formats = tuple("as is" if name == UNQUANTIZED else name for name in choices.quantizations)
     for name in formats:
         if name != "as is":
-            quantized_to(name)  # raises an error for an unknown name
+            quantized_to(name)  # raises an error for an unknown GPU name
     caches = choices.kv_cache_dtypes or (deployment.kv_cache_dtype,)
     base = Grid(tuple(every), formats or ("as is",), caches, (ranks,))
     if whole is not None:
@@ -128,7 +128,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
 
 
 def _parts(text: str, name: str) -> list[str]:
-    """Split `text` at commas and parse each part as a value of the flag `name`."""
+    """Split an option's text at commas and parse each part as a value of the flag `name`."""
     flag = flags_of(Deployment)[name]
     parts = [part.strip() for part in text.split(",")] if text else []
     if parts and not all(parts):

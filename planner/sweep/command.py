@@ -1,6 +1,6 @@
-"""Tables of plans in `tonnage plan`, for several models or values and for `--sweep`.
+"""Tables of plans in `tonnage plan`, for several models or flag values and for `--sweep`.
 
-The module also has functions that target.py uses.
+The module also has functions that target.py (`--target-concurrency`) uses.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def write_html(
     args: argparse.Namespace, choices: Choices, deployment: Deployment, rows: list[SweepRow],
     lengths: Sequence[tuple[int, int]], prices: dict[str, float],
 ) -> None:  # fmt: skip
-    """Write the rows of a sweep as an HTML page to the file that --html names."""
+    """Write the rows of a sweep as an HTML page to the file that the option --html names."""
     engine = engine_of(deployment.engine)
     flags = replace(deployment, engine_version=version_of(engine, deployment)[1])
     lines = [*length_lines(rows, lengths), *notes_of(rows), *price_lines(rows, prices)]
@@ -142,16 +142,18 @@ def common_flags(choices: Choices, deployment: Deployment, engine_given: bool) -
     if not engine_given and not engine_of(deployment.engine).divides and named != ["cpu"]:
         deployment = replace(deployment, engine="vllm")
     if deployment.calibration is not None:
-        # read here so that an invalid file is one error, not an error in every row
+        # read the calibration file here, so that an invalid file is one error, not one in every row
         read_calibration(deployment.calibration)
     return deployment
 
 
 def varied(choices: Choices, deployment: Deployment, *, formats: bool = True) -> list[Grid]:
-    """Return the grids of --sweep: all flags that the user did not give vary, over all GPUs of the engine.
+    """Return the grids of flag values for --sweep: all flags that the user did not give vary.
+
+    The grids cover all GPUs that the engine supports.
 
     Args:
-        choices: the values that were given.
+        choices: the values that the user gave.
         deployment: the flags that are the same in every plan.
         formats: whether the quantization varies too. Another quantization needs another checkpoint.
     """
@@ -164,7 +166,7 @@ def varied(choices: Choices, deployment: Deployment, *, formats: bool = True) ->
 
 
 def print_json(rows: list[SweepRow], left_out: list[SweepRow], more: dict[str, Any]) -> None:
-    """Print the rows of a sweep as one JSON object, with the additional entries `more`."""
+    """Print the rows of a sweep as one JSON object, to which the entries `more` are added."""
     out = {
         "rows": [{**asdict(row), "usd_per_sequence": row.usd_per_sequence} for row in rows],
         **more,
@@ -213,7 +215,7 @@ def notes_of(rows: Sequence[SweepRow]) -> list[str]:
 
 
 def print_left_out(rows: list[SweepRow]) -> None:
-    """Print how many combinations the engine does not support, and the most frequent reasons."""
+    """Print how many combinations of a sweep the engine does not support, and the most frequent reasons."""
     if not rows:
         return
     reasons = Counter(row.unsupported for row in rows).most_common()

@@ -30,7 +30,7 @@ from tonnage.planner.sweep.rows import SweepRow
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values of each flag that a sweep combines with all values of the other flags.
+    """The values of each flag in a sweep, which plans every combination of them.
 
     Attributes:
         quantizations: values of --quantization, or "as is" for the checkpoint's own.
@@ -58,7 +58,9 @@ def sweep(
     source: ModelSource, deployment: Deployment, grid: Grid, lengths: Sequence[tuple[int, int]] = (),
     prices: Mapping[str, float] | None = None, parts: Parts | None = None,
 ) -> list[SweepRow]:  # fmt: skip
-    """Plan every combination of a grid; a combination that cannot be planned becomes a row with the reason.
+    """Plan every combination of a grid's flag values and return one row per combination.
+
+    The row of a combination that cannot be planned has the reason instead of numbers.
 
     Args:
         source: the model.
@@ -88,7 +90,7 @@ def sweep(
 def _planned_row(
     row: SweepRow, parts: Parts, gpu: Gpu, price: Cost | None, lengths: Sequence[tuple[int, int]]
 ) -> SweepRow:
-    """Plan one combination of a sweep and return `row` with the plan's figures.
+    """Plan one combination of flag values in a sweep and return `row` with the plan's numbers.
 
     Raises:
         TonnageError: a part of the plan is not possible.
@@ -107,17 +109,17 @@ def _row(
     stages: list[Stage], price: Cost | None, asked: Sequence[tuple[RequestLaw, int, int]],
     notes: tuple[str, ...],
 ) -> SweepRow:  # fmt: skip
-    """Return `row` with the numbers of its plan, which are equal to those of a single plan (`Sizer`).
+    """Return the sweep row `row` with the numbers of its plan, equal to those of a single plan (`Sizer`).
 
     Args:
         row: the row with the combination's GPU, quantization, KV cache dtype and tensor parallel size.
         engine: the engine.
         architecture: the model.
         chosen: the flags, with the engine's choice for every omitted flag.
-        pool: geometry of the block pool.
+        pool: geometry of the KV block pool.
         stages: for each pipeline stage, the memory of one rank without the KV pool.
         price: hourly price of the GPUs, or None.
-        asked: (rules for the blocks of a request, prompt tokens, output tokens) of each request to count.
+        asked: (rules for the KV blocks of a request, prompt tokens, output tokens) of each request to count.
         notes: notes to store in the row.
     """
     pool = engine.adjust_pool(architecture, chosen, pool, max(stage.loaded_bounds[0] for stage in stages))
@@ -181,7 +183,7 @@ def _block_bounds(engine: Engine, chosen: Resolved, pool: PoolSpec, stage: Stage
 
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:
-    """Return the grid of --sweep: flags that the user gave keep their values, all others vary."""
+    """Return the grid of flag values for --sweep: flags that the user gave keep their values, others vary."""
     schemes: tuple[str, ...] = ("as is", *flag_formats())
     if deployment.quantization is not None:
         schemes = (deployment.quantization,)

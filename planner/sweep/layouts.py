@@ -36,7 +36,7 @@ def layouts(
     source: ModelSource, deployment: Deployment, grids: Sequence[Grid], choices: Choices, wanted: int,
     lengths: _Lengths, prices: _Prices,
 ) -> list[SweepRow]:  # fmt: skip
-    """Plan each layout within one machine; if one machine of a GPU is too small, also over several machines.
+    """Return the plans of GPU layouts within one machine and, where one machine is too small, over several.
 
     For a GPU that was given with a count, such as `2xa100-80g`, only the layout with that many tensor-parallel
     ranks is planned.
@@ -46,7 +46,7 @@ def layouts(
         deployment: the flags that do not vary. If pipeline_parallel_size is above 1, all layouts have this
             number of stages.
         grids: the values to combine, with a single pipeline stage.
-        choices: the values that were given.
+        choices: the values that the user gave.
         wanted: sequences that have to run at once.
         lengths: (prompt, output) tokens of requests.
         prices: USD per hour of one GPU by its name.
@@ -78,7 +78,7 @@ def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
 
     Args:
         grid: the values to combine.
-        rows: the rows of the same values with a single stage.
+        rows: the sweep rows of the same values with a single pipeline stage.
     """
     weights: dict[int, int] = {}
     for row in rows:
@@ -102,7 +102,7 @@ def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
 
 
 def _too_large(rows: Sequence[SweepRow], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs for which no layout on one machine certainly holds a sequence of the model."""
+    """Return the GPUs for which no sweep row on one machine certainly holds a sequence of max_model_len."""
     held = {row.gpu for row in rows if row.fits and row.least_sequences >= 1}
     return [gpu for gpu in gpus if gpu.device == "cuda" and gpu.name not in held]
 
@@ -111,7 +111,7 @@ def _over_machines(
     source: ModelSource, deployment: Deployment, wide: Sequence[tuple[Gpu, Grid]], rows: Sequence[SweepRow],
     wanted: int, lengths: _Lengths, prices: _Prices, parts: Parts,
 ) -> list[SweepRow]:  # fmt: skip
-    """Return rows of pipelines over several machines, with as many tensor-parallel ranks as the model allows.
+    """Return sweep rows of pipelines over several machines, with as many tensor-parallel ranks as possible.
 
     The number of stages grows until the layout holds the wanted sequences. It stops at twice the number of GPUs
     of the smallest layout that fits.

@@ -40,12 +40,12 @@ class Offer:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of all replicas."""
+        """Return the number of GPUs of all replicas of the offer together."""
         return self.row.gpus * self.replicas
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the rough output tokens per second of all replicas, or None."""
+        """Return the rough output tokens per second of all replicas together, or None if it is not known."""
         return None if self.speed is None else self.speed.tokens_per_second * self.replicas
 
     @property
@@ -55,7 +55,7 @@ class Offer:
 
     @property
     def figures(self) -> tuple[float, float, float, float]:
-        """Return (number of GPUs, price, seconds per token, changed formats); smaller is better in all four."""
+        """Return the offer's (number of GPUs, price, seconds per token, changed formats); smaller is better."""
         price = inf if self.usd_per_hour is None else self.usd_per_hour
         return self.gpus, price, inf if self.speed is None else self.speed.step_seconds, self.changes
 
@@ -64,7 +64,9 @@ def offers(
     rows: Iterable[SweepRow], wanted: int, work: Work, stored: str, length: tuple[int, int] | None,
     prices: dict[str, float],
 ) -> list[Offer]:  # fmt: skip
-    """Return one offer for each row that fits, with the replicas that `wanted` sequences need, smallest first.
+    """Return one offer (layout and number of replicas) for each sweep row that fits, smallest first.
+
+    The replicas together run `wanted` sequences at once.
 
     Args:
         rows: the rows of a sweep.
@@ -97,7 +99,7 @@ def offers(
 
 
 def _order(offer: Offer) -> tuple[float | str, ...]:
-    """Return a sort key: fewer GPUs first, then lower price, fewer pipeline stages, fewer changed formats."""
+    """Return an offer's sort key: fewer GPUs, then lower price, fewer pipeline stages, fewer new formats."""
     gpus, price, seconds, changes = offer.figures
     return gpus, price, offer.row.stages, changes, seconds, offer.replicas, offer.row.gpu
 
@@ -127,7 +129,7 @@ def pareto(found: Sequence[Offer]) -> list[Offer]:
 
 
 def gpus_needed(found: Sequence[Offer]) -> list[tuple[int, list[str]]]:
-    """Return (number of GPUs, GPU names that need at least this number), the smallest number first."""
+    """Return (number of GPUs, names of the GPUs of which at least this number is needed), smallest first."""
     least: dict[str, int] = {}
     for offer in found:
         least[offer.row.gpu] = min(offer.gpus, least.get(offer.row.gpu, offer.gpus))

@@ -8,7 +8,7 @@ from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.sweep.rows import SweepRow
 
 _LAST = float("inf")
-# Name of each order -> sort key; rows with a lower key come first
+# Value of --sort -> sort key of a sweep row; rows with a lower key come first
 SORTS: dict[str, Callable[[SweepRow], float]] = {
     "price-per-sequence": lambda row: _LAST if row.usd_per_sequence is None else row.usd_per_sequence,
     "price": lambda row: _LAST if row.usd_per_hour is None else row.usd_per_hour,

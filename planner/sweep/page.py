@@ -23,7 +23,7 @@ def write_sweep_page(
     Args:
         path: the file to write.
         model: names of the models.
-        rows: the combinations.
+        rows: the sweep's rows, one per combination of flag values.
         engine: name and version of the engine.
         words: words of the command line, which the page quotes.
         lines: paragraphs below the table.
@@ -85,13 +85,13 @@ def write_upgrade_page(
     path: str, headline: Sequence[str], heads: Sequence[str], terms: Sequence[Sequence[str]],
     reasons: Sequence[str], steps: Sequence[tuple[str, str]], words: Sequence[str], facts: Facts,
 ) -> None:  # fmt: skip
-    """Write a page that compares two versions of an engine.
+    """Write an HTML page that compares the plans of a deployment for two versions of an engine.
 
     Args:
         path: the file to write.
         headline: paragraphs at the top.
-        heads: titles of the columns of the table of terms.
-        terms: rows of the table of terms.
+        heads: column titles of the table of memory terms.
+        terms: rows of the table of memory terms.
         reasons: reasons why one of the versions does not run the deployment.
         steps: (release with its changes, their effect on the plan).
         words: words of the command line, which the page quotes.

@@ -45,7 +45,7 @@ class Parts:
     """
 
     def __init__(self, source: ModelSource, deployment: Deployment) -> None:
-        """Read the model that is planned in every combination.
+        """Read the model that is planned in every combination of the sweep.
 
         Args:
             source: the model.
@@ -62,7 +62,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int, stages: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return a combination's flags, complete with the engine's defaults, and notes on changed values."""
+        """Return (flags of a combination with the engine's defaults filled in, notes on changed values)."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
@@ -76,7 +76,7 @@ class Parts:
         return self._cached(("resolve", gpu.name, kv_dtype, ranks, stages), make)
 
     def pool(self, chosen: Resolved) -> PoolSpec:
-        """Return the geometry of the KV block pool: its layer groups, and the bytes of a block."""
+        """Return the KV block pool's geometry for the flags `chosen`: layer groups and bytes of a block."""
 
         def make() -> PoolSpec:
             draft = add_draft(self._source, self.architecture, chosen.flags)
@@ -85,14 +85,14 @@ class Parts:
         return self._cached(("pool", *_pool_key(chosen)), make)
 
     def law(self, chosen: Resolved) -> RequestLaw:
-        """Return the rules for the number of KV blocks of a request, by prompt and output length."""
+        """Return the rules that give a request's number of KV blocks from its prompt and output length."""
         return self._cached(
             ("law", *_pool_key(chosen)),
             lambda: self.engine.request_law(self.architecture, chosen, self.pool(chosen)),
         )
 
     def stages(self, chosen: Resolved, scheme: str) -> list[Stage]:
-        """Return the pipeline stages with an empty pool.
+        """Return the pipeline stages of a plan, with an empty KV pool.
 
         Args:
             chosen: the resolved flags.
@@ -105,7 +105,7 @@ class Parts:
         return join_stages(self.architecture, list(memory), chosen, pool, added)
 
     def _weights(self, chosen: Resolved, scheme: str) -> tuple[list[HeldWeights], Added]:
-        """Return the weights of one rank per stage, and the bytes of LoRA slots and the draft model."""
+        """Return the weights of one rank per pipeline stage, and the bytes of LoRA slots and draft model."""
         asked = chosen.flags
         kernel = None if asked.gpu is None else self.engine.kernel_class(asked.gpu)
 
@@ -129,7 +129,7 @@ class Parts:
     def _runtime(self, chosen: Resolved, scheme: str) -> list[Runtime]:
         """Return, for each pipeline stage, the memory of one rank for activations, framework and CUDA graphs.
 
-        This memory depends on the quantization only for MXFP4, whose experts need no separate buffer.
+        The memory depends on the weights' quantization only for MXFP4, whose experts need no separate buffer.
         """
         flags = chosen.flags
         kind = "mxfp4" if self._quantization(scheme).scheme == "mxfp4" else None
@@ -166,7 +166,7 @@ class Parts:
         )
 
     def _cached(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
-        """Return the cached result of `make` for `key`; a TonnageError is stored and raised again."""
+        """Return the cached result of the function `make` for `key`; cache and raise its TonnageError, too."""
         if key not in self._found:
             try:
                 self._found[key] = make()
@@ -180,7 +180,10 @@ class Parts:
 
 
 def _flag(scheme: str) -> str | None:
-    """Return the --quantization value for a sweep's quantization: None for "as is" (the checkpoint's own)."""
+    """Return the value of --quantization for the quantization `scheme` in a sweep.
+
+    The value is None for "as is", the checkpoint's own quantization.
+    """
     return None if scheme == "as is" else scheme
 
 
@@ -189,6 +192,6 @@ def _ranks(flags: Deployment) -> tuple[int, int]:
 
 
 def _pool_key(chosen: Resolved) -> tuple[object, ...]:
-    """Return the flag values on which the KV pool's geometry depends, as a cache key."""
+    """Return the flag values that determine the KV pool's geometry, as a key of the cache of geometries."""
     flags = chosen.flags
     return flags.kv_cache_dtype, flags.device, flags.tensor_parallel_size, chosen.max_num_batched_tokens

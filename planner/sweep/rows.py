@@ -1,4 +1,4 @@
-"""SweepRow: the result of planning one combination of a sweep, which is one row of the table."""
+"""SweepRow: the plan of one combination of flag values in a sweep, which is one row of the table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One combination of a sweep with its planned figures; all sizes are bytes of one GPU.
+    """One combination of flag values in a sweep, with the numbers of its plan; sizes are bytes of one GPU.
 
     Attributes:
         gpus: number of GPUs: tensor-parallel ranks of all pipeline stages.
@@ -21,7 +21,7 @@ class SweepRow:
         stops: the reason why the engine's start fails although the memory suffices, with a remedy; else empty.
         notes: notes on flag values that the plan changed.
         added_bytes: bytes of LoRA slots and of the speculative draft's weights.
-        max_concurrency: sequences of max_model_len tokens that the pool holds.
+        max_concurrency: sequences of max_model_len tokens that the KV pool holds.
         least_concurrency: lower bound of `max_concurrency`, for the case that all other memory is at its upper
             bound.
         sequences: sequences that run at once, of max_model_len tokens or of the first requested length; at most
@@ -33,8 +33,9 @@ class SweepRow:
         least_held: lower bound of the sequences that the KV pool could hold if --max-num-seqs had no limit.
         request_bytes: KV cache bytes of one request of the first requested length, or of one sequence of
             max_model_len tokens.
-        read_bytes: KV cache bytes that a decode step reads for that request in the middle of its output. With
-            several pipeline stages, `request_bytes` and `read_bytes` are sums over one GPU of each stage.
+        read_bytes: KV cache bytes that a decode step reads for the request of `request_bytes` in the middle of
+            its output. With several pipeline stages, `request_bytes` and `read_bytes` are sums over one GPU of
+            each stage.
         replica_pool_bytes: sum of the KV pool bytes of all GPUs of a replica.
     """
 
@@ -73,19 +74,19 @@ class SweepRow:
 
     @property
     def tensor(self) -> int:
-        """Return the number of tensor-parallel ranks."""
+        """Return the number of tensor-parallel ranks of one pipeline stage."""
         return self.gpus // self.stages
 
     @property
     def usd_per_sequence(self) -> float | None:
-        """Return the hourly price per sequence that certainly runs; None without a price or without one."""
+        """Return USD per hour per sequence that certainly runs; None if price or sequences are missing."""
         if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
             return None
         return self.usd_per_hour / self.least_sequences
 
     @property
     def cost(self) -> tuple[int, float]:
-        """Return a sort key: rows with a price first, by price; then the others, by total GPU memory."""
+        """Return a sweep row's sort key: rows with a price first, by price; others by total GPU memory."""
         if self.usd_per_hour is not None:
             return 0, self.usd_per_hour
         return 1, float(self.gpus * self.total_bytes)

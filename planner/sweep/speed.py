@@ -1,4 +1,4 @@
-"""Rough speed of a layout: a roofline of memory bandwidth and arithmetic, plus all-reduces between GPUs.
+"""Rough speed of a GPU layout: a roofline of memory bandwidth and arithmetic, plus all-reduces between GPUs.
 
 - A step reads the weights once, and the KV cache of every running request.
 - Per token it computes 2 operations for each parameter used for the token (Kaplan et al., arXiv 2001.08361,
@@ -61,11 +61,11 @@ class Work:
     reduced: int = 0
 
     def computed(self) -> float:
-        """Return the number of parameters used per token."""
+        """Return the number of the model's parameters that the computation of one token uses."""
         return self.dense + (self.expert * self.chosen / self.experts if self.experts else 0)
 
     def read_share(self, tokens: float) -> float:
-        """Return the fraction (0 to 1) of the parameters that a step with `tokens` tokens reads.
+        """Return the fraction (0 to 1) of the model's parameters that a step with `tokens` tokens reads.
 
         A step reads the weights of an expert if at least one token selects it. The router is assumed to select
         experts uniformly.
@@ -77,7 +77,10 @@ class Work:
 
 
 def work_of(architecture: Architecture) -> Work:
-    """Return the parameters of a model used for text; the embedding counts only if tied to the head."""
+    """Return the numbers of a model's parameters used for text.
+
+    The embedding counts only if the head is tied to it.
+    """
     tied = {tensor.tied_to for tensor in architecture.tensors if tensor.tied_to is not None}
     dense = expert = 0
     for tensor in architecture.tensors:
@@ -101,7 +104,7 @@ def speed_of(
     work: Work, gpu: Gpu, *, scheme: str = "none", weights_bytes: int, read_bytes: float, tensor: int = 1,
     stages: int = 1, running: int, prompt: int, output: int,
 ) -> Speed | None:  # fmt: skip
-    """Return the rough speed of one replica that runs `running` requests, None without the GPU's peak figures.
+    """Return the rough speed of a replica that runs `running` requests; None if GPU peak figures are unknown.
 
     Args:
         work: the model's parameters.
@@ -110,8 +113,8 @@ def speed_of(
         weights_bytes: bytes of the weights on one GPU.
         read_bytes: KV cache bytes that a step reads for one request in the middle of its output, summed over
             one GPU of each stage.
-        tensor: tensor-parallel ranks.
-        stages: pipeline stages.
+        tensor: number of tensor-parallel ranks.
+        stages: number of pipeline stages.
         running: requests that run at once.
         prompt: tokens of each prompt; 0 to leave out the time of prefill.
         output: tokens of each answer.

@@ -1,4 +1,4 @@
-"""Text table with one line per row of a sweep and aligned columns, for a terminal or a file."""
+"""Text table of a sweep, with one line per combination of flag values, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
 
 # Columns to leave out on a narrow terminal, in this order; the first ones can be derived from other columns.
 _DISPENSABLE = ("tokens", "weights", "at least", "pool")
-# column -> value; if all rows have this value, the column is omitted
+# column -> value; a column is omitted if all rows have its value
 _FIXED = {"format": "as is", "KV": "auto"}
 
 
@@ -69,7 +69,7 @@ def _aligned(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> list[str]:
 
 
 def _folded(columns: Sequence[_Column], rows: Sequence[SweepRow]) -> tuple[list[_Column], list[str]]:
-    """Return (table columns to print, texts of the omitted columns).
+    """Return (columns of the sweep's table to print, texts on the omitted columns).
 
     The quantization or KV cache dtype column is omitted if all rows have the checkpoint's own format.
     """
@@ -135,7 +135,10 @@ def _price_each(row: SweepRow) -> str:
 
 
 def _at_once(place: int) -> Callable[[SweepRow], str]:
-    """Return a function that formats how many requests of length number `place` a row runs at once."""
+    """Return a function that formats how many requests a sweep row runs at once.
+
+    The requests have the length with index `place` in the list of requested lengths.
+    """
     return lambda row: _of(row.requests[place], row.requests_held[place])
 
 
@@ -144,7 +147,7 @@ def _sequences(row: SweepRow) -> str:
 
 
 def _of(running: float, held: float) -> str:
-    """Format the number of sequences that run; if the pool could hold more, as `running of held`."""
+    """Format how many sequences run at once; if the KV pool could hold more, as `running of held`."""
     return f"{_count(running)} of {_count(held)}" if held > running else _count(running)
 
 
@@ -153,7 +156,10 @@ def _count(figure: float) -> str:
 
 
 def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> list[str]:
-    """Return text lines that state the length of the sequences in the table, which may differ by model."""
+    """Return lines of text that state the length of the sequences in a sweep's table.
+
+    The length may differ by model.
+    """
     own = {row.model: row.max_model_len for row in rows if row.max_model_len}
     if lengths:
         prompt, output = lengths[0]
@@ -168,7 +174,7 @@ def length_lines(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -
 
 
 def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]:
-    """Return text lines with the sources of a table's prices, and the GPUs without a price."""
+    """Return lines of text with the sources of the GPU prices in a table, and the GPUs without a price."""
     sources: dict[str, list[str]] = {}
     for row in rows:
         if not row.total_bytes and row.refused:

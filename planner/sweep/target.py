@@ -1,4 +1,4 @@
-"""Search for layouts that run a number of requests at once.
+"""Search for GPU layouts that run a given number of requests at once (`--target-concurrency`).
 
 Example: `tonnage plan --request 4000+500 --target-concurrency 200`.
 """
@@ -44,18 +44,18 @@ from tonnage.planner.sweep.speed import SPEEDS, work_of
 from tonnage.planner.sweep.table import price_lines
 from tonnage.planner.units import GiB, ceil_div, gib, parse_count
 
-_SHOWN = 12  # maximum number of layouts printed as text without --top
+_SHOWN = 12  # maximum number of GPU layouts printed as text without --top
 # For requests of a given length, max_model_len is rounded up to a multiple of this number of tokens.
 _ROUND = 1024
 
 
 def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argparse.Namespace) -> int:
-    """Print the layouts that hold `wanted` requests and the commands that serve the first one.
+    """Print the GPU layouts that hold `wanted` requests, and the commands that serve the first layout.
 
     Returns the exit code.
 
     Args:
-        choices: the model and the values that were given.
+        choices: the model and the values that the user gave.
         deployment: the flags that are the same in every plan.
         wanted: number of requests that have to run at once.
         args: the parsed options.
@@ -83,8 +83,8 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     with busy(f"Planning {sum(map(len, grids)):,} layouts and more with pipelines ..."):
         rows = layouts(source, deployment, grids, choices, wanted, lengths, prices)
     if lengths and args.max_model_len is None and rows and all(row.refused for row in rows):
-        # If the blocks of a request are not known for this model, the request counts as a sequence of its
-        # length.
+        # If the rule for a request's KV blocks is not known for this model, the request counts as a sequence of
+        # prompt + output tokens.
         sized = replace(deployment, max_model_len=sum(lengths[0]))
         others = layouts(source, sized, grids, choices, wanted, (), prices)
         if not all(row.refused for row in others):
@@ -133,7 +133,7 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
 def _print_need(
     rows: Sequence[SweepRow], given: object, wanted: int, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Print the KV pool size that the requests need, by the rows with the smallest tensor parallel size.
+    """Print the KV pool size that `wanted` requests need, by the rows with the fewest tensor-parallel ranks.
 
     `given` is the user's --max-model-len, or None.
     """
@@ -221,7 +221,7 @@ def _cells(offer: Offer, several: bool, piped: bool) -> list[str]:
 
 
 def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment) -> list[str]:
-    """Return text lines with the reasons why no row of the sweep holds the requested number of requests."""
+    """Return lines of text with the reasons why no sweep row holds the requested number of requests."""
     most = max((row.gpus for row in rows), default=1)
     lines = [f"No layout of up to {most} {'GPU' if most == 1 else 'GPUs'} of one type holds a single request."]
     largest = max((row.total_bytes for row in rows), default=0)
@@ -238,7 +238,7 @@ def _none(source: ModelSource, rows: Sequence[SweepRow], deployment: Deployment)
 
 
 def _as_dict(offer: Offer) -> dict[str, Any]:
-    """Return the JSON object of a layout."""
+    """Return the JSON object of a GPU layout with its replicas, price and speed."""
     row, speed = offer.row, offer.speed
     return {
         "gpu": row.gpu,
@@ -258,7 +258,7 @@ def _as_dict(offer: Offer) -> dict[str, Any]:
 
 
 def _machines(offer: Offer, deployment: Deployment) -> str | None:
-    """Return text on how to start a replica over several machines, or None if one machine is enough."""
+    """Return text on how to start a replica over several machines, or None if one machine is enough for it."""
     if offer.row.gpus <= NODE:
         return None
     count = ceil_div(offer.row.gpus, NODE)

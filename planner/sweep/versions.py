@@ -35,13 +35,13 @@ _DEFAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChange:
-    """A release of an engine at which the plan changes.
+    """A release of an engine that changes the plan of a deployment.
 
     Attributes:
         version: version number of the release.
         reasons: the changes in the engine that affect the plan.
-        before: terms of the plan before the release.
-        after: terms of the plan from the release on.
+        before: name -> number of the plan for the version before the release.
+        after: name -> number of the plan for the release.
     """
 
     version: str
@@ -51,7 +51,7 @@ class ReleaseChange:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Return the names of the plan terms that this release changes."""
+        """Return the names of the numbers in the plan that this release changes."""
         return tuple(name for name, value in self.after.items() if self.before.get(name) != value)
 
 
@@ -93,14 +93,14 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # a version between the two may reject the flags
+        except TonnageError:  # an engine version between `since` and `until` may reject the flags
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # a difference that no known change explains
+    if found != known:  # a difference that no known change of the engine explains
         steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
@@ -119,7 +119,7 @@ def _release(text: str) -> Version:
 
 
 def terms_of(plan: Plan) -> dict[str, Any]:
-    """Return a dict: name -> number of the plan, for all numbers that may differ between engine versions."""
+    """Return a dict: name -> value, for all numbers of a plan that may differ between engine versions."""
     rank, cache, layout = plan.rank, plan.kv_cache, plan.kv_cache.layout
     found: dict[str, Any] = {
         "weights_bytes": rank.weights_bytes + rank.lora_bytes + rank.draft_bytes,
@@ -140,7 +140,10 @@ def terms_of(plan: Plan) -> dict[str, Any]:
 
 
 def run_compare(source: ModelSource, deployment: Deployment, args: argparse.Namespace) -> int:
-    """Print the comparison of the two --compare versions; return exit code 0 if both plans fit, else 1."""
+    """Print the comparison of the plans for the two engine versions of --compare.
+
+    Returns exit code 0 if both plans fit, else 1.
+    """
     since, until = args.compare
     if args.engine is None and not any(engine_of(deployment.engine).newest):
         deployment = replace(deployment, engine="vllm")  # the default engine is vllm, as for --sweep
@@ -211,7 +214,10 @@ def _headline(upgrade: Upgrade, since: str, until: str) -> tuple[str, str]:
 
 
 def _rows(upgrade: Upgrade) -> list[tuple[str, str, str, str]]:
-    """Return (name, value before, value after, difference) of each plan term that is not zero in both plans."""
+    """Return table rows (name, value before, value after, difference) of the plans' numbers.
+
+    Numbers that are zero in both plans are left out.
+    """
     before, after = terms_of(upgrade.before), terms_of(upgrade.after)
     return [
         (_term_name(name), _shown(name, value), _shown(name, after[name]), _difference(value, after[name]))
@@ -230,7 +236,7 @@ def _reasons(upgrade: Upgrade, since: str, until: str) -> list[str]:
 
 
 def _steps(upgrade: Upgrade) -> list[tuple[str, str]]:
-    """Return two texts for each release: the release with its reasons, and the plan terms that it changes."""
+    """Return two texts for each release: the release with its reasons, and the numbers that it changes."""
     lines = []
     for step in upgrade.steps:
         told = [name for name in step.changed if name != "max_concurrency" or "tokens" not in step.changed]
@@ -258,7 +264,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _difference(before: Any, after: Any) -> str:
-    """Return the change of a number as text: in percent, or as a factor if it is above 2 or below 0.5."""
+    """Return the change of a plan's number as text: in percent, or as a factor above 2 or below 0.5."""
     numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
     if not numbers or before == after or not before:
         return ""
