@@ -144,7 +144,9 @@ class ResponseService:
         yield data + events.numbered_event(f"response.{done['status']}", response=done)
 
     async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse, bytes]:
-        """Return the submission, the use of tools, and the JSON of the fields that the response repeats.
+        """Return what a request submits to the engine, how it uses tools, and the fields that its response repeats.
+
+        The fields are JSON text.
 
         A waiting request keeps only these three, so its parsed body is freed.
         """
