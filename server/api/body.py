@@ -102,7 +102,7 @@ def parse_steps(
 
 
 def _validate_items(items: list[Any], adapter: TypeAdapter[Any]) -> Generator[None, None, None]:
-    """Validate the items of a list in a request body in place, and stop at the first invalid item without an error.
+    """Validate a list's items in a request body in place; stop at the first invalid item without an error.
 
     The later validation of the whole body reports that item.
     """
@@ -166,7 +166,7 @@ def _listed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _dotted(location: Sequence[int | str]) -> str:
-    """Return a field's path in the body as a list of texts for an error message or a header.
+    """Return a field's path in the request body as text, such as ``messages.0.content``.
 
     Each name is cut to 60 characters, because it may come from the client.
     """
@@ -190,9 +190,9 @@ def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
 
 
 def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -> list[list[str]]:
-    """Delete from the request body ``document`` the unknown fields inside known fields that pydantic's ``error`` lists.
+    """Delete unknown fields that are nested inside known fields of the body ``document``; return their paths.
 
-    Delete at most ``most`` fields; return their dotted paths.
+    ``error`` is pydantic's error, which lists them. At most ``most`` fields are deleted.
     """
     dropped: list[list[str]] = []
     for found in error.errors(include_url=False, include_context=False, include_input=False):

@@ -117,9 +117,7 @@ class Generator:
         if sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS:
             return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
         found: list[tuple[int, ...]] = []
-        one: dict[
-            int, int
-        ] = {}  # Equal token ids share one int object, so a token takes 8 bytes instead of 40.
+        one: dict[int, int] = {}  # equal ids share one int object, so a token takes 8 bytes instead of 40
         for part in _slices(texts, size=len):
             for ids in await self.in_thread(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
@@ -131,9 +129,7 @@ class Generator:
         """Return the token ids of each pair of texts, and the index of the first token of the second text."""
         encode = self._state.tokenizer.encode_pairs
         found: list[tuple[tuple[int, ...], int | None]] = []
-        one: dict[
-            int, int
-        ] = {}  # equal token ids share one int object, so that a token takes 8 bytes instead of 40
+        one: dict[int, int] = {}  # equal ids share one int object: 8 bytes per token instead of 40
         for part in _slices(pairs, size=lambda pair: len(pair[0]) + len(pair[1])):
             encoded = await self.in_thread(encode, part, add_special_tokens)
             found += [(tuple(map(one.setdefault, ids, ids)), second) for ids, second in encoded]
@@ -166,7 +162,7 @@ class Generator:
         return await self.in_thread(work, *arguments)
 
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError (context_length_exceeded) for a text with more than twice as many tokens as the context.
+        """Raise ApiError (context_length_exceeded) if a text has more than twice as many tokens as the context.
 
         Tokens of a long text are counted in slices, which needs less memory than encoding it as a whole. The
         cuts between slices change the count by far less than a factor of two.
@@ -320,8 +316,8 @@ class Generator:
             submission.params.grammar.check_size()
         self.check_sequences(len(submission.prompts), submission.n)
         tenant, drain = ticket.tenant, accounts.retry_after()
-        # This call raises an error for a priority that the tenant may not use, so it precedes the reservation of
-        # places in the queue.
+        # This call raises an error for a priority that the tenant may not use, so it precedes the reservation
+        # of places in the queue.
         tenant.priority_of(submission.priority)
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
@@ -449,7 +445,7 @@ class Generator:
 
 
 def _of_pair(params: SamplingParams, pooling: Pooling, second: int) -> SamplingParams:
-    """Return the pooling model's parameters for a prompt of two texts, whose second begins at token ``second``."""
+    """Return the parameters for a cross-encoder's prompt of two texts; the second begins at ``second``."""
     return replace(params, pooling=replace(pooling, second_text=second))
 
 

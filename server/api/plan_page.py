@@ -38,7 +38,7 @@ def plan_page_router() -> APIRouter:
     made: list[_Written] = []
 
     def written() -> _Written:
-        """Return the folder with the planner's page, which the first call writes; concurrent calls write it once."""
+        """Return the folder with the planner's page; the first call writes it, even if calls are concurrent."""
         with lock:
             if not made:
                 made.append(_Written())

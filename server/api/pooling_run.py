@@ -100,9 +100,7 @@ class PoolingRun:
             async with aclosing(self._generator.run(submission, self.counts, self._ticket)) as deltas:
                 async for delta in deltas:
                     values = results[delta.index] = np.asarray(delta.pooled, np.float64)
-                    if (
-                        values.ndim > 1
-                    ):  # results of one vector need no limit of bytes, because the queue bounds their number
+                    if values.ndim > 1:  # single vectors need no limit: the queue bounds their number
                         held.hold(values.nbytes)
         self._ticket.finish("stop")
         return results

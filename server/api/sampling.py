@@ -44,7 +44,7 @@ Stop = TypeVar("Stop", bound="str | list[str] | None")
 
 
 def short_stop(stop: Stop) -> Stop:
-    """Return a request's field ``stop`` unchanged; raise ValueError when its strings have too many characters."""
+    """Return a request's ``stop`` unchanged; raise ValueError when its strings have too many characters."""
     if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARACTERS:
         raise ValueError(STOP_EXPECTED)
     return stop
@@ -150,7 +150,7 @@ class SamplingFields(EngineBody):
         return bool(self.stream)
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar (JSON schema, regex, choices ...) of ``structured_outputs`` that the answer must match.
+        """Return the grammar of ``structured_outputs`` (JSON schema, regex ...) that the answer must match.
 
         Subclasses also read their field ``response_format``.
         """
@@ -241,7 +241,7 @@ class SamplingFields(EngineBody):
         )
 
     def forget(self) -> None:
-        """Remove the fields of this request body that were converted into sampling parameters, a grammar or a prompt.
+        """Remove the fields of this body that were converted into sampling parameters, a grammar or a prompt.
 
         This frees memory: a waiting request needs only the results of the conversion.
         """

@@ -91,9 +91,7 @@ class TokenOutput:
         self._shows_tokens = self._shows_prompt and not hides_tokens
         self._ids: list[list[int]] = [[] for _ in range(submission.sequences)]
         self._scores: dict[int, str] = {}  # index of a prompt -> JSON of its log probabilities
-        self._id_bytes = (
-            len(str(state.plan.model.vocab_size)) + 1
-        )  # upper bound of a token id's bytes, with comma
+        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # upper bound of the bytes per id
         if self._shows_prompt:
             held.hold(self._id_bytes * self._n * sum(map(len, submission.prompts)))
 
@@ -126,11 +124,11 @@ class TokenOutput:
         return list(self._prompts[prompt]) if self._shows_prompt else None
 
     def scores(self) -> PromptScores | None:
-        """Return a placeholder that ``fill`` replaces by a prompt's log probabilities, or None if not requested."""
+        """Return a placeholder that `fill` replaces by a prompt's log probabilities; None if not requested."""
         return None if self._top is None else []
 
     def fill(self, answer: str, prompts: Iterable[int]) -> str:
-        """Return an answer's JSON with the placeholders of `scores` replaced by log probabilities of the prompts."""
+        """Return an answer's JSON with the placeholders of `scores` replaced by prompt log probabilities."""
         if self._top is None:
             return answer
         lists = [f'"prompt_logprobs":[{self._scores.get(prompt, "")}]' for prompt in prompts]
@@ -138,7 +136,7 @@ class TokenOutput:
 
 
 def _position(token: TokenLogprobs | None, tokenizer: Tokenizer, top: int) -> str:
-    """Return the log probabilities at one prompt position as JSON: its token, then the ``top`` likeliest (vLLM)."""
+    """Return one prompt position's log probabilities as vLLM's JSON: its token, then the ``top`` likeliest."""
     if token is None:
         return "null"
     ranked = enumerate(token.top[:top], start=1)

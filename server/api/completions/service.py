@@ -108,7 +108,7 @@ class CompletionService(OpenAIEvents):
         return shown.encode()
 
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
-        """Return the builders of ``logprobs``, one per choice, or an empty list for a request without logprobs."""
+        """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs."""
         if request.logprobs is None:
             return []
         special = request.skip_special_tokens is False
@@ -119,7 +119,7 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
-        """Return the ``n`` of each prompt's ``generated`` answers with the highest mean log probability per token."""
+        """Return the ``n`` answers of each prompt, of ``generated``, with the highest mean log probability."""
         if generated == n:
             return answers
         kept: list[_Answer] = []
