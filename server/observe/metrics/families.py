@@ -33,11 +33,11 @@ class Page:
         self._out: list[str] = []
 
     def gauge(self, name: str, text: str, value: float | None) -> None:
-        """Write one gauge without labels to the page: name, help text and value; a value of None writes nothing."""
+        """Write one gauge without labels to the page: name, help text and value; None writes nothing."""
         self.gauges(name, text, (), {} if value is None else {(): value})
 
     def counter(self, name: str, text: str, value: float | None) -> None:
-        """Write one counter without labels to the page; `name` has no `_total`; a value of None writes nothing."""
+        """Write one counter without labels to the page; `name` has no `_total`, and None writes nothing."""
         self.counters(name, text, (), {} if value is None else {(): value})
 
     def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
