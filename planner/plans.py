@@ -339,7 +339,7 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # the bounds look equal when printed
+            if gib(low) == gib(high):  # both bounds would be printed as the same text
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 

@@ -438,7 +438,8 @@ def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
     if listed is None and isinstance(indices, list):
         attending = common.numbers_in(indices)
         return tuple(i in attending for i in range(layers))
-    return listed or (True,) * layers  # without both fields the config class has no convolution layers
+    # If the config has neither field, the config class makes all layers attention layers, none convolutional.
+    return listed or (True,) * layers
 
 
 def _lfm2_inner(fields: Fields) -> int:

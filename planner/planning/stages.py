@@ -61,7 +61,7 @@ class Stage:
     def runtime_terms(self) -> list[Term]:
         """Return the engine's estimates as terms: framework, activations, CUDA graphs."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # reported as a term, but not included in the used bytes
+        if self.runtime.beside is not None:  # graphs outside the used bytes, reported anyway
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 

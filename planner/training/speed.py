@@ -100,5 +100,5 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
     """Return the bytes from and to NVMe in a step."""
-    size = 2 * plan.line("optimizer states", "nvme")  # Each step reads and writes them once.
+    size = 2 * plan.line("optimizer states", "nvme")  # each step reads and writes the states once
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

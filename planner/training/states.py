@@ -163,7 +163,7 @@ def states_on_rank(
             per_layer_trained += each if held.trainable else 0
             layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
-        if not held.trainable and held.frozen_bytes < n:  # a quantized weight
+        if not held.trainable and held.frozen_bytes < n:  # a frozen quantized weight
             packed = max(packed, n)
         if not held.trainable:
             # The packed bytes of a quantized tensor are sharded in proportion to its elements.

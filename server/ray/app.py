@@ -84,9 +84,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         num_replicas=1,
         max_ongoing_requests=settings.max_num_queued_reqs,
         graceful_shutdown_timeout_s=settings.drain_seconds,
-        ray_actor_options={
-            "num_cpus": 0
-        },  # The API reserves no resources in Ray, so that it can start on a node that engines fill.
+        # The API reserves no resources in Ray, so that it can start on a node that engines fill.
+        ray_actor_options={"num_cpus": 0},
     )
     return api.bind(settings, plan, engine.bind(settings, plan))
 

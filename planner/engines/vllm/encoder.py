@@ -140,7 +140,7 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     stored = made
     padded = {"": tokens, "item": found.tokens, "budget": found.budget}[known.padded_embeddings]
-    if padded > tokens:  # the copies exist beside the tower's output
+    if padded > tokens:  # the padded copies exist beside the tower's output
         stored = found.count * padded * vision.width * size
         peak = max(peak, given + table + made + stored)
     kept = stored + table + (0 if second else given)

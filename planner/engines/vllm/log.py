@@ -140,7 +140,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # each replica's engine logs 1, not the flag
+                continue  # each data-parallel replica's engine logs 1, not the flag's value
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":

@@ -36,7 +36,7 @@ log = logging.getLogger("tonnage.server")
 PLACES = GRAMMAR_TRIALS
 # Upper bound of the texts with cached results, in bytes; above it, the least recently used are evicted.
 KNOWN_BYTES = 4 << 20
-_PATIENCE = 5.0  # seconds in which the process must end after its connection was closed
+_PATIENCE = 5.0  # seconds in which the trial process must end after its connection was closed
 
 
 @dataclass(slots=True)

@@ -139,7 +139,8 @@ def _compile(part: Part, told: Connection) -> None:
     # and peak memory is 30 MB higher.
     gc.freeze()
     gc.set_threshold(50_000)
-    bound_heap()  # freed memory returns to the kernel, because the model loads meanwhile
+    # Return freed memory to the kernel at once: the model, which loads at the same time, needs it.
+    bound_heap()
     threading.Thread(target=_tell, args=(part.compiler, told), daemon=True).start()
     part.load()
     if not part.compiler.kept:
