@@ -295,7 +295,7 @@ class Fields:
             return None
         if not isinstance(value, list) or len(value) != layers:
             raise ConfigError(
-                f"{shown(value)} does not name the {layers} layers of num_hidden_layers", field="layer_types"
+                f"{shown(value)} must list a kind of layer for each of {layers} layers", field="layer_types"
             )
         for kind in value:
             if kind not in ("full_attention", "sliding_attention"):
@@ -321,7 +321,9 @@ class Fields:
         known = isinstance(value, list) and all(isinstance(word, str | int) and word in words for word in value)
         if not known or len(value) != layers:
             named = " or ".join(map(str, words))
-            raise ConfigError(f"{shown(value)} does not name {layers} layers {named}", field=self.name(field))
+            raise ConfigError(
+                f"{shown(value)} must list {named} for each of {layers} layers", field=self.name(field)
+            )
         return tuple(words[word] for word in value)
 
     def check_unread(

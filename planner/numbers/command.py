@@ -227,7 +227,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.bits is not None:
         if args.value is not None:
             raise DeploymentError(
-                "gives the fields of a value and excludes VALUE", field="--bits", hint="leave one out"
+                "gives a value by its bits and cannot be used together with VALUE",
+                field="--bits",
+                hint="leave one out",
             )
         if chosen is None:
             raise DeploymentError("needs --format " + "|".join(f.name for f in FLOATS), field="--bits")
