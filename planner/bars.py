@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-SHADES = "█▓▒░"  # from full to empty
+SHADES = "█▓▒░"  # characters of a bar, from full to empty
 ASCII = "#+:."
 
 

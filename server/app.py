@@ -160,7 +160,7 @@ def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
 
 
 def _output_parser(settings: Settings, folder: Path) -> Callable[[], OutputParser] | None:
-    """Return a function that loads the configured parsers of tool calls and reasoning, or None if none is set.
+    """Return a function that loads the parsers of tool calls and reasoning, or None if none is configured.
 
     Raises:
         DeploymentError: Only one of --enable-auto-tool-choice and --tool-call-parser is set.

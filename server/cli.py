@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open() -> None:
-    """Open /dev/null in place of a closed stdout or stderr (``>&-``, some cron jobs)."""
+    """Open /dev/null in place of stdout or stderr if the caller closed it (``>&-``, some cron jobs)."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- open until the process ends
     if sys.stderr is None:

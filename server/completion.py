@@ -66,7 +66,7 @@ The manual page:
 
 
 def run(argv: list[str]) -> int:
-    """Print the script or the manual page and return 0; raises TonnageError for an unknown shell."""
+    """Print a shell's completion script or the manual page, and return 0; TonnageError for an unknown shell."""
     arguments = parser().parse_args(argv)
     if arguments.shell == MANUAL:
         print(page(_ABOUT, {name: parser_of(name) for name in COMMANDS}), end="")
@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
 
 
 def tree() -> argparse.ArgumentParser:
-    """Return one parser whose sub-parsers are the parsers of all commands."""
+    """Return one argument parser whose sub-parsers are the parsers of all ``tonnage`` commands."""
     root = argparse.ArgumentParser(prog="tonnage", description=_ABOUT, allow_abbrev=False)
     root.add_argument("-V", "--version", action="version", version="tonnage", help="print the version")
     commands = root.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
@@ -131,6 +131,6 @@ def _values(action: argparse.Action) -> Iterable[str]:
 
 
 def _named(name: str) -> Iterable[str]:
-    """Return the valid values of an option that come from a catalogue or depend on the engine."""
+    """Return the values that completion offers for the option ``name``, such as GPU names; may be empty."""
     names = _NAMES.get(name)
     return names() if names else ()

@@ -240,7 +240,7 @@ def anthropic_error(code: str, message: str, param: str | None, request_id: str)
 
 
 def headers(error: ApiError) -> dict[str, str]:
-    """Return the headers that tell a client whether and when to retry.
+    """Return the response headers that tell a client whether and when to retry after ``error``.
 
     Returns:
         ``Retry-After`` (seconds) and ``retry-after-ms`` when a retry may succeed, and ``x-should-retry: false``

@@ -76,7 +76,7 @@ exit codes: 0 within the bounds, 1 outside (or the engine failed), 2 bad input o
     return p
 
 
-# Flags of `tonnage plan` that `tonnage replay` takes, too.
+# Flags of `tonnage plan` that `tonnage replay` also accepts.
 _REPLAYED = (
     "gpu", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "enable_prefix_caching", "tensor_parallel_size", "quantization", "kv_cache_dtype",

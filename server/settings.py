@@ -31,7 +31,7 @@ from tonnage.planner.planning.deployment import deployment_of
 from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
 
-# In output, API keys are replaced by their number.
+# When settings are shown, API keys are replaced by their number.
 _Secrets = PlainSerializer(lambda keys: f"{len(keys)} given")
 _KINDS: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "Path": Path, "tuple[str, ...]": tuple[str, ...],
@@ -50,11 +50,11 @@ _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _setting(flag: Flag) -> tuple[Any, Any]:
-    """Return the pydantic type and field for a flag; values are parsed and checked as on the command line."""
+    """Return the pydantic type and field of a setting from its flag, whose parser also checks the values."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if flag.kind == "KVEventsConfig" and isinstance(value, dict):
-            value = json.dumps(value)  # the value is a table of the TOML file
+            value = json.dumps(value)  # the value is a table of the TOML file, not a single value
         if isinstance(value, str):
             return flag.read(value, info.field_name)
         if isinstance(value, list):

@@ -53,7 +53,7 @@ log = logging.getLogger("tonnage.server")
 
 @dataclass(slots=True)
 class ServerState:
-    """State of one app, kept in ``app.state.tonnage``.
+    """State of one FastAPI app of a server, kept in ``app.state.tonnage``.
 
     ``startup_error`` is the reason when the engine failed to start, else None.
     """
@@ -147,7 +147,7 @@ class ServerState:
         return "" if name == self.model_name else name
 
     def check_task(self, *tasks: PoolingTask) -> None:
-        """Raise ApiError when the model does none of the pooling ``tasks``.
+        """Raise ApiError when the model supports none of the pooling ``tasks`` (embed, classify ...).
 
         Without tasks, raise it when the model generates no text.
         """
@@ -203,7 +203,7 @@ class ServerState:
             self.on_startup_error(self.startup_error)
 
     async def stop(self) -> None:
-        """Stop the engine, even while it is still loading."""
+        """Stop the engine, even while it still loads the model."""
         if self._loading is not None and not self._loading.done():
             self._loading.cancel()
             with contextlib.suppress(asyncio.CancelledError):

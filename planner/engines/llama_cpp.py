@@ -91,7 +91,7 @@ class LlamaCpp(Engine):
     title = "llama.cpp"
     # The defaults are n_parallel 1 and n_ubatch 512 (common/common.h, 2025).
     batch: ClassVar = {"cpu": (1, 512), "cuda": (1, 512)}
-    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # a block is one cell
+    blocks: ClassVar = {"cpu": 1, "cuda": 1}  # llama.cpp has no blocks: its cells of one token count as blocks
     logs = True
     log_figures: ClassVar = {
         "weights_bytes": "", "activation_bytes": "", "kv_pool_bytes": "", "context_tokens": "",

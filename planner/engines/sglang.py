@@ -327,7 +327,7 @@ class SGLang(Engine):
         text = squeezed(line)
         read_figures(self.name, _LOG_LINES, text, out)
         if "Memorypoolend" in text:
-            out.state.add("pools are complete")  # the next pools in the log are a draft model's
+            out.state.add("pools are complete")  # later KV pools in the log are those of a draft model
         if match := compiled(_LOG_POOL).search(text):
             out.engine = self.name
             if "pools are complete" not in out.state:

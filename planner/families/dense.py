@@ -337,9 +337,8 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     stated = fields.raw("no_rope_layers")
-    if (
-        isinstance(stated, list) and len(stated) > layers
-    ):  # if the list has more entries than the model has layers, transformers reads the first ones
+    # If the list has more entries than the model has layers, transformers reads the first ones.
+    if isinstance(stated, list) and len(stated) > layers:
         fields.config = {**fields.config, "no_rope_layers": stated[:layers]}
     listed = fields.listed("no_rope_layers", layers, {1: True, 0: False})
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed

@@ -132,7 +132,7 @@ def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
     known = isinstance(listed, list) and len(listed) == layers
     if not known or not all(type(s) is int and 0 <= s <= i and listed[s] == s for i, s in enumerate(listed)):
         raise ConfigError(
-            f"{shown(listed)} does not name, for each of {layers} layers, the layer itself or an earlier layer "
+            f"{shown(listed)} must name, for each of {layers} layers, the layer itself or an earlier layer "
             "with its own latent",
             field="kv_source_layers",
         )

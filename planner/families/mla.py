@@ -333,7 +333,7 @@ def _longcat_ngram(fields: Fields, model_type: str) -> Architecture:
     ratio = fields.integer("ngram_vocab_size_ratio", limit="width")
     tables = split * (grams - 1)
     if tables < 1:
-        raise ConfigError(f"{grams} is not at least 2", field="emb_neighbor_num")
+        raise ConfigError(f"{grams} must be at least 2", field="emb_neighbor_num")
     common.divisible(found.hidden_size, tables, "hidden_size", "the number of n-gram tables")
     width = found.hidden_size // tables
     rows = sum(ratio * found.vocab_size + 2 * i + 1 for i in range(tables))

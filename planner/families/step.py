@@ -65,7 +65,8 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("model.embed_tokens", vocab, hidden)
     for i, at in t.layers(layers, "model.layers"):
         own = f"{at}.self_attn"
-        for name, rows in (("q_proj", query), ("k_proj", size), ("v_proj", size)):  # whole on every rank
+        # Tensor parallelism does not divide these tensors: every rank has them whole.
+        for name, rows in (("q_proj", query), ("k_proj", size), ("v_proj", size)):
             t.linear(f"{own}.{name}", rows, hidden)
         t.norm(f"{own}.inter_norm", query)
         t.linear(f"{own}.wq", heads * size, query, shard="column")

@@ -76,7 +76,7 @@ class _Cursor:
         """Advance the read position by `length` bytes and return the old position."""
         start = self.at
         if length < 0 or start + length > len(self.data):
-            raise self.fail(f"the header is truncated: {length:,} bytes are claimed")
+            raise self.fail(f"the header is truncated: a value states {length:,} bytes, more than follow")
         if start + length > _MAX_HEADER:
             raise self.fail(f"the header is longer than {_MAX_HEADER:,} bytes")
         self.at = start + length
@@ -194,7 +194,7 @@ def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:
     name = cursor.string()
     dimensions = cursor.scalar(4)
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
-        raise cursor.fail(f"{name[:80]} has {dimensions} dimensions")
+        raise cursor.fail(f"{name[:80]} has {dimensions} dimensions instead of 1 to {_MAX_DIMENSIONS}")
     sizes = [cursor.scalar(10) for _ in range(dimensions)]
     kind, offset = cursor.scalar(4), cursor.scalar(10)
     if kind not in GGML_TYPES:

@@ -218,8 +218,8 @@ def _plan_id(sizer: Sizer, flags: Deployment) -> str:
 
         content.append(read_calibration(flags.calibration))
     whole = sizer.hash()
-    # `Sizer.hash` has hashed an unclosed JSON list of the model's id, config and tensors. The flags continue
-    # and close this list.
+    # The hash so far is of an unclosed JSON list: the model's id, config and tensors (`Sizer.hash`). The flags
+    # continue and close this list.
     whole.update(f", {json.dumps(content, sort_keys=True)[1:]}".encode())
     digest: str = whole.hexdigest()
     return digest[:16]

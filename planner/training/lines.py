@@ -124,7 +124,8 @@ def peak_lines(
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
-        low = peak.logits  # The lower bound is 12 of 14 bytes per logit: a caller that drops the 16-bit logits.
+        # The lower bound is for a caller that drops the 16-bit logits: 12 of 14 bytes per logit.
+        low = peak.logits
         formula = LOSS[setup.loss if setup.stack is None or setup.loss != "full" else "dropped"]
         out.append(
             Line(

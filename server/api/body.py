@@ -61,13 +61,14 @@ def parse_steps(
 
     Args:
         body: The JSON text.
-        fields: The model and the field table of the endpoint.
+        fields: The pydantic model of the endpoint's request body, with its table of honoured fields.
         honours: Names of the sampling parameters that the engine honours.
         lenient: Whether to drop unknown fields instead of rejecting the request.
         most: Maximum number of JSON values in the body (``most_values``).
 
     Returns:
-        As the generator's value, the validated model and the names of the fields that had no effect.
+        As the generator's value, the validated body (a pydantic model) and the names of the fields that had no
+        effect.
 
     Raises:
         ApiError: The body is invalid; the message names the field and what it accepts.
@@ -101,9 +102,9 @@ def parse_steps(
 
 
 def _validate_items(items: list[Any], adapter: TypeAdapter[Any]) -> Generator[None, None, None]:
-    """Replace the items of a list by validated ones, and stop at the first invalid item without an error.
+    """Validate a list's items in a request body in place; stop at the first invalid item without an error.
 
-    The validation of the whole body reports that item.
+    The later validation of the whole body reports that item.
     """
     begun = time.perf_counter()
     for at, item in enumerate(items):
@@ -119,7 +120,7 @@ def _validate_items(items: list[Any], adapter: TypeAdapter[Any]) -> Generator[No
 def _apply(
     document: dict[str, Any], table: FieldTable, honours: frozenset[str], lenient: bool, prefix: str
 ) -> list[str]:
-    """Remove the fields that the model does not define from ``document``; return the names of the ignored ones.
+    """Remove the fields that the pydantic model does not define from a request body; return the ignored names.
 
     Raises ApiError for a field that the API or the engine does not support.
     """
@@ -165,7 +166,10 @@ def _listed(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _dotted(location: Sequence[int | str]) -> str:
-    """Return a field's path, with each name cut to 60 characters because it may come from the client."""
+    """Return a field's path in the request body as text, such as ``messages.0.content``.
+
+    Each name is cut to 60 characters, because it may come from the client.
+    """
     return ".".join(str(part)[:60] for part in location)
 
 
@@ -186,7 +190,10 @@ def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
 
 
 def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -> list[list[str]]:
-    """Delete at most ``most`` unknown fields that are nested inside known fields; return their dotted paths."""
+    """Delete unknown fields that are nested inside known fields of the body ``document``; return their paths.
+
+    ``error`` is pydantic's error, which lists them. At most ``most`` fields are deleted.
+    """
     dropped: list[list[str]] = []
     for found in error.errors(include_url=False, include_context=False, include_input=False):
         if len(dropped) == most:

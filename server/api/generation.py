@@ -77,7 +77,7 @@ class _Sequence:
 
     detokenizer: Detokenizer | ByteDetokenizer
     stop: StopStrings
-    min_tokens: int  # stop strings have no effect before this many tokens
+    min_tokens: int  # stop strings have no effect before the choice has this many tokens
     shows_stop: bool = False  # whether the text includes the stop string that ended it
     last: float | None = None
     finished: bool = False
@@ -117,7 +117,7 @@ class Generator:
         if sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS:
             return tuple(tuple(tokenizer.encode(text, add_special_tokens)) for text in texts)
         found: list[tuple[int, ...]] = []
-        one: dict[int, int] = {}  # Equal tokens share one int object, so a token takes 8 bytes instead of 40.
+        one: dict[int, int] = {}  # equal ids share one int object, so a token takes 8 bytes instead of 40
         for part in _slices(texts, size=len):
             for ids in await self.in_thread(tokenizer.encode_all, part, add_special_tokens):
                 found.append(tuple(map(one.setdefault, ids, ids)))
@@ -129,7 +129,7 @@ class Generator:
         """Return the token ids of each pair of texts, and the index of the first token of the second text."""
         encode = self._state.tokenizer.encode_pairs
         found: list[tuple[tuple[int, ...], int | None]] = []
-        one: dict[int, int] = {}  # equal tokens share one int object, as in encode_all
+        one: dict[int, int] = {}  # equal ids share one int object: 8 bytes per token instead of 40
         for part in _slices(pairs, size=lambda pair: len(pair[0]) + len(pair[1])):
             encoded = await self.in_thread(encode, part, add_special_tokens)
             found += [(tuple(map(one.setdefault, ids, ids)), second) for ids, second in encoded]
@@ -153,13 +153,16 @@ class Generator:
             return await asyncio.to_thread(work, *arguments)
 
     async def converted(self, items: int, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Call ``work``, which visits ``items`` parts of a body, and return its result; many take a thread."""
+        """Call ``work``, which converts ``items`` parts of a request body, and return its result.
+
+        With many parts it is called in a thread, so that the event loop is not blocked.
+        """
         if items <= _ITEMS_INLINE:
             return work(*arguments)
         return await self.in_thread(work, *arguments)
 
     async def check_characters(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError (context_length_exceeded) for a text with more than twice the context's tokens.
+        """Raise ApiError (context_length_exceeded) if a text has more than twice as many tokens as the context.
 
         Tokens of a long text are counted in slices, which needs less memory than encoding it as a whole. The
         cuts between slices change the count by far less than a factor of two.
@@ -198,7 +201,7 @@ class Generator:
         )
         for prompt in prompts:
             self.check_token_ids([prompt], param)
-            await asyncio.sleep(0)  # lets other tasks run: all prompts may have millions of tokens
+            await asyncio.sleep(0)  # let other tasks run, because the prompts may have millions of tokens
         return prompts
 
     def check_token_ids(self, prompts: Sequence[Sequence[int]], param: str) -> None:
@@ -313,7 +316,8 @@ class Generator:
             submission.params.grammar.check_size()
         self.check_sequences(len(submission.prompts), submission.n)
         tenant, drain = ticket.tenant, accounts.retry_after()
-        # The call raises for a priority that the tenant may not use, so it comes before any reservation.
+        # This call raises an error for a priority that the tenant may not use, so it precedes the reservation
+        # of places in the queue.
         tenant.priority_of(submission.priority)
         if self._sequences + wanted > limit:
             accounts.refused["wait", "max_num_queued_reqs"] += 1
@@ -410,7 +414,7 @@ class Generator:
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the token ids of their bad words, which are encoded in a thread."""
+        """Return the sampling parameters with the token ids of their ``bad_words``, which a thread encodes."""
         if not params.bad_words:
             return params
         vocabulary = self._state.plan.model.vocab_size
@@ -420,7 +424,7 @@ class Generator:
     def _requests(
         self, submission: Submission, params: SamplingParams, ticket: Ticket
     ) -> list[GenerationRequest]:
-        """Return one engine request for each prompt of a submission."""
+        """Return one engine request for each prompt of the API request ``submission``."""
         tenant = ticket.tenant
         salt, priority = tenant.salt(submission.cache_salt), tenant.priority_of(submission.priority)
         pooling = params.pooling
@@ -441,7 +445,7 @@ class Generator:
 
 
 def _of_pair(params: SamplingParams, pooling: Pooling, second: int) -> SamplingParams:
-    """Return the parameters for a prompt of two texts, the second of which begins at token index ``second``."""
+    """Return the parameters for a cross-encoder's prompt of two texts; the second begins at ``second``."""
     return replace(params, pooling=replace(pooling, second_text=second))
 
 

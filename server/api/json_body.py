@@ -61,7 +61,7 @@ shown = _short.repr
 async def read_body(
     request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
 ) -> bytearray:
-    """Read the body of a request, up to a limit.
+    """Read the body of an HTTP request, up to a limit of bytes.
 
     Args:
         request: The request.

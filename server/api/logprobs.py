@@ -108,7 +108,7 @@ class JsonLists:
         self._parts: dict[str, list[str]] = {name: [] for name in names}
 
     def add(self, lists: dict[str, list[Any]]) -> int:
-        """Append the values of each list; return the added number of characters."""
+        """Append ``lists`` (values by list name) to the JSON text; return the number of characters added."""
         size = 0
         for name, values in lists.items():
             if values:
@@ -118,7 +118,7 @@ class JsonLists:
         return size
 
     def text(self, more: str = "") -> str:
-        """Return the lists as one JSON object; ``more`` is the JSON of further members."""
+        """Return the lists as one JSON object; ``more`` is the JSON of further members, or empty."""
         members = [f"{json.dumps(name)}:[{','.join(parts)}]" for name, parts in self._parts.items()]
         return "{" + ",".join([*members, *([more] if more else [])]) + "}"
 

@@ -26,7 +26,7 @@ def _sees_all(request: Request) -> bool:
 
 
 def operations_router(state: ServerState, metrics: Metrics, generator: Generator) -> APIRouter:
-    """Return the routes that operators and monitoring use."""
+    """Return a router of the endpoints for operators and monitoring, such as /health and /metrics."""
     router = APIRouter()
 
     @router.get("/", include_in_schema=False)

@@ -20,7 +20,7 @@ _TYPES = {".mjs": "text/javascript", ".wasm": "application/wasm"}
 
 
 class _Written:
-    """A temporary folder that holds the page and is removed together with this object."""
+    """A temporary folder that holds the planner's page and is removed together with this object."""
 
     def __init__(self) -> None:
         # present() raises when pyodide is missing, so it runs before the folder is created.
@@ -38,7 +38,7 @@ def plan_page_router() -> APIRouter:
     made: list[_Written] = []
 
     def written() -> _Written:
-        """Return the folder with the page; concurrent first requests write it once."""
+        """Return the folder with the planner's page; the first call writes it, even if calls are concurrent."""
         with lock:
             if not made:
                 made.append(_Written())
@@ -54,7 +54,7 @@ def plan_page_router() -> APIRouter:
     def file(name: str) -> Response:
         try:
             folder = written().folder
-        # The error's message names folders of the server and flags of a command, so the client gets another
+        # The original error names folders of the server and flags of a command, so the client gets another
         # one.
         except PageError:
             raise ApiError(

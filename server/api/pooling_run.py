@@ -24,7 +24,7 @@ from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 
-# A result: a vector, or a vector for each token.
+# A pooling model's result for one prompt: a vector, or a vector for each token.
 Values = npt.NDArray[np.float64]
 # Writing an answer yields to the event loop after this many seconds of work.
 _STEP_SECONDS = 0.005
@@ -119,19 +119,19 @@ def check_input_length(state: ServerState, longest: int, param: str) -> None:
 
 
 def vector_of(result: Values) -> list[float]:
-    """Return a result with one vector as a list."""
+    """Return a pooling model's result that has one vector as a list of numbers."""
     vector: list[float] = result.tolist()
     return vector
 
 
 def rows_of(result: Values) -> list[float] | list[list[float]]:
-    """Return a result as nested lists, one list of numbers per vector."""
+    """Return a pooling model's result as nested lists, one list of numbers per vector."""
     rows: list[float] | list[list[float]] = result.tolist()
     return rows
 
 
 def as_base64(result: Values) -> str:
-    """Return a result as base64 of its values in little-endian 32-bit floats, vector after vector."""
+    """Return a pooling model's result as base64 of little-endian 32-bit floats, vector after vector."""
     return base64.b64encode(result.astype("<f4").tobytes()).decode()
 
 

@@ -128,7 +128,7 @@ ROUTES = (
 
 
 def engine_router(state: ServerState, generator: Generator) -> APIRouter:
-    """Return the routes of ``ROUTES``, served by one app's state and generator."""
+    """Return a FastAPI router of the endpoints that use the engine, served by one app's state and generator."""
     router = APIRouter()
     for route in ROUTES:
         endpoint = Endpoint(route.path, state, route.service(state, generator))

@@ -20,15 +20,18 @@ from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
-# maximum number of allowed_token_ids; a mask of so many takes less than a millisecond per token
+# maximum number of allowed_token_ids in a request; a logits mask of this many ids takes less than a millisecond
+# per generated token
 MAX_ALLOWED = 10_000
 _INT64 = 2**63
 _INT31 = 2**31
 
-# A limit that keeps token ids within int32 tensors; ids outside the vocabulary are rejected later.
+# Type of a token id in a request body: the limit keeps ids within int32 tensors. Ids outside the vocabulary are
+# rejected later.
 TokenId = Annotated[int, Field(ge=0, lt=_INT31)]
-# A limit for counts, which are checked against the context later. Python cannot print the sum of two numbers of
-# 4,300 digits, which has 4,301 (sys.int_info.default_max_str_digits).
+# Type of a number of tokens in a request body, which is compared with the context length later. The limit keeps
+# sums printable in error messages: Python prints integers of at most 4,300 digits
+# (sys.int_info.default_max_str_digits).
 TokenCount = Annotated[int, Field(ge=0, lt=_INT31)]
 AtLeastOne = Annotated[int, Field(ge=1, lt=_INT31)]
 BadWord = Annotated[str, Field(pattern=r"\S", max_length=256)]
@@ -41,7 +44,7 @@ Stop = TypeVar("Stop", bound="str | list[str] | None")
 
 
 def short_stop(stop: Stop) -> Stop:
-    """Return the stop strings; raise ValueError when they have too many characters in total."""
+    """Return a request's ``stop`` unchanged; raise ValueError when its strings have too many characters."""
     if stop is not None and sum(map(len, [stop] if isinstance(stop, str) else stop)) > MAX_STOP_CHARACTERS:
         raise ValueError(STOP_EXPECTED)
     return stop
@@ -53,7 +56,7 @@ class StreamOptions(BaseModel):
     model_config = STRICT
 
     include_usage: bool | None = None
-    # vLLM's field: with include_usage too, every chunk of the stream has the usage
+    # vLLM's field: if include_usage is also set, every chunk of the stream has the token usage
     continuous_usage_stats: bool | None = None
 
 
@@ -106,7 +109,7 @@ class EngineBody(BaseModel):
         return False
 
 
-# fields of all bodies that a request does not need while it waits
+# fields of request bodies that are no longer needed while the request waits, because they were converted
 _CONVERTED = frozenset({
     "allowed_token_ids", "bad_words", "chat_template_kwargs", "instructions", "logit_bias", "metadata",
     "response_format", "stop_token_ids", "structured_outputs", "suffix", "text", "tools",
@@ -147,7 +150,10 @@ class SamplingFields(EngineBody):
         return bool(self.stream)
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that the answer must match; subclasses add ``response_format``."""
+        """Return the grammar of ``structured_outputs`` (JSON schema, regex ...) that the answer must match.
+
+        Subclasses also read their field ``response_format``.
+        """
         constraint = self.structured_outputs
         if constraint is None:
             return None
@@ -174,11 +180,11 @@ class SamplingFields(EngineBody):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def include_usage(self) -> bool:
-        """Return whether the last event of the stream carries the usage."""
+        """Return whether the last event of the streamed answer has the token usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def continuous_usage(self) -> bool:
-        """Return whether every event of the stream carries the usage so far."""
+        """Return whether every event of the streamed answer has the token usage so far."""
         return self.include_usage() and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(
@@ -235,7 +241,7 @@ class SamplingFields(EngineBody):
         )
 
     def forget(self) -> None:
-        """Remove the fields that were converted into sampling parameters, a grammar or a prompt.
+        """Remove the fields of this body that were converted into sampling parameters, a grammar or a prompt.
 
         This frees memory: a waiting request needs only the results of the conversion.
         """

@@ -22,7 +22,7 @@ _COMMENT = b": keep-alive\n\n"
 
 
 def outcome_of(error: ApiError) -> Outcome:
-    """Return the outcome that a failed request is counted under.
+    """Return the outcome under which the metrics count a failed request.
 
     A rejection (invalid request, or overload) is ``rejected``, a failure of the engine ``error``, and a request
     over its time limit ``aborted``.
@@ -50,7 +50,7 @@ class EventStream(Response):
     stream.
 
     When the client disconnects, the iterator is closed at once. When the client does not read, the iterator
-    still runs to its end, and ``outboxes`` keeps the unread events.
+    still runs to its end, and ``outboxes`` (the server's send buffers) keeps the unread events.
     """
 
     media_type = "text/event-stream"

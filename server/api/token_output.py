@@ -52,7 +52,7 @@ def is_none(value: Any) -> bool:
 
 
 def check_prompt_logprobs(request: TokenOutputFields) -> None:
-    """Raise ApiError for prompt log probabilities of a stream, which vLLM does not send either."""
+    """Raise ApiError when a streamed request asks for prompt log probabilities, as vLLM does."""
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
@@ -91,12 +91,12 @@ class TokenOutput:
         self._shows_tokens = self._shows_prompt and not hides_tokens
         self._ids: list[list[int]] = [[] for _ in range(submission.sequences)]
         self._scores: dict[int, str] = {}  # index of a prompt -> JSON of its log probabilities
-        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # at most: the digits of an id, and a comma
+        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # upper bound of the bytes per id
         if self._shows_prompt:
             held.hold(self._id_bytes * self._n * sum(map(len, submission.prompts)))
 
     async def take(self, delta: Delta) -> None:
-        """Add the tokens of ``delta``.
+        """Add the token ids and prompt log probabilities of ``delta``, a choice's newest tokens, to the answer.
 
         Raises:
             ApiError: The answer is too large.
@@ -124,11 +124,11 @@ class TokenOutput:
         return list(self._prompts[prompt]) if self._shows_prompt else None
 
     def scores(self) -> PromptScores | None:
-        """Return a placeholder that ``fill`` replaces by a prompt's log probabilities, or None without any."""
+        """Return a placeholder that `fill` replaces by a prompt's log probabilities; None if not requested."""
         return None if self._top is None else []
 
     def fill(self, answer: str, prompts: Iterable[int]) -> str:
-        """Return an answer's JSON with the placeholders of `scores` replaced by the prompts' probabilities."""
+        """Return an answer's JSON with the placeholders of `scores` replaced by prompt log probabilities."""
         if self._top is None:
             return answer
         lists = [f'"prompt_logprobs":[{self._scores.get(prompt, "")}]' for prompt in prompts]
@@ -136,7 +136,7 @@ class TokenOutput:
 
 
 def _position(token: TokenLogprobs | None, tokenizer: Tokenizer, top: int) -> str:
-    """Return the JSON of one position: the prompt's token, then the ``top`` likeliest, in vLLM's format."""
+    """Return one prompt position's log probabilities as vLLM's JSON: its token, then the ``top`` likeliest."""
     if token is None:
         return "null"
     ranked = enumerate(token.top[:top], start=1)

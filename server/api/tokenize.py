@@ -23,13 +23,13 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
 
-# Limits of a text in bytes and of a list in tokens; a larger context raises them. Encoding takes about a
-# hundred times the text's bytes in memory, and twice that when the text of each token is returned.
+# Limits of a request: bytes of the text to encode, and number of token ids to decode. A model with a larger
+# context raises them. Encoding takes about a hundred times the text's bytes in memory, and twice that when the
+# text of each token is returned.
 MAX_BYTES = 2**18
 MAX_TOKENS = 2**17
 _WRITTEN_AT_ONCE = 2**14
-# A typical number of bytes per token, with which the context is converted to bytes: English text has four to
-# five.
+# Bytes per token by which the context length in tokens is converted to bytes; English text has four to five.
 _BYTES_A_TOKEN = 8
 
 

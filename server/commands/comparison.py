@@ -25,16 +25,16 @@ class ComparisonRow:
 
     @property
     def difference(self) -> int | None:
-        """Return measured minus planned bytes, or None when the row has no measurement."""
+        """Return the component's measured minus planned bytes, or None when the row has no measurement."""
         return None if self.measured is None else self.measured - self.planned
 
     @property
     def within(self) -> bool:
-        """Return whether the difference is within its bound; True for a row without a measurement."""
+        """Return whether the bytes' difference is within its bound; True for a row without a measurement."""
         return self.difference is None or abs(self.difference) <= self.bound * self.planned
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as a JSON object."""
+        """Return the row of the comparison table as a JSON object."""
         return asdict(self) | {"difference": self.difference, "within": self.within}
 
 
@@ -55,7 +55,7 @@ def process_row(engine: str, device: str, used: int, measured: int | None) -> Co
 
 
 def print_table(rows: Iterable[ComparisonRow], file: TextIO | None = None) -> None:
-    """Print the rows in aligned columns: bytes exactly and in MiB (2^20), differences with a sign."""
+    """Print the comparison table in aligned columns: bytes exactly and in MiB (2^20), signed differences."""
     out = sys.stdout if file is None else file
     table = [("", "planned", "measured", "difference", "")]
     for row in rows:

@@ -136,7 +136,7 @@ def _is_ready(url: str) -> bool:
 
 
 async def _ask(url: str) -> list[str]:
-    """Send all questions at once, and return the completions in the order of the questions."""
+    """Send the demo's questions to the server at once; return the completions in the order of the questions."""
     import openai  # imported here, because the extra demo is optional
 
     # The client ignores the environment's proxies, and does not retry, because a retry would hide an error.

@@ -54,7 +54,7 @@ _NO_COMMAND = (
 
 
 def run(argv: list[str]) -> int:
-    """Print the report and return 0, since a missing package is a finding and not a failure.
+    """Print the report on packages, devices and backends; return 0, since a missing package is no failure.
 
     Raises:
         TonnageError: the model is unknown.
@@ -113,7 +113,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return per device the attention kernels that the hf backend tries, in order, and why it skips others."""
+    """Return per device the attention kernels that the hf backend tries, in order, and why not the others."""
     # imported here, because this module imports torch
     from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not
 
@@ -132,7 +132,7 @@ def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _machine_code() -> str:
-    """Return a line that says whether this machine has compiled code of the block manager and CPU kernels."""
+    """Return a line on whether the block manager and CPU kernels are compiled ahead for this processor."""
     level = level_here()
     if level is not None and is_there(level, named()):
         return f"compiled ahead for {level.name}"
@@ -185,7 +185,7 @@ def _honours() -> dict[str, frozenset[str]]:
 
 
 def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-    """Return the treatment of a request field as a JSON object.
+    """Return how the API treats the request field that ``rule`` describes, as a JSON object.
 
     `backends` lists the backends that honour the field; every other backend rejects it by name.
     """
@@ -201,7 +201,7 @@ def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> 
 
 
 def _condition(rule: dict[str, Any]) -> str:
-    """Return the backends that honour the field, and what the field requires of the model, as text."""
+    """Return as text which backends honour a request field, and what the field requires of the model."""
     if rule["class"] != Standing.HONOURED.value:
         return ""
     return "; ".join(filter(None, (", ".join(rule["backends"]), rule.get("why", ""))))

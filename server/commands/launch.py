@@ -152,7 +152,7 @@ def _check_host(deployment: Deployment) -> None:
 
 
 def make_engine(settings: Settings, plan: Plan) -> Engine:
-    """Return an engine of the kind that `--backend` names, not yet started.
+    """Return an unstarted engine of the backend (hf, vllm, fake) that the settings name.
 
     Raises:
         DeploymentError: the engine does not support a configured feature.

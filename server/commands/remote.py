@@ -41,7 +41,7 @@ def follow(
     interval: float | None,
     beside: Output[AnyObservation] | None = None,
 ) -> int:
-    """Show observations until Ctrl-C or SIGTERM; return 0, or 1 when the server cannot be read.
+    """Show observations of a server until Ctrl-C or SIGTERM; return 0, or 1 when it cannot be read.
 
     Args:
         observe: makes one observation of the server and returns it.
@@ -69,7 +69,7 @@ def seconds(text: str, field: str) -> float:
     """Return a command-line argument as a number of seconds; `field` names the option in errors.
 
     Raises:
-        DeploymentError: it is not a number between 0.1 and 86,400.
+        DeploymentError: the text is not a number between 0.1 and 86,400.
     """
     try:
         value = float(text)

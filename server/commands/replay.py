@@ -46,7 +46,7 @@ WAIT_TARGET = "1s"
 
 
 def run(argv: list[str]) -> int:
-    """Replay a trace and print the result; return 0, or 1 when --search-gpus finds no number of GPUs.
+    """Replay a request trace and print the result; return 0, or 1 when --search-gpus finds no number of GPUs.
 
     Raises:
         TonnageError: the input is invalid.
@@ -167,7 +167,7 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         policy=_policy(arguments),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
-        # make_plan has replaced None by the engine's default
+        # make_plan has replaced a None in this field by the engine's default
         enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
     )
 
@@ -277,7 +277,7 @@ def _said(quiet: bool, ranks: int) -> Callable[[int, float], None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function that updates a progress bar, or None when stderr is not a terminal."""
+    """Yield a function that updates the replay's progress bar, or None when stderr is not a terminal."""
     if not redraws(sys.stderr):
         yield None
         return

@@ -22,7 +22,7 @@ _FIELD = "--tiers"
 
 
 def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | None:
-    """Return the configured tiers, or None without --tiers.
+    """Return the simulator's KV tiers as the flags configure them, or None without --tiers.
 
     Raises:
         DeploymentError: a flag is not understood, or a bandwidth is not known.
@@ -110,7 +110,7 @@ def _bandwidth(value: float | None, field: str) -> float | None:
 
 
 def _link(gpu: Gpu | None) -> float:
-    """Return the peak bandwidth from host memory to a GPU, in bytes per second."""
+    """Return the peak bandwidth of the link from host memory to the GPU ``gpu``, in bytes per second."""
     if gpu is not None and gpu.name.startswith(("gh200", "gb200", "gb300")):
         return _C2C
     if gpu is None or gpu.capability is None:
@@ -121,7 +121,7 @@ def _link(gpu: Gpu | None) -> float:
 
 
 def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
-    """Return the curve of hit rate by cache size as (size, hit rate) texts, ending with its knee."""
+    """Return the curve of KV hit rate by cache size as (size, hit rate) texts; the last is the curve's knee."""
     rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
     rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]
     knee = curve.knee()
@@ -129,7 +129,7 @@ def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
 
 
 def curve_dict(curve: TierCurve, chunk_bytes: int) -> dict[str, object]:
-    """Return the curve of hit rate by cache size as a JSON object, with sizes in bytes."""
+    """Return the curve of KV hit rate by cache size as a JSON object, with sizes in bytes."""
     return {
         "points": [{"bytes": size, "hit_rate": round(rate, 5)} for size, rate in curve.points(chunk_bytes)],
         "highest": round(curve.highest, 5),

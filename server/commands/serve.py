@@ -54,7 +54,7 @@ ACCEPTED_A_ROUND = 32
 
 
 def run(argv: list[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C, and return the exit code.
+    """Load the model, serve the API until SIGTERM or Ctrl-C, and return the exit code.
 
     Raises:
         TonnageError: the input is invalid; nothing has been started.
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
         return OK
     bound_heap()
     raise_file_limit()
-    # The keys are not used here. The call only checks them, before the model is loaded.
+    # The API keys are not used here. The call only checks them, before the model is loaded.
     load_keys(settings.api_key, settings.api_key_file)
     _check_tls(settings)
     configure(settings.log_format, settings.log_level)
@@ -121,7 +121,7 @@ def _check_tls(settings: Settings) -> None:
 
 
 def _load(config: uvicorn.Config) -> None:
-    """Load the TLS certificate and its key.
+    """Load the TLS certificate and private key that the server's config names.
 
     Raises:
         DeploymentError: the certificate or the key is invalid, or they do not belong together.

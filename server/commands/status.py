@@ -9,7 +9,7 @@ _BETWEEN = "2"
 
 
 def run(argv: list[str]) -> int:
-    """Show the status; return 0, or 1 when the server cannot be read.
+    """Show the status of a Tonnage server; return 0, or 1 when the server cannot be read.
 
     Raises:
         TonnageError: the input is invalid.

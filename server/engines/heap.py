@@ -46,7 +46,7 @@ def settle_heap() -> None:
     _trim()
 
 
-# When the process has grown by this much, its free memory is returned to the kernel.
+# When the process' memory has grown by this many bytes, its free memory is returned to the kernel.
 _GROWTH_BYTES = 8 * 2**20
 _WORTH_BYTES = 2**20
 _CHECK_SECONDS = 1.0

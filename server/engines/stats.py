@@ -221,7 +221,7 @@ class EngineStats:
     admission_mode: str | None = None
     auto: AutoStats | None = None  # None except in the admission mode ``auto``
     tier: TierStats | None = None  # None except for an hf engine with a KV tier
-    since: float | None = None  # last change of ``ready``, in seconds since the epoch; None if not reported
+    since: float | None = None  # time of the last change of ``ready`` (epoch seconds); None if not reported
 
 
 # Fields of EngineStats that only increase.

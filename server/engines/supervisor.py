@@ -177,7 +177,8 @@ class SupervisedEngine(Engine):
         self._restarts += 1
         try:
             engine = self._make()
-            # Set both in one statement: counters added before the engine is replaced would count twice.
+            # Set the sum of earlier engines' counters and the new engine in one statement. Otherwise a reader
+            # could count the old engine's counters twice.
             self._before, self._engine = self.stats(), engine
             await self._load(engine)
         except Exception as error:

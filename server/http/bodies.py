@@ -22,7 +22,7 @@ Parsed = TypeVar("Parsed")
 
 
 def completed(steps: Generator[None, None, Parsed]) -> Parsed:
-    """Run all steps of a generator without a pause between them, and return the generator's value."""
+    """Run the generator ``steps`` to its end without pauses, and return its value (the parsed body)."""
     while True:
         try:
             next(steps)
@@ -53,7 +53,7 @@ class BodyBytes:
         self.held += more
 
     def release(self, size: int) -> None:
-        """Subtract a body of ``size`` bytes that was parsed or discarded."""
+        """Subtract a request body of ``size`` bytes that was parsed or discarded."""
         self.held -= max(0, size - FREE_BYTES)
 
     async def in_turn(self, size: int, steps: Generator[None, None, Parsed]) -> Parsed:

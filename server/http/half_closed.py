@@ -53,7 +53,7 @@ class HalfClosed:
             self._probe_in(FIRST_SECONDS)
 
     def stop(self) -> None:
-        """Stop probing, because the connection is closed."""
+        """Stop probing the client, because its connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -65,7 +65,7 @@ class HalfClosed:
             return
         cycle = self._cycle
         if self._flow.write_paused:
-            pass  # data already waits to be sent, and sending it is the probe
+            pass  # data already waits to be sent; the attempt to send it serves as the probe
         elif not cycle.response_started:
             if self._begun is None:
                 cycle.transport = self._begun = _StartedTransport(self._transport)

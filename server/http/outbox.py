@@ -21,13 +21,13 @@ from tonnage.server.errors import ApiError, ErrorCode
 
 
 class Buffer(Protocol):
-    """Interface of the bytes of an answer that are held until the client gets them; ``len`` is their number."""
+    """Interface of a buffer of an answer's bytes that the client has not received; ``len`` is their number."""
 
     def __len__(self) -> int:
-        """Return the number of bytes held."""
+        """Return the number of bytes of the answer in this buffer."""
 
     def cut(self) -> None:
-        """Discard the answer and release its bytes."""
+        """Discard the answer in this buffer and release its bytes."""
 
 
 class Outboxes:
@@ -49,7 +49,7 @@ class Outboxes:
         return len(self._behind)
 
     def hold(self, outbox: Buffer, size: int) -> None:
-        """Count ``size`` more bytes in ``outbox``; above the limit of all buffers, discard the largest."""
+        """Count ``size`` more bytes in ``outbox``; if all buffers exceed the limit, discard the largest."""
         self._behind.add(outbox)
         self.idle.clear()
         self.held += size
@@ -57,18 +57,18 @@ class Outboxes:
             max(self._behind, key=len).cut()
 
     def release(self, size: int) -> None:
-        """Count ``size`` bytes less, because they were sent or discarded."""
+        """Subtract ``size`` unsent bytes from the total of all buffers, because they were sent or discarded."""
         self.held -= size
 
     def end(self, outbox: Buffer) -> None:
-        """Remove an outbox that has sent all its events or whose client has disconnected."""
+        """Stop counting ``outbox``, which has sent all its events or whose client has disconnected."""
         self._behind.discard(outbox)
         if not self._behind:
             self.idle.set()
 
 
 class HeldAnswer:
-    """Counter of the bytes of an answer that is held until complete; they count towards the limit of all."""
+    """Counter of an unstreamed answer's bytes, which count towards the limit of all answers' buffers."""
 
     def __init__(self, outboxes: Outboxes) -> None:
         self._outboxes = outboxes
@@ -79,7 +79,7 @@ class HeldAnswer:
         return self._size
 
     def hold(self, size: int) -> None:
-        """Count ``size`` more bytes.
+        """Count ``size`` more bytes of this answer.
 
         Raises:
             ApiError: This answer was the largest when all buffers together exceeded their limit.
@@ -100,7 +100,7 @@ class HeldAnswer:
         self.close()
 
     def close(self) -> None:
-        """Release the bytes that are still held."""
+        """Subtract this answer's bytes from the total of all buffers."""
         self._outboxes.release(self._size)
         self._size = 0
         self._outboxes.end(self)
@@ -129,7 +129,7 @@ class Outbox:
         self._writer: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Return the number of bytes in the buffer."""
+        """Return the number of unsent bytes in this stream's buffer."""
         return len(self._kept)
 
     @property

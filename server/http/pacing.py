@@ -44,7 +44,7 @@ class RequestPacing:
         self._counting = False  # whether a call of _next_round is scheduled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the request's turn, then call the wrapped app."""
+        """Wait until the request may start (in order of arrival), then call the wrapped app."""
         if scope["type"] == "http" and scope["path"] not in _UNPACED:
             if not self._counting:
                 self._counting = True
@@ -68,7 +68,7 @@ class RequestPacing:
         self._began, self._left = now, self._starts
         while self._left and self._waiting:
             turn = self._waiting.popleft()
-            if not turn.done():  # the future is done when its request was cancelled, because the server stops
+            if not turn.done():  # the future is done if the stopping server has cancelled its request
                 turn.set_result(None)
                 self._left -= 1
         self._counting = self._left < self._starts

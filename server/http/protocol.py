@@ -22,11 +22,12 @@ from tonnage.server.errors import ApiError, ErrorCode, envelope, headers
 from tonnage.server.http.half_closed import HalfClosed
 from tonnage.server.http.receiving import UNPACED_BYTES, pacing_of
 
-# The default limit of h11 (max_incomplete_event_size), the parser of uvicorn's other HTTP implementation.
+# Limit of a request's head in bytes: the default of h11 (max_incomplete_event_size), the parser of uvicorn's
+# other HTTP implementation.
 MAX_HEAD_BYTES = 65_536
-# The default of gunicorn (limit_request_fields) and of Apache (LimitRequestFields). uvicorn has no limit: 48
-# clients whose heads of 64 KB had 7,000 fields delayed /health by 0.5 s, and took 450 MiB (benchmarks/abuse.py
-# fields).
+# Limit of a request's header fields: the default of gunicorn (limit_request_fields) and of Apache
+# (LimitRequestFields). uvicorn has no limit: 48 clients whose heads of 64 KB had 7,000 fields delayed /health
+# by 0.5 s, and took 450 MiB (benchmarks/abuse.py fields).
 MAX_HEADER_FIELDS = 100
 # After its first FREE_PIECES pieces (chunks, reads), a body must have at least PIECE_BYTES per piece on
 # average. Without this limit, one read from a socket can hold 40,000 chunks of one byte.
@@ -110,7 +111,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _trailers = 0  # number of bytes in the current message's trailer fields
     _in_head = True
     _refused = False
-    _since = 0.0  # since when the connection waits for a request, or for its client to read (monotonic seconds)
+    _since = 0.0  # monotonic time since which the connection waits for a request, or for its client to read
     _late: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _half_closed: HalfClosed | None = None
@@ -195,7 +196,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(_too_large())
         answered = self.cycle is None or self.cycle.response_complete
         if self._late is None and answered and not self._refused and self in self.connections:
-            # The bytes begin the next head, or belong to a body that is no longer read. The time limit starts.
+            # The bytes begin the head of the next request, or belong to a request body that is no longer read.
+            # In both cases the time limit for a head starts now.
             self._late = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes the connection

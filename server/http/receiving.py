@@ -22,14 +22,14 @@ ROUND_SECONDS = 0.005
 
 
 class Receiver(Protocol):
-    """A connection whose received bytes may wait."""
+    """Interface of a connection whose received bytes may wait to be parsed."""
 
     def parse_next(self) -> None:
-        """Parse the bytes of the oldest read that waits."""
+        """Parse the bytes of this connection's oldest read from the socket that waits."""
 
 
 class ReceivePacing:
-    """The connections of one server with bytes that wait, in the order in which they arrived."""
+    """Queue of a server's connections with received bytes to parse, in the order in which the bytes arrived."""
 
     def __init__(self, loop: AbstractEventLoop) -> None:
         self._loop = loop
@@ -54,7 +54,7 @@ _pacing: WeakKeyDictionary[object, ReceivePacing] = WeakKeyDictionary()
 
 
 def pacing_of(server: object, loop: AbstractEventLoop) -> ReceivePacing:
-    """Return the one pacing of a server, which its state in uvicorn stands for."""
+    """Return the `ReceivePacing` of a server; ``server`` is uvicorn's state object, one for each server."""
     if server not in _pacing:
         _pacing[server] = ReceivePacing(loop)
     return _pacing[server]

@@ -51,7 +51,7 @@ class TlsHandshake(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
         self._limit: asyncio.TimerHandle | None = None
-        self._early = bytearray()  # bytes received before the protocol that reads them took over
+        self._early = bytearray()  # bytes received before the protocol that parses them (TLS or HTTP) took over
         self._ended = False  # whether the client has ended the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -85,7 +85,7 @@ class TlsHandshake(asyncio.Protocol):
             protocol.data_received(bytes(self._early))
 
     def _pass_on(self) -> None:
-        """Pass the bytes that arrived before start_tls took over the connection on to start_tls's protocol."""
+        """Pass bytes that arrived before start_tls took over the connection on to asyncio's TLS protocol."""
         early, self._early = self._early, bytearray()
         protocol: Any = None if self._transport is None else self._transport.get_protocol()
         if protocol is self or not early:
@@ -98,7 +98,7 @@ class TlsHandshake(asyncio.Protocol):
             del early[:count]
 
     def data_received(self, data: bytes) -> None:
-        """Keep bytes of the handshake for `_pass_on`, and bytes after it for the HTTP protocol."""
+        """Keep received bytes: those of the handshake for `_pass_on`, later ones for the HTTP protocol."""
         self._early += data
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._shake_hands())

@@ -14,7 +14,7 @@ _KEY: ContextVar[str] = ContextVar("tonnage_key", default="")
 
 
 def work_for(key: str) -> None:
-    """Record the name of the API key whose request the calling task, and every task it starts, works for."""
+    """Record that the calling task, and the tasks it starts, work on a request of the API key named ``key``."""
     _KEY.set(key)
 
 
@@ -30,7 +30,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def __aenter__(self) -> None:
-        """Wait until a place is free, and take it."""
+        """Wait until one of the ``places`` is free, and take it."""
         if self._free:
             self._free -= 1
             return
@@ -39,12 +39,12 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # this caller got the place, but was cancelled
+            if not turn.cancelled():  # this caller got a place, but its task was cancelled
                 self._give()
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        """Give the caller's place to the next one."""
+        """Give the caller's place to the next waiting caller, in rotation over the API keys."""
         self._give()
 
     def _give(self) -> None:

@@ -14,7 +14,8 @@ from tonnage.server.security.middleware import PUBLIC_PATHS
 
 log = logging.getLogger("tonnage.server")
 
-# At most this many lines are logged per window; further failures are counted and reported at the window's end.
+# At most this many lines are logged per window of ten seconds. Further failures are counted, and reported at
+# the window's end.
 # A full server rejects hundreds of requests per second, and one line costs as much time as generating one
 # token.
 AT_ONCE = 10
@@ -35,7 +36,7 @@ _QUOTE_NOTHING = frozenset(
 
 
 class FailedRequestLog:
-    """Logger of one app's failed requests, with a limit on lines per window; used on the app's event loop."""
+    """Logger of one app's failed requests, with a limit of lines per ten seconds; runs on the event loop."""
 
     def __init__(self) -> None:
         self._lines = 0  # number of lines logged in this window
@@ -43,12 +44,12 @@ class FailedRequestLog:
         self._end: asyncio.TimerHandle | None = None
 
     def finished(self, ticket: Ticket) -> None:
-        """Log a finished request if it failed; the accounts call this."""
+        """Log the finished request of ``ticket`` if it failed; the request accounts call this method."""
         if ticket.error is not None:
             self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
 
     def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
-        """Log the error of a rejected or failed request, or only count it at the limit of lines per window."""
+        """Log the error of a rejected or failed request; above the limit of lines per window, only count it."""
         if path in PUBLIC_PATHS:  # not logged: a health probe comes every few seconds while a model loads
             return
         if self._end is None:

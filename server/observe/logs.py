@@ -39,7 +39,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped, so that it fits one line and is safe in a terminal."""
+    """Return a log text with control characters escaped, so that it fits one line and is safe in a terminal."""
     return text if text.isprintable() else ascii(text)
 
 
@@ -90,7 +90,7 @@ def configure(form: Literal["text", "json"], level: str) -> None:
 
 
 def log_access(ticket: Ticket) -> None:
-    """Log one line with outcome, duration and token counts for a request that has ended."""
+    """Log one line with outcome, duration and token counts of the ended request of ``ticket``."""
     counts = ticket.counts
     fields: dict[str, Any] = {
         "request_id": ticket.request_id,

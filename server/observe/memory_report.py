@@ -62,13 +62,13 @@ def rank_components(rank: RankPlan) -> dict[str, int]:
 def memory_report(state: ServerState, room: CapacityForecast, counts: bool = True) -> dict[str, Any]:
     """Return the JSON object of /memory.
 
-    Bytes are integers; null means not measured or unknown. `time` is now and `since` when `state` began, both
-    in seconds since the epoch.
+    Bytes are integers; null means not measured or unknown. The member `time` is now, and `since` is when the
+    server's phase in the member `state` (loading, ready ...) began, both in seconds since the epoch.
 
     Args:
         state: the app's plan, engine and accounts.
-        room: the requests and tokens that still fit.
-        counts: whether to include the request counts of all tenants, which are null otherwise.
+        room: forecast of the requests and tokens that still fit into the KV pool.
+        counts: whether the client may see the request counts of all tenants, which are null otherwise.
     """
     plan, stats = state.plan, state.engine.stats()
     memory = stats.memory
@@ -147,7 +147,7 @@ def _headroom(state: ServerState, pool: PoolStats, room: CapacityForecast) -> di
 
 
 def _requests(state: ServerState, stats: EngineStats) -> dict[str, Any]:
-    """Return the number of requests by state, and for each state the age of its oldest request in seconds.
+    """Return the number of requests by state (running, waiting), and the age of each state's oldest in seconds.
 
     When no request waits in the engine, all unfinished requests count as running, including requests that the
     engine has not reported yet.

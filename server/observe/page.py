@@ -41,7 +41,7 @@ _LINKS = (("docs", "API"), ("memory", "memory as JSON"), ("metrics", "metrics"))
 
 
 def status_page(status: Status) -> str:
-    """Return the status of a server as an HTML page, which must be sent with the response headers HEADERS."""
+    """Return a server's status as an HTML page, to be sent with the response headers of HEADERS."""
     title = f"{status.model}: {status.state}"
     facts = "".join(f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in status.facts)
     head = "".join(f"<th>{escape(cell)}" for cell in TITLES)

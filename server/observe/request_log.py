@@ -21,10 +21,11 @@ from tonnage.server.requests.accounts import Ticket
 
 log = logging.getLogger("tonnage.server")
 
-# Block numbers stay below this, because trace readers accept no larger integers (cache/replay/trace.py).
+# The numbers that stand for blocks of prompts stay below this, because trace readers accept no larger integers
+# (cache/replay/trace.py).
 _IDS = 2**30
-# The log remembers the numbers of this many blocks, in at most about 150 MiB. A forgotten block gets a new
-# number.
+# The log remembers the numbers of this many blocks of prompts, in at most about 150 MiB. A forgotten block gets
+# a new number when it is seen again.
 _REMEMBERED = 2**20
 
 
@@ -53,12 +54,12 @@ class RequestLog:
         self._failing = False
         self._torn = False  # whether the file ends in the middle of a line, after a failed write
         self._block = block_size
-        # The first number is random, so that appending to an older file does not reuse its numbers.
+        # The first block's number is random, so that appending to an older file does not reuse its numbers.
         self._next = secrets.randbelow(_IDS)
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
 
     def write(self, ticket: Ticket) -> None:
-        """Write the lines of a finished request; call it once for each request."""
+        """Write a finished request's lines to the request log, one per sequence; call it once per request."""
         submission, counts = ticket.submission, ticket.counts
         if submission is None or counts is None:
             return  # the request was rejected before it reached the engine
@@ -97,7 +98,7 @@ class RequestLog:
         self._failing = False
 
     def block_ids(self, prompt: Sequence[int], salt: bytes) -> tuple[int, ...]:
-        """Return one number for each block of `prompt`; the last block may have fewer tokens.
+        """Return one number for each block of tokens in `prompt`; the last block may have fewer tokens.
 
         A number stands for the whole prefix: all tokens from the prompt's start to the end of the block.
         """
@@ -122,5 +123,5 @@ class RequestLog:
         return number
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the log file."""
         self._file.close()

@@ -19,7 +19,7 @@ TITLES: Row = ("", "planned bytes", "measured", "difference", "verdict")
 PROCESS_BOUND = 0.10
 OK, OUTSIDE = "ok", "OUTSIDE"  # verdicts on measured bytes, worded as in `tonnage demo` and `tonnage verify`
 
-# name of a component -> its key in a rank of the plan's JSON
+# name of a memory component -> its key in the JSON of one rank of the plan
 COMPONENTS = {
     "weights": "weights_bytes",
     "kv_pool": "kv_pool_bytes",
@@ -60,12 +60,12 @@ class Status:
 
     @property
     def usable(self) -> int:
-        """Return the number of usable blocks of the KV pool."""
+        """Return the number of the KV pool's blocks that requests can use, summed over all states."""
         return sum(self.pool.values())
 
 
 def status_of(report: Mapping[str, Any]) -> Status:
-    """Return the status that a /memory report describes.
+    """Return the server's status that ``report``, the JSON object of its /memory, describes.
 
     Raises:
         KeyError: a key is missing, because the report is from another release.
@@ -159,10 +159,10 @@ def _brief(seconds: float) -> str:
 
 
 def _verdict(planned: int, measured: int, bounds: tuple[int, int]) -> str:
-    """Return a text on whether the measured bytes are within the plan's interval, and on the interval itself.
+    """Return a text on whether measured bytes are within the plan's interval, and on what that interval is.
 
-    An interval of one value is left out. Bytes below the lower bound are reported as "below" and not as an
-    error, because memory use may not have reached its peak yet.
+    The interval is left out when its bounds are equal. Bytes below the lower bound are reported as "below" and
+    not as an error, because memory use may not have reached its peak yet.
     """
     low, high = bounds
     if low == high:
@@ -197,7 +197,7 @@ def _since(report: Mapping[str, Any]) -> str:
 
 
 def _memory(report: Mapping[str, Any]) -> list[Row]:
-    """Return a table row for each memory component, and one with the peak of all processes."""
+    """Return the memory table's rows: one per component of the plan, and one for the peak of all processes."""
     plan, measured = report["plan"], report["measured"]
     rank = plan["ranks"][plan["worst_rank"]]
     planned = {name: rank[key] for name, key in COMPONENTS.items()}

@@ -81,7 +81,7 @@ class Tracing:
         state.accounts.on_finish.append(self._finished)
 
     def shutdown(self) -> None:
-        """Send the spans that are not sent yet, for at most the exporter's time-out."""
+        """Send the trace spans that are not sent yet; give up after the exporter's time-out."""
         self._provider.shutdown()
 
     def _finished(self, ticket: Ticket) -> None:

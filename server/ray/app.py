@@ -29,9 +29,9 @@ from tonnage.server.ray.replica import EngineReplica
 from tonnage.server.ray.router import PrefixHeadroomRouter
 from tonnage.server.settings import Settings, load_settings
 
-# Autoscaling adds replicas when more requests than this are waiting per replica.
+# Ray's autoscaler adds engine replicas when more requests than this are waiting per replica.
 _WAITING_PER_REPLICA = 4.0
-# Autoscaling removes a replica only if this fraction of the other replicas' pools stays free.
+# Ray's autoscaler removes a replica only if this fraction of the other replicas' KV pools stays free.
 _SPARE_SHARE = 0.3
 
 
@@ -66,8 +66,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     engine = serve.deployment(
         EngineReplica,
         name="engine",
-        # A replica's own admission decides when a request runs. Ray's default limit of 5 would hold requests
-        # back.
+        # A replica's own admission decides when a request runs. Ray's default limit of 5 requests per replica
+        # would hold requests back.
         max_ongoing_requests=settings.max_num_queued_reqs,
         health_check_period_s=2.0,
         graceful_shutdown_timeout_s=settings.drain_seconds,
@@ -84,9 +84,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         num_replicas=1,
         max_ongoing_requests=settings.max_num_queued_reqs,
         graceful_shutdown_timeout_s=settings.drain_seconds,
-        ray_actor_options={
-            "num_cpus": 0
-        },  # The API needs few resources and reserves none, so that it can start on a node that engines fill.
+        # The API reserves no resources in Ray, so that it can start on a node that engines fill.
+        ray_actor_options={"num_cpus": 0},
     )
     return api.bind(settings, plan, engine.bind(settings, plan))
 

@@ -48,7 +48,7 @@ class RayEngine(Engine):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan, which is the same for every replica."""
+        """Return the memory plan, which is the same for every replica."""
         return self._plan
 
     @property
@@ -58,7 +58,7 @@ class RayEngine(Engine):
 
     @property
     def replicas(self) -> tuple[ReplicaReport, ...]:
-        """Return the latest report of each replica, at most one second old."""
+        """Return each replica's latest `ReplicaReport`, which is at most one second old."""
         return self._reports
 
     async def start(self) -> None:
@@ -87,10 +87,10 @@ class RayEngine(Engine):
             self._stats = replace(self._stats, ready=False, running=0, waiting=0)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one request from the replica that Ray selects.
+        """Yield the output chunks of one request from the replica that Ray selects.
 
         Raises:
-            NeverFits: no pool can ever hold the request.
+            NeverFits: no replica's KV pool can ever hold the request.
             QueueFull: no replica is ready, or the server drains.
             EngineDead: the replica died.
         """
@@ -142,7 +142,7 @@ class RayEngine(Engine):
         return self._stats
 
     def capacity(self) -> Capacity:
-        """Return the capacity of all replicas: the sum of their blocks, and the shortest max_model_len."""
+        """Return the capacity of all replicas: the sum of their KV blocks, and the shortest max_model_len."""
         if not self._reports:
             raise QueueFull("no replica is ready")
         return Capacity(

@@ -78,7 +78,7 @@ class EngineReplica:
             ) from None
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk | TonnageError]:
-        """Yield the chunks of a request.
+        """Yield the output chunks of a request.
 
         If the engine rejects the request, the last item is the error. It is not raised, because Ray would lose
         the type and the attributes of a raised error.
@@ -90,7 +90,7 @@ class EngineReplica:
             yield refusal
 
     async def report(self) -> ReplicaReport:
-        """Return the state of this replica; `RayEngine` calls this once per second."""
+        """Return the `ReplicaReport` of this replica's state; `RayEngine` calls this once per second."""
         host, port = self._socket.getsockname()[:2]
         return ReplicaReport(
             replica_id=ray.serve.get_replica_context().replica_id.unique_id,
@@ -101,13 +101,13 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return the number of unreserved blocks, the block size in tokens and the report's number."""
+        """Return this replica's unreserved KV blocks, the block size in tokens and the report's number."""
         self._reports += 1
         headroom = self._engine.stats().pool.headroom
         return {"headroom_blocks": headroom, "block_size": self._block_size, "number": self._reports}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the number of waiting requests and the reserved fraction of the pool, for the autoscaler."""
+        """Return the number of waiting requests and the reserved fraction of the KV pool, for autoscaling."""
         stats = self._engine.stats()
         return {"waiting": stats.waiting, "promised_share": stats.pool.reserved_share}
 

@@ -26,7 +26,7 @@ MAX_QUEUE_LEAD = 8
 
 
 def chain(token_ids: tuple[int, ...], salt: str) -> list[int]:
-    """Return one 64-bit hash per full chunk of the prompt, computed over all tokens up to the chunk's end.
+    """Return one 64-bit hash per full chunk of a prompt's tokens, over all tokens up to the chunk's end.
 
     Equal hashes therefore mean equal prefixes with the same cache salt.
     """
@@ -47,7 +47,7 @@ class PrefixMemory:
         self._owner: OrderedDict[int, str] = OrderedDict()
 
     def matched(self, hashes: list[int]) -> dict[str, int]:
-        """Return how many of the prompt's leading chunks are remembered for each replica.
+        """Return, by replica id, how many leading chunks of a prompt that replica has computed.
 
         `hashes` are the chunk hashes of the prompt. The count ends at the first chunk that no replica has
         computed.
@@ -70,7 +70,7 @@ class PrefixMemory:
 
 
 def order(matched: dict[str, int], queues: dict[str, int], headroom: dict[str, float]) -> list[str]:
-    """Return the replica ids, best first: longest matched prefix, then most headroom, then shortest queue.
+    """Return the replicas' ids, best first: longest cached prefix, most unreserved blocks, shortest queue.
 
     A replica whose queue is longer than the shortest by more than MAX_QUEUE_LEAD is ranked as if it had no
     matched prefix. A replica without a report of its headroom has just started, so its headroom counts as equal
@@ -97,7 +97,7 @@ class Headroom:
         self._sent_tokens: dict[str, int] = {}
 
     def blocks(self, reports: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Return the unreserved blocks by replica id; a replica without a report is left out.
+        """Return the number of unreserved KV blocks by replica id; a replica without a report is left out.
 
         `reports` are the replicas' routing statistics by replica id (`EngineReplica.record_routing_stats`).
         """
@@ -111,7 +111,7 @@ class Headroom:
         return known
 
     def sent(self, replica_id: str, tokens: int) -> None:
-        """Record that a request was sent to a replica; it may grow to ``tokens`` tokens."""
+        """Record that a request, which may grow to ``tokens`` tokens, was sent to a replica."""
         self._sent_tokens[replica_id] = self._sent_tokens.get(replica_id, 0) + tokens
 
 
@@ -153,10 +153,10 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
             self._headroom.sent(replica_id, tokens)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record which replica has accepted a request; the best one may have been full."""
+        """Record which replica has accepted a request; the best-ranked replica may have been full."""
         key = replica_id.unique_id
         request_id = pending_request.metadata.internal_request_id
-        if request_id in self._replica:  # a request without an entry has already ended
+        if request_id in self._replica:  # a request without an entry there has already ended
             self._replica[request_id] = key
         self._memory.remember(_hashes(pending_request), key)
 

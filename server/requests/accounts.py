@@ -35,8 +35,8 @@ class Accounts(RequestCounts):
     def receive(self, endpoint: str = "", request_id: str = "", tenant: Tenant = ANONYMOUS) -> Ticket:
         """Count a new request and return its Ticket, on which an outcome must be recorded exactly once."""
         if not self.in_flight:
-            # Restart the estimate after an idle time. Its seconds without requests would lower the measured
-            # rate.
+            # Restart the estimate of the drain time after an idle time, whose seconds without requests would
+            # lower the measured rate.
             self._drain = DrainEstimate()
         self.received += 1
         self.in_flight += 1
@@ -46,7 +46,7 @@ class Accounts(RequestCounts):
         return ticket
 
     def oldest(self) -> tuple[float | None, float | None]:
-        """Return the ages in seconds of the oldest admitted request and of the oldest waiting request.
+        """Return the age in seconds of the oldest admitted (running) request and of the oldest waiting one.
 
         An age is None when there is no such request.
         """
@@ -129,7 +129,7 @@ class Ticket:
         self.reserved = 0  # upper bound of the request's tokens, set when it goes to the engine
 
     def submitted(self) -> None:
-        """Record that the request goes to the engine, and count the tokens that it may need."""
+        """Record that the request goes to the engine, and add its upper bound of tokens to the accounts."""
         if self.submission is not None:
             self.reserved = self.submission.most_tokens
             self._accounts._reserved += self.reserved
@@ -155,7 +155,7 @@ class Ticket:
             self.finish(outcome)
 
     def timed_out(self, seconds: float | None) -> ApiError:
-        """Return the error for a request that exceeded its time limit of ``seconds``.
+        """Return the error for the client whose request exceeded its time limit of ``seconds``.
 
         If the request has generated no token yet, the error suggests a retry, because the queue was the cause.
         """
@@ -171,7 +171,7 @@ class Ticket:
         )
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
-        """Record the latency of ``count`` new tokens of a sequence.
+        """Record the latency of a sequence's ``count`` new tokens in the histograms.
 
         The tokens arrived at ``now``. ``last`` is the arrival of the sequence's previous tokens, None for its
         first ones. Both are seconds of a monotonic clock.

@@ -43,7 +43,7 @@ class RequestCounts:
         self._finished.append(time.monotonic())
 
     def completion_rate(self) -> float | None:
-        """Return the completions per second over the last 32 completions, or None with fewer than two."""
+        """Return the requests per second that ended normally, over the last 32; None with fewer than two."""
         if len(self._finished) < 2:
             return None
         return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])

@@ -24,7 +24,7 @@ class DrainEstimate:
         self._ended.append((now, blocks))
 
     def seconds(self, blocks: int, now: float) -> float | None:
-        """Return the estimated seconds until ``blocks`` more blocks are freed, or None without a known rate."""
+        """Return the estimated seconds until ``blocks`` more blocks are freed; None if the rate is unknown."""
         if len(self._ended) < 2:
             return None
         first = self._ended[0][0]

@@ -16,7 +16,7 @@ class Tenant:
         name: Name of the tenant in the key file; empty on a server without keys.
         priority: Default priority of the tenant's requests, and the best priority that they may request. Lower
             values run first.
-        weight: Share of the engine relative to other keys while several want it.
+        weight: Weight of the key's share of the engine, relative to other keys whose requests wait.
         cache_salt: Salt that separates the tenant's cached prefixes from other tenants'; empty to share
             prefixes.
         max_num_seqs: Limit of the tenant's sequences in flight; None for no limit.
@@ -105,7 +105,8 @@ class Quotas:
             drain_seconds: Estimated seconds until a place is free, for Retry-After.
 
         Raises:
-            ApiError: The request exceeds the share (status 429), now or, without Retry-After, always.
+            ApiError: The request exceeds the fair share of the queue (status 429), now or, without Retry-After,
+                always.
         """
         if self.tenants < 2 or tenant.max_num_seqs is not None:
             return
@@ -125,7 +126,7 @@ class Quotas:
             )
 
     def enter(self, tenant: Tenant, sequences: int, tokens: int, drain_seconds: float) -> None:
-        """Charge ``sequences`` and ``tokens``, the request's upper bound, to the tenant's quota.
+        """Charge a request's ``sequences`` and ``tokens``, an upper bound of its tokens, to the tenant's quota.
 
         Raises:
             ApiError: The request exceeds what is left of the quota (status 429), and nothing is charged. There
@@ -162,7 +163,7 @@ class Quotas:
         account.sequences += sequences
 
     def leave(self, tenant: Tenant, sequences: int, unused_tokens: int) -> None:
-        """Give the sequences and the unused tokens of an ended request back to the tenant's quota."""
+        """Return the sequences and the unused tokens of an ended request to the tenant's quota."""
         account = self._account(tenant)
         account.sequences -= sequences
         if tenant.tokens_per_minute is not None:

@@ -95,7 +95,7 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise ConfigError("not a JSON object", field="tokenizer_config.json")
         source, with_tools = config.get("chat_template"), None
-        if isinstance(source, list):  # the entry is a list of several templates, each with a name
+        if isinstance(source, list):  # the config's chat_template is a list of templates, each with a name
             named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
             source, with_tools = named.get("default"), named.get("tool_use")
         if (folder / "chat_template.jinja").is_file():
@@ -133,7 +133,7 @@ class ChatTemplate:
                 **self._special_tokens,
                 **more,
                 messages=messages,
-                # None instead of an undefined variable, because templates test "tools is not none"
+                # tools is None instead of undefined, because templates test "tools is not none"
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -180,12 +180,12 @@ def _to_json(
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    # Indentation multiplies the size of deeply nested values. Without it the size is proportional to the body.
+    # Indentation multiplies the size of deeply nested values. Without it, size is proportional to the body.
     return encoder.encode(value) if indent is None else _joined(encoder.iterencode(value))
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """Return the joined pieces of a prompt; raise TemplateError when they exceed ``MOST_CHARACTERS``."""
+    """Return the joined pieces of a rendered prompt; raise TemplateError if they exceed ``MOST_CHARACTERS``."""
     parts: list[str] = []
     size = 0
     for piece in pieces:

@@ -28,7 +28,7 @@ class ClassifierConfig:
 
 
 def read_classifier(folder: Path) -> ClassifierConfig:
-    """Read a classifier's config.json.
+    """Read the labels and the form of text pairs from a classifier's config.json.
 
     If the config names no labels, they are LABEL_0, LABEL_1 and so on. If it has no number of labels either,
     there are two (PreTrainedConfig, transformers 5.19).

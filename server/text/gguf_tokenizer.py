@@ -18,7 +18,7 @@ from tonnage.planner.source.resolve import cache_folder
 
 
 def model_files(path: str) -> Path:
-    """Return the folder with a model's tokenizer.json and configs.
+    """Return the folder with the tokenizer.json and configs of the model at ``path``.
 
     It is the model's own folder, or the folder that contains the .gguf file. Without a tokenizer.json there, it
     is a folder in the cache, made on first use.
@@ -61,13 +61,13 @@ def _make(given: Path, made: Path) -> None:
             )
         try:
             Path(work, "made").rename(made)
-        except OSError:  # another process has made the folder in the meantime
+        except OSError:  # another process has written the converted tokenizer's folder in the meantime
             if not (made / "tokenizer.json").is_file():
                 raise
 
 
 def main(gguf: Path, folder: Path) -> None:
-    """Convert the tokenizer of ``gguf`` and save it with its EOS ids in ``folder``."""
+    """Convert the tokenizer of the .gguf file ``gguf`` and save it with its EOS token ids in ``folder``."""
     # imported here, because transformers imports torch, and only the converting process may
     from transformers import AutoTokenizer
 

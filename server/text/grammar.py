@@ -36,7 +36,7 @@ class Grammar:
     text: str = ""
 
     def check_size(self) -> None:
-        """Raise GrammarTooLong when the text exceeds `MAX_BYTES`."""
+        """Raise GrammarTooLong when the grammar's text has more than `MAX_BYTES` bytes."""
         size = len(self.text) if self.text.isascii() else len(self.text.encode(errors="replace"))
         if size > MAX_BYTES:
             raise GrammarTooLong(

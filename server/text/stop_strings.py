@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
-# Upper bound of all characters of a request's stop strings. The automaton of so many takes 4 ms to build and
-# 1 MiB. Clients use a few short strings; vLLM has no bound.
+# Upper bound of the characters of all stop strings of a request. An automaton of this size takes 4 ms to build
+# and 1 MiB. Clients use a few short strings; vLLM has no bound.
 MAX_STOP_CHARACTERS = 4096
 
 
@@ -53,7 +53,7 @@ class StopAutomaton:
                 waiting.append(child)
 
     def follow(self, state: int, character: str) -> int:
-        """Return the state after one more character."""
+        """Return the automaton's state after one more character of the text."""
         found = self._next.get((state, character))
         while found is None:
             if state == 0:
@@ -91,7 +91,7 @@ class StopStrings:
         return self._automaton is not None
 
     def push(self, piece: str) -> str:
-        """Add the next piece of text and return the text that may be shown now.
+        """Add the next piece of an answer's text, and return the text that may be sent to the client now.
 
         Sets ``stopped`` when a stop string is complete.
         """
@@ -111,6 +111,6 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return the text that is still held back when the answer ended without a stop string."""
+        """Return the text that was held back, once the answer has ended without a stop string."""
         held, self._held = self._held, ""
         return held

@@ -23,8 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 # the default limit of a request body. A conversation that is written once fits; JSON that indentation expands
 # may not.
 MOST_CHARACTERS = 2**24
-# Upper bound of the rounds of all loops of one rendering. A template goes a few times through the messages of a
-# request, of which there are at most 10,000 (api/json_body.py). A million rounds take a fifth of a second.
+# Upper bound of the iterations of all loops while a template renders. A template goes a few times through the
+# messages of a request, of which there are at most 10,000 (api/json_body.py). A million iterations take a fifth
+# of a second.
 MOST_ROUNDS = 2**20
 # Matches a field width of seven digits or more in a format string, which would pad a text to megabytes.
 _WIDE = re.compile(r"[%{][^%{}]*\d{7}")
@@ -35,7 +36,7 @@ _MOST_BITS = 4096
 
 
 class _CountedLoops(jinja2.compiler.CodeGenerator):
-    """Jinja's code generator, which passes loops and concatenations through the environment's checks."""
+    """Jinja's code generator, changed to pass loops and concatenations of a template through size checks."""
 
     def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
         """Write literal text of the template as it is; raise Impossible for other constants.
@@ -47,12 +48,12 @@ class _CountedLoops(jinja2.compiler.CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
     def visit_For(self, node: jinja2.nodes.For, frame: Any) -> None:
-        """Compile a loop so that each of its rounds is counted."""
+        """Compile a template's loop so that its iterations are counted while the template renders."""
         node.iter = _called("counted", node.iter)
         super().visit_For(node, frame)
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: Any) -> None:
-        """Compile ``a ~ b`` so that the size of the result is checked."""
+        """Compile a template's ``a ~ b`` (concatenation) so that the size of its result is checked."""
         self.visit(_called("concatenated", *node.nodes), frame)
 
 
@@ -72,11 +73,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._of_thread = threading.local()  # counted per thread, because requests render at the same time
 
     def start_render(self) -> None:
-        """Begin to count the rounds of loops for a rendering in this thread."""
+        """Start to count the loop iterations of a chat template that this thread renders, to limit them."""
         self._of_thread.rounds = 0
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
-        """Yield the values of a loop, and raise TemplateError above MOST_ROUNDS of all loops together."""
+        """Yield a template loop's values; raise TemplateError when all loops exceed MOST_ROUNDS iterations."""
         mine = self._of_thread
         for value in values:
             mine.rounds = getattr(mine, "rounds", 0) + 1
@@ -91,7 +92,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``left operator right``, unless the result would be too large."""
+        """Compute a template's ``left operator right``; raise TemplateError if the result is too large."""
         if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             _check_size(len(left) + len(right))
         elif operator == "*":
@@ -107,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
-        """Call ``obj``, unless it is a string method whose result would be too large."""
+        """Call ``obj`` for a template; raise TemplateError for a string method with too large a result."""
         method = getattr(obj, "__wrapped__", obj)  # Jinja's sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
@@ -116,7 +117,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _called(method: str, *values: Any) -> jinja2.nodes.Call:
-    """Return the syntax tree node of a template that calls one of the environment's methods."""
+    """Return a syntax tree node of Jinja that calls the method ``method`` of the template's environment."""
     return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(method), list(values), [], None, None)
 
 

@@ -136,7 +136,7 @@ class Tokenizer:
         return found
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each word as it is encoded at the beginning of a text and after a space.
+        """Return the token ids of each bad word, as encoded at the beginning of a text and after a space.
 
         The encoding after a space is included only if its first token differs and its number of tokens is
         equal, as in vLLM 0.32 (sampling_params.py: update_from_tokenizer).
@@ -211,7 +211,7 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
 def detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, special_tokens: bool = False
 ) -> Detokenizer | ByteDetokenizer:
-    """Return an incremental detokenizer for one answer.
+    """Return an incremental detokenizer for the tokens of one answer.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -248,7 +248,7 @@ class ByteDetokenizer:
 class Detokenizer:
     """Incremental detokenizer for tokenizers with any decoder; it never returns a part of a character.
 
-    The pieces of text, including that of ``flush``, join to the text of all ids decoded at once. Each step
+    The pieces of text, including that of ``flush``, give the text of all ids decoded at once. Each step
     decodes only the last few tokens. ``_ids`` begins where a piece began, because decoders treat their first
     token specially (SentencePiece strips its space).
 

@@ -53,10 +53,10 @@ class AnswerReader(Protocol):
     reasoning_tokens: int
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
-        """Parse the next part of the answer; ``finished`` says whether it is the last."""
+        """Parse the next part of an answer's text; ``finished`` says whether it is the last part."""
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        """Parse the complete text of an answer."""
+        """Parse an answer's complete text into text, tool calls and reasoning."""
 
 
 class OutputParser(Protocol):
@@ -78,7 +78,7 @@ class OutputParser(Protocol):
         grammar: Grammar | None,
         template_arguments: Mapping[str, Any],
     ) -> ToolUse:
-        """Return the settings of a request with these tools: its prompt, its grammar and its parsing."""
+        """Return how a request with these functions is prompted, constrained by a grammar and parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def new_call_id() -> str:
 
 
 def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
-    """Return ``deltas`` with all pieces of a call joined into one piece per call."""
+    """Return ``deltas``, pieces of tool calls, with the pieces of each call joined into one."""
     pieces: dict[int, CallDelta] = {}
     for delta in deltas:
         if begun := pieces.get(delta.index):

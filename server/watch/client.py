@@ -49,7 +49,7 @@ class Response:
 
 
 class Client:
-    """A client for GET requests to one server."""
+    """An HTTP client for GET requests to one inference server."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 10.0) -> None:
         self.url = _base_url(url)
@@ -155,7 +155,7 @@ class Client:
 
 
 def _base_url(url: str) -> str:
-    """Return the URL without a known ending: ``localhost:8000/metrics`` -> ``http://localhost:8000``."""
+    """Return a server's base URL without a known path: ``host:8000/metrics`` -> ``http://host:8000``."""
     text = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(text)
@@ -175,7 +175,7 @@ def _base_url(url: str) -> str:
 
 
 def _error_message(answer: Response) -> str:
-    """Return the message of an error response, or the beginning of its text."""
+    """Return the message in a server's error response, or the beginning of the response's text."""
     try:
         body = json.loads(answer.text)
         error = body.get("error", body)

@@ -10,7 +10,7 @@ from tonnage.server.observe.status import TITLES, Row
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """Return the lines of a text table with a title row and aligned columns, or no lines without rows."""
+    """Return the lines of a memory table as text, with a title row and aligned columns; empty without rows."""
     if not rows:
         return []
     table = [titles_of(rows), *rows]
@@ -38,7 +38,7 @@ class MemoryTable:
         self._rows = rows
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yield the table in the form that fits the console's width."""
+        """Yield the memory table in the form that fits the console's width."""
         from rich.markup import escape  # imported here, because only output on a terminal needs rich
         from rich.table import Table
 
@@ -58,6 +58,6 @@ class MemoryTable:
 
 
 def _short(row: Row) -> Row:
-    """Return the table row with exact bytes removed: ``1.0 KiB`` in place of ``1,024 (1.0 KiB)``."""
+    """Return a memory table's row without exact bytes: ``1.0 KiB`` in place of ``1,024 (1.0 KiB)``."""
     name, *cells = (re.sub(r"^\S+ \((.+)\)$", r"\1", cell) for cell in row)
     return name, cells[0], cells[1], cells[2], cells[3]

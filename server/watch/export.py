@@ -18,12 +18,12 @@ from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.records import TierReading
 from tonnage.server.watch.watcher import Observation
 
-# A client that stays idle for longer is disconnected; Prometheus uses the same timeout for a scrape.
+# A client that stays idle for more seconds is disconnected; Prometheus uses the same timeout for a scrape.
 _CLIENT_SECONDS = 10.0
 
 
 class Exporter:
-    """A thread that serves the last observation at /metrics; a scrape never waits for the watched server.
+    """A thread that serves the last observation of a server at /metrics; no scrape waits for that server.
 
     Raises:
         DeploymentError: it cannot listen on the port.
@@ -69,7 +69,7 @@ class Exporter:
 
     @property
     def address(self) -> str:
-        """Return the URL of the metrics page."""
+        """Return the URL at which this exporter serves its metrics page."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 
@@ -107,7 +107,7 @@ class Exporter:
 
 
 def families(page: Page, now: Observation) -> None:
-    """Write the metrics of an observation.
+    """Write the metrics of an observation of the watched server.
 
     Counters have the values of the watched server's counters, so they return to zero when that server restarts.
     """

@@ -13,7 +13,7 @@ _Shown = TypeVar("_Shown", contravariant=True)
 
 
 class Output(Protocol[_Shown]):
-    """Interface of an output for observations: text lines, a terminal screen or an exporter."""
+    """Interface of an output for observations of a server: text lines, a terminal screen or an exporter."""
 
     def show(self, observe: _Shown) -> None:
         """Show an observation of the watched server."""
@@ -35,7 +35,7 @@ def watch(
         observe: returns an observation or raises WatchError.
         outputs: the outputs that show each observation.
         interval: seconds between the starts of two observations; None observes once.
-        patient: keep trying when the first observation fails, since the server may still be starting.
+        patient: whether to keep trying when the first observation fails, as the server may still be starting.
 
     Raises:
         WatchError: the first observation failed, and the loop is not patient or observes only once.

@@ -115,7 +115,7 @@ def _merged(facts: ServerFacts, given: Mapping[str, Any]) -> tuple[dict[str, Any
                 hint="leave it out",
             )
         flags[name] = value
-    # drop the reported device, because the GPU's name already implies it
+    # drop the device that the server reports, because the GPU's name given by the user implies it
     if "gpu" in given and flags.get("device") == "cuda":
         del flags["device"]
     if facts.version is not None and "engine_version" not in given and facts.title == "vLLM":
@@ -139,7 +139,7 @@ def _source(facts: ServerFacts, model: str | None) -> ModelSource:
 
 
 def _plan(source: ModelSource, flags: Mapping[str, Any]) -> Plan:
-    """Return the plan for the server's flags.
+    """Return the memory plan for a watched server's flags.
 
     The server's block size is passed to the planner only if it differs from the engine's default. An engine
     that derives the block size from the model may interpret a given size differently.

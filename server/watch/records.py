@@ -45,7 +45,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV blocks of one replica.
+    """The KV pool of one replica of a watched server.
 
     `num_blocks` blocks exist, of which requests can use `usable`. Running requests hold `used`; `cached` can be
     evicted at any time. A block has `block_size` tokens.
@@ -59,7 +59,7 @@ class Pool:
 
     @property
     def open(self) -> int | None:
-        """Return the number of blocks that no running request holds."""
+        """Return the number of usable KV blocks that no running request holds."""
         return None if self.used is None else max(0, self.usable - self.used)
 
 

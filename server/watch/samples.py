@@ -37,11 +37,11 @@ class Samples:
         return name in self._found
 
     def has_prefix(self, prefix: str) -> bool:
-        """Return whether the name of any sample begins with `prefix`."""
+        """Return whether the metrics page has a sample whose name begins with `prefix`."""
         return any(name.startswith(prefix) for name in self._found)
 
     def of(self, name: str) -> list[tuple[Labels, float]]:
-        """Return labels and value of each series with the sample name `name`."""
+        """Return labels and value of each series on the metrics page that has the sample name `name`."""
         return self._found.get(name, [])
 
     def total(self, *names: str) -> float | None:
@@ -61,11 +61,11 @@ class Samples:
         return None if value is None else round(value)
 
     def first(self, names: Iterable[str]) -> str | None:
-        """Return the first of several sample names that occurs on the page, or None."""
+        """Return the first of the sample names `names` that occurs on the metrics page, or None."""
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """Return the samples with these label values; series that lack one of the labels are kept, too."""
+        """Return the page's samples with the given label values; series that lack a label are kept, too."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():

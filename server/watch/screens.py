@@ -16,7 +16,7 @@ AnyObservation = TypeVar("AnyObservation")
 
 
 class Lines(Generic[AnyObservation]):
-    """An output that prints each observation as lines of text, or as one JSON object per line."""
+    """An output that prints each observation of a server as lines of text, or as one JSON object per line."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ def draws() -> bool:
 
 
 class Screen(Generic[AnyObservation]):
-    """An output that redraws the terminal screen for each observation.
+    """An output that redraws the terminal screen for each observation of a server.
 
     Args:
         draw: returns a rich renderable. It takes an observation, the characters for the bars, and the error of

@@ -60,7 +60,7 @@ def to_dict(observation: StatusObservation) -> dict[str, Any]:
 
 
 def plain(observation: StatusObservation) -> str:
-    """Return an observation as plain text."""
+    """Return an observation of a Tonnage server as plain text."""
     status = observation.status
     width = max(len(name) for name, _ in status.facts)
     facts = [f"{name:<{width}}  {text}" for name, text in status.facts]
@@ -69,7 +69,7 @@ def plain(observation: StatusObservation) -> str:
 
 
 def drawn(observation: StatusObservation, shades: str, trouble: str | None = None) -> Any:
-    """Return an observation as a rich renderable.
+    """Return an observation of a Tonnage server as a rich renderable.
 
     `trouble` is the error of a later attempt that failed, or None.
     """

@@ -19,7 +19,7 @@ _BAR, _NEARLY_FULL = 40, 0.9
 
 
 def headline(now: Observation) -> list[str]:
-    """Return the first lines of an observation, which name the server and its plan."""
+    """Return the first lines of an observation's text, which name the watched server and its plan."""
     facts, planned = now.facts, now.planned
     version = f" {facts.version}" if facts.version else ""
     lines = [f"{facts.title}{version} at {now.url}" + (f", serving {facts.served}" if facts.served else "")]
@@ -34,7 +34,7 @@ def _rows(now: Observation) -> list[Row]:
 
 
 def line(now: Observation) -> str:
-    """Return an observation's requests, KV pool, headroom and rates as one line."""
+    """Return one line of text with the watched server's requests, KV pool, headroom and token rates."""
     return f"{time.strftime('%H:%M:%S', time.localtime(now.at))} " + "; ".join(_parts(now))
 
 
@@ -58,7 +58,7 @@ def _parts(now: Observation) -> Iterable[str]:
 
 
 def pool_line(now: Observation) -> str | None:
-    """Return the use of the KV pool, or None when it is unknown."""
+    """Return one line of text on the watched server's KV pool and its use, or None when unknown."""
     reading = now.reading
     used, usable = reading.blocks("used"), reading.blocks("usable")
     if used is None or not usable:
@@ -84,7 +84,7 @@ def headroom_line(now: Observation) -> str:
 
 
 def rates_line(now: Observation) -> str | None:
-    """Return the token rates, preemptions and prefix hits, or None when all are unknown."""
+    """Return one line of text with token rates, preemptions and prefix hits, or None when all are unknown."""
     counters, change = now.reading.counters, now.change
     parts = []
     if change is not None and now.seconds > 0:
@@ -147,7 +147,7 @@ def lines() -> Callable[[Observation], str]:
 
 
 def drawn(now: Observation, shades: str, trouble: str | None = None) -> Any:
-    """Return an observation as a rich renderable.
+    """Return an observation of a watched server as a rich renderable.
 
     Args:
         now: the observation.
@@ -227,7 +227,7 @@ def _tier(tier: TierReading) -> dict[str, Any]:
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `values` whose value is neither None nor an empty collection."""
+    """Return the dict `values` without entries that are None or empty, also inside nested dicts."""
     found = {}
     for name, value in values.items():
         kept = _known(value) if isinstance(value, dict) else value

@@ -93,7 +93,7 @@ class Watcher:
         self._lost = False
 
     def observe(self) -> Observation:
-        """Read the server once and return the observation.
+        """Read the watched server once and return the observation.
 
         Raises:
             WatchError: the server cannot be read now.
@@ -145,7 +145,7 @@ class Watcher:
         return run
 
     def _unused_flags(self, facts: ServerFacts) -> tuple[str, ...]:
-        """Return a note on the user's flags that have no effect because the server reports its own plan."""
+        """Return a note on flags of the user that have no effect, because the server reports its own plan."""
         given = ["--model"] if self._model is not None else []
         given += [flags_of(Deployment)[name].option for name in self._given]
         if self._kv_unified is not None:
@@ -191,7 +191,7 @@ def _restarted(before: Reading, now: Reading) -> bool:
 
 
 def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int]:
-    """Return the measured bytes by component of one replica.
+    """Return a watched server's measured bytes by memory component, for one replica.
 
     If the server does not measure the KV pool, its bytes are its blocks times the bytes of a block.
     """
@@ -202,7 +202,7 @@ def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int
 
 
 def _headroom(run: _Run, reading: Reading) -> Headroom | None:
-    """Return the headroom summed over all replicas, or None when it is unknown.
+    """Return a watched server's headroom (further requests and tokens), summed over all replicas, or None.
 
     The field for the largest prompt is not a sum but that of the emptiest replica. The engine reserves no
     blocks for tokens that running requests will still generate, so these requests may soon take free blocks.

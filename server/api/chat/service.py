@@ -158,7 +158,7 @@ class ChatService(OpenAIEvents):
                     finishes[delta.index] = delta.finish_reason
                     shown = _shown_finish(delta.finish_reason, delta.index in called)
                     event += events.finish(delta.index, shown)
-                elif events.tokens_member and delta.token_ids:  # the text of these tokens is held back
+                elif events.tokens_member and delta.token_ids:  # their text is not sent yet
                     event += events.nothing(delta.index)
                 if event:
                     yield event
@@ -253,7 +253,7 @@ class ChatService(OpenAIEvents):
 
 
 def _hides_tokens(request: ChatRequest, use: ToolUse) -> bool:
-    """Return whether an answer must omit its token ids, because they would show reasoning that is left out."""
+    """Return whether an answer must omit its token ids, because they would show the reasoning that it omits."""
     return request.include_reasoning is False and use.reasons
 
 

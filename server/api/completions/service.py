@@ -39,7 +39,7 @@ class _Answer:
     text: list[str] = field(default_factory=list)
     lists: JsonLists = field(default_factory=lambda: JsonLists(COMPLETION_LISTS))
     tokens: int = 0
-    logprob: float = 0.0  # sum of the log probabilities of all tokens
+    logprob: float = 0.0  # sum of the log probabilities of the choice's tokens
     finish: Finish | None = None
     index: int = 0  # index among all generated choices, of which best_of may drop some
 
@@ -108,7 +108,7 @@ class CompletionService(OpenAIEvents):
         return shown.encode()
 
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
-        """Return one log probability builder per choice, or an empty list for a request without logprobs."""
+        """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs."""
         if request.logprobs is None:
             return []
         special = request.skip_special_tokens is False
@@ -119,7 +119,7 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
-        """Return the ``n`` best of each prompt's ``generated`` answers, by mean log probability per token."""
+        """Return the ``n`` answers of each prompt, of ``generated``, with the highest mean log probability."""
         if generated == n:
             return answers
         kept: list[_Answer] = []

@@ -165,7 +165,7 @@ def _format(body: CountTokensRequest) -> ResponseFormat | None:
 
 
 def _template_arguments(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the arguments of the chat template; templates ignore those that they do not use."""
+    """Return the variables that the request passes to the chat template, which ignores unknown ones."""
     arguments: dict[str, Any] = {}
     if body.thinking is not None:
         arguments["enable_thinking"] = body.thinking.type != "disabled"

@@ -19,7 +19,7 @@ class ClassificationRequest(InputBody):
 class PoolingRequest(InputBody):
     """Body of POST /pooling: the texts or token ids to pool, and the format of the results.
 
-    ``task`` must be what the model does; None selects it.
+    ``task`` must be the pooling task of the model (embed, classify ...); None selects that task.
     """
 
     task: PoolingTask | None = None
@@ -31,7 +31,7 @@ POOLING_FIELDS = Fields(PoolingRequest, POOLING, {"input": INPUT_EXPECTED})
 
 
 class Classification(BaseModel):
-    """The label of one input, None where config.json has no name for it, and the value of every label."""
+    """The label of one input, None if config.json does not name it, and the model's value for every label."""
 
     index: int
     label: str | None

@@ -144,9 +144,9 @@ class ResponseService:
         yield data + events.numbered_event(f"response.{done['status']}", response=done)
 
     async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse, bytes]:
-        """Return the submission, the use of tools, and the JSON of the fields that the response repeats.
+        """Return what a request submits to the engine, how it uses tools, and the fields its response repeats.
 
-        A waiting request keeps only these three, so its parsed body is freed.
+        The fields are JSON text. A waiting request keeps only these three, so its parsed body is freed.
         """
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)

@@ -45,7 +45,7 @@ class ScoreRequest(ScoringBody):
         """Return the first and the second texts of all pairs, and the field name of the second texts.
 
         Raises:
-            ApiError: A side is missing, or their lengths do not match.
+            ApiError: The first or the second texts are missing, or their numbers do not match.
         """
         given = {name for pair in SIDES for name in pair if getattr(self, name) is not None}
         pairs = [pair for pair in SIDES if set(pair) == given]
@@ -73,7 +73,7 @@ class RerankRequest(ScoringBody):
 
 
 def as_list(texts: str | list[str]) -> list[str]:
-    """Return one text or several as a list."""
+    """Return ``texts``, which is one text or a list of texts, as a list."""
     return [texts] if isinstance(texts, str) else texts
 
 
@@ -106,13 +106,13 @@ class ScoreList(BaseModel):
 
 
 class RerankDocument(BaseModel):
-    """A document of a rerank request."""
+    """The text of a document, as the answer of /v1/rerank returns it."""
 
     text: str
 
 
 class RerankResult(BaseModel):
-    """A document, with its place in the request and its relevance to the query."""
+    """A document in the answer of /v1/rerank, with its index in the request and its relevance to the query."""
 
     index: int
     document: RerankDocument

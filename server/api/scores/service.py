@@ -78,7 +78,7 @@ class _Scores:
     async def _crossed(
         self, run: PoolingRun, request: ScoringBody, first: Sequence[str], second: Sequence[str], param: str
     ) -> list[float]:
-        """Return a cross-encoder's score of each pair: the value of its only label."""
+        """Return a cross-encoder's score of each pair of texts: the value of the model's only label."""
         self._generator.check_sequences(len(second), 1, param=param)
         prompts, starts = await pair_prompts(
             self._state,
@@ -95,7 +95,7 @@ class _Scores:
 async def _cosines(
     run: PoolingRun, first: Sequence[str], second: Sequence[str], pooling: Pooling
 ) -> list[float]:
-    """Return the cosine of the embeddings of each pair."""
+    """Return, for each pair of texts, the cosine of their embeddings."""
     vectors = np.asarray(await run.of_inputs([*first, *second], pooling), np.float32)
     ones, others = vectors[: len(first)], vectors[len(first) :]
     norms = np.linalg.norm(ones, axis=1) * np.linalg.norm(others, axis=1)

@@ -34,7 +34,7 @@ class GrammarCache:
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()  # protects `_compiled`
+        self._lock = threading.Lock()  # protects the cache `_compiled` from concurrent changes
         self._building = threading.Lock()
         self._compiled: OrderedDict[Grammar, CompiledGrammar | CompiledTag] = OrderedDict()
         self._tags = TagCompiler(folder, vocab_size)

@@ -393,7 +393,7 @@ def namespace_of(plan: Plan) -> Mapping[str, Any]:
     """Return the facts that a KV block's bytes depend on: weights, dtypes, quantization and layout."""
     flags = plan.deployment
     return {
-        "engine": "hf 1",  # increase the number when the meaning of a block's bytes changes
+        "engine": "hf 1",  # increase this number when the meaning of a block's bytes changes
         "architecture": plan.model.architecture,
         "files": files_of(plan.model.path),
         "dtype": flags.dtype,

@@ -26,8 +26,8 @@ class HFSequence(scheduler.Sequence):
     queued: float | None = None  # seconds from arrival to admission
     matcher: Matcher | None = None  # matcher of the request's grammar
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    keys: ContentKeys | None = None  # keys in the KV tier; None without a tier, or if no block may be shared
-    kept: int = 0  # leading blocks that were offered to the KV tier
+    keys: ContentKeys | None = None  # blocks' keys in the KV tier; None without a tier or if none may be shared
+    kept: int = 0  # number of leading blocks that were offered to the KV tier
     offered: int = 0  # largest value of `kept` so far; after a preemption `kept` starts again at 0
     hit: int = 0  # number of blocks of the sequence's prefix hit in the pool at admission
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits

@@ -161,7 +161,7 @@ class DiskTier(SecondaryTierManager):
         self._rule = ReadRule(None if prefill is None else _tokens_of_chunk(offloading_spec) / _pace(prefill))
         self._most_waiting = parse_size(str(waiting), "waiting")
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
-        # vLLM 0.30 passes no detector, and its base class does not accept one.
+        # vLLM 0.30 passes no backpressure detector to a tier, and its base class of tiers accepts none.
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         assert primary_kv_view.strides is not None
         self._chunk: int = primary_kv_view.strides[0]  # size of a chunk in bytes
@@ -211,7 +211,8 @@ class DiskTier(SecondaryTierManager):
         count = len(job_metadata.keys)
         size = count * self._chunk
         since = self._missed.pop(job_metadata.req_context.req_id, None)
-        if since is not None:  # only the first chunks of a prompt: for later ones the start time is not known
+        # Only the first chunks of a prompt are measured: for later chunks the start time is not known.
+        if since is not None:
             self._rule.computed(count, time.monotonic() - since)
         computed = self._computed.setdefault(job_metadata.req_context.req_id, {})
         computed.update(dict.fromkeys(job_metadata.keys))

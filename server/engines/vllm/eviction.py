@@ -221,7 +221,7 @@ class LearnedQueue:
         self._taken: list[int] = []
         # The request that gets its first blocks now, and the block ids of its prefix hit.
         self._starting: tuple[Any, list[int]] | None = None
-        self._forgotten: set[int] = set()  # ids of blocks in use whose cached content was dropped
+        self._forgotten: set[int] = set()  # ids of blocks in use that left the prefix cache
         # vLLM's own queue, used after an exception in our code.
         self._plain: FreeKVCacheBlockQueue | None = None
         for block in free:
@@ -297,7 +297,7 @@ class LearnedQueue:
                 self._report_events()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
-                self._fail()  # this puts every unreferenced block into vLLM's queue, including these
+                self._fail()  # puts every unreferenced block, also these, into vLLM's queue
         else:
             self._plain.append_n(_not_queued(blocks))
 

@@ -42,7 +42,7 @@ class GrammarState:
 
     def __init__(self, tenant: str, matcher: GrammarMatcher | TagMatcher | None, error: str | None) -> None:
         self.tenant, self.matcher, self.error = tenant, matcher, error
-        self.request: Any = None  # vLLM's Request, set before its first mask
+        self.request: Any = None  # vLLM's Request object, set before its first token mask is needed
         self.done = False  # whether the text matches the whole grammar
         self._row: npt.NDArray[np.int32] | None = None
 
@@ -55,7 +55,7 @@ class GrammarState:
         row.fill_(-1)
         self._row = None
         if self.error is not None or self.matcher is None:
-            return  # the sequence ends with the next token, so every token is permitted
+            return  # after an error the next token ends the sequence, so permit all
         try:
             self._row = self.matcher.row()
         except Exception as error:  # an error of one request's grammar must not stop the engine

@@ -36,9 +36,8 @@ class LearnedCachePolicy(CachePolicy):
         super().__init__(cache_capacity)
         self._chunks: OrderedDict[Any, ChunkStatus] = OrderedDict()  # the least recently used first
         self._busy: dict[Any, int] = {}  # key of a chunk -> a value other than 0 while it is in transfer
-        self._order: LearnedChunkOrder[Any] | None = LearnedChunkOrder(
-            cache_capacity
-        )  # None after an exception
+        # The learned eviction order; None after an exception: then the least recently used chunks are evicted.
+        self._order: LearnedChunkOrder[Any] | None = LearnedChunkOrder(cache_capacity)
 
     def get(self, key: Any) -> ChunkStatus | None:
         """Return the chunk with the key `key`, or None if it is not in the KV tier."""

@@ -96,12 +96,12 @@ def close_files(llm: Any) -> None:
     `shut_down`, because vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    with contextlib.suppress(AttributeError):  # the first call has already deleted the attributes
-        # Close again, because an exception in the first call (also in vLLM's own thread) leaves sockets open.
+    with contextlib.suppress(AttributeError):  # the first call of `held` has deleted its attributes
+        # Call `held` again: an exception in the first call (also in vLLM's own thread) leaves sockets open.
         held()
     held.ctx.destroy(linger=0)
     for thread in threading.enumerate():
-        if thread.name == _MONITOR:  # this thread still uses the processes
+        if thread.name == _MONITOR:  # vLLM's monitor thread still uses the processes
             thread.join(_GRACE_SECONDS)
     for process in held.engine_manager.processes:
         process.join(_GRACE_SECONDS)

@@ -66,7 +66,7 @@ class Metrics:
         self._vllm = Page(model_name=state.model_name, engine="0")
 
     def capacity_forecast(self) -> CapacityForecast:
-        """Return how many requests and tokens still fit, and the seconds until the pool is full and empty."""
+        """Return how many requests and tokens still fit, and the seconds until the KV pool is full or empty."""
         stats, counts = self._state.engine.stats(), self._state.accounts
         found = self._headroom(stats)
         self._trend.observe(time.monotonic(), stats.pool.usable - found.blocks)
@@ -83,7 +83,7 @@ class Metrics:
         return headroom(stats.pool, stats.running, self._usage.mix, self._limits, tokens)
 
     def render(self) -> bytes:
-        """Return the page in the Prometheus text format 0.0.4."""
+        """Return the current /metrics page in the Prometheus text format 0.0.4."""
         state, page = self._state, self._page
         stats = state.engine.stats()
         plan, settings, counts = state.plan, state.settings, state.accounts

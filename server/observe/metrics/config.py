@@ -10,7 +10,7 @@ from tonnage.server.observe.metrics.families import Page
 
 
 def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | None) -> None:
-    """Write the metrics of the plan and of the settings.
+    """Write the metrics of the memory plan and of the server's settings.
 
     Args:
         page: the metrics page to write to.

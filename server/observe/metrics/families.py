@@ -33,19 +33,19 @@ class Page:
         self._out: list[str] = []
 
     def gauge(self, name: str, text: str, value: float | None) -> None:
-        """Write one gauge without labels: name, help text and value; a value of None writes nothing."""
+        """Write one gauge without labels to the page: name, help text and value; None writes nothing."""
         self.gauges(name, text, (), {} if value is None else {(): value})
 
     def counter(self, name: str, text: str, value: float | None) -> None:
-        """Write one counter without labels; its name has no `_total`, and a value of None writes nothing."""
+        """Write one counter without labels to the page; `name` has no `_total`, and None writes nothing."""
         self.counters(name, text, (), {} if value is None else {(): value})
 
     def gauges(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
-        """Write a gauge with one series per key of `values`; a key has one value for each of `labels`."""
+        """Write a gauge with one series per key of `values`; a key is a tuple with the values of `labels`."""
         self._family(name, "gauge", text, labels, values)
 
     def counters(self, name: str, text: str, labels: Labels, values: Mapping[Key, float]) -> None:
-        """Write a counter with one series per key of `values`, which has one value for each of `labels`.
+        """Write a counter with one series per key of `values`; a key is a tuple with the values of `labels`.
 
         The written name gets the suffix `_total`, so `name` must not have it.
         """
@@ -56,7 +56,7 @@ class Page:
         self.gauges(name, text, labels, dict.fromkeys(values, 1.0))
 
     def histogram(self, name: str, text: str, histogram: Histogram) -> None:
-        """Write a histogram: its buckets, sum and count."""
+        """Write a histogram without labels to the metrics page: its buckets, sum and count."""
         out = self._out
         out.append(self._heading(name, "histogram", text))
         count = 0
@@ -68,7 +68,7 @@ class Page:
         out.append(f"{self._sample(f'{name}_sum', (), ())}{float(histogram.total)!r}\n")
 
     def take(self) -> str:
-        """Return the page written since the last call, and start an empty one."""
+        """Return the metrics page written since the last call, and start an empty one."""
         text = "".join(self._out)
         self._out.clear()
         return text

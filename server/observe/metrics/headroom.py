@@ -38,12 +38,12 @@ class Headroom:
 def headroom(
     pool: PoolStats, sequences: int, mix: RequestMix, limits: Limits, default_max_tokens: int
 ) -> Headroom:
-    """Return the number of further blocks, requests and tokens that the engine can take now.
+    """Return the headroom: the further KV blocks, requests and tokens that the engine can take now.
 
     Args:
         pool: the KV pool's blocks by state.
         sequences: number of running sequences.
-        mix: average size of a request. Before the first request, one sequence of max_model_len is used.
+        mix: average size of the requests so far. Before the first, one sequence of max_model_len is used.
         limits: the engine's limits of sequences and tokens, and its usable blocks.
         default_max_tokens: max_tokens of a request that sets none.
     """
@@ -76,7 +76,7 @@ class Trend:
             self._points.popleft()
 
     def seconds_to(self, blocks_left: int) -> float:
-        """Return the estimated seconds until `blocks_left` more blocks are reserved.
+        """Return the estimated seconds until `blocks_left` more KV blocks are reserved.
 
         A least-squares line through the recorded points extrapolates the reserved blocks. The result is at most
         FOREVER_SECONDS, which is also returned when the line does not rise or has fewer than two points.
@@ -98,7 +98,7 @@ class Trend:
 def headroom_families(
     page: Page, room: Headroom, usable_blocks: int, bytes_per_block: int, trend: Trend, counts: RequestCounts
 ) -> None:
-    """Write the metrics of headroom: blocks, requests and tokens left, time until full, time until drained."""
+    """Write the headroom metrics: KV blocks, requests and tokens left, seconds until full and until drained."""
     trend.observe(time.monotonic(), usable_blocks - room.blocks)
     drain = drain_seconds(counts)
     page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)
@@ -132,7 +132,7 @@ def headroom_families(
 
 
 def drain_seconds(counts: RequestCounts) -> float | None:
-    """Return the seconds until all requests in flight complete, at the rate of the last completions.
+    """Return the seconds until all requests in flight complete, at the rate at which the last ones completed.
 
     Returns None when that rate is not known yet.
     """

@@ -9,7 +9,7 @@ from tonnage.server.observe.metrics.families import Page
 
 
 def memory_families(page: Page, plan: Plan, memory: MeasuredMemory) -> None:
-    """Write the planned and measured bytes by device and component."""
+    """Write the metrics of planned and measured bytes, by device and component (weights, KV pool ...)."""
     planned = {
         (device_name(plan, number), component): size
         for number, rank in enumerate(plan.ranks)

@@ -30,12 +30,12 @@ HOST_METRICS = {
 
 
 def host_metric_name(name: str) -> str:
-    """Return the Prometheus name of a metric in `HOST_METRICS`; a counter's ends in ``_total``."""
+    """Return the Prometheus name of `name`, a KV tier's metric in `HOST_METRICS`; a counter gets ``_total``."""
     return f"tonnage_tier_{name}" if name in HOST_GAUGES else f"tonnage_tier_{name}_total"
 
 
 def tier_families(page: Page, tier: TierStats | None, block_size: int) -> None:
-    """Write the blocks, bytes and hits of a KV tier's host memory and folder; write nothing without a tier.
+    """Write the metrics of a KV tier (blocks, bytes, hits in host memory and on disk); none without a tier.
 
     Args:
         page: the metrics page to write to.

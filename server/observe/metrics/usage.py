@@ -32,7 +32,7 @@ class RequestMix:
     sequences: float = 0.0
 
     def observe(self, blocks: int, sequences: int) -> None:
-        """Add a request to the means; it needs at most `blocks` KV blocks for its `sequences` sequences."""
+        """Add a request of `sequences` sequences, which need at most `blocks` KV blocks, to the means."""
         self.requests += 1
         # The first 64 requests form a plain mean; later ones all get the same weight.
         weight = max(_NEWEST, 1 / self.requests)
@@ -44,7 +44,7 @@ class RequestMix:
 class TenantUsage:
     """Request and token counts of one tenant.
 
-    `asked_blocks` is the sum, over its unfinished requests, of the upper bound of their KV blocks.
+    `asked_blocks` is the sum, over the tenant's unfinished requests, of the upper bound of their KV blocks.
     """
 
     in_flight: int = 0
@@ -63,7 +63,7 @@ class Usage:
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        # the tenant exists from the start, so that its series begin at zero
+        # the nameless tenant exists from the start, so that its metric series begin at zero
         self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}
         self._limits = limits
         # id() of an unfinished ticket -> upper bound of the KV blocks of its request

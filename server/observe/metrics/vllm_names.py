@@ -66,7 +66,7 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
 
 
 def _cache_config(state: ServerState) -> dict[str, object]:
-    """Return the labels of `vllm:cache_config_info` that known tools read, a few of vLLM's 34.
+    """Return labels of the metric `vllm:cache_config_info`: the few of vLLM's 34 that known tools read.
 
     Booleans are written as Python's ``True`` and ``False``.
     """

@@ -51,7 +51,7 @@ class EngineTotals:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Return the request outcomes that can be counted.
+        """Return the request outcomes (stop, length, aborted ...) that can be counted for this engine.
 
         Without Tonnage's scheduler, vLLM reports no aborted and no rejected requests.
         """
@@ -74,7 +74,7 @@ class EngineTotals:
         self.tenant.in_flight = self.counts.in_flight
 
     def _settle(self, admission: AdmissionStats) -> None:
-        """Derive the aborted requests and the requests in flight from the counts of Tonnage's scheduler.
+        """Compute the aborted requests and the requests in flight from the counts of Tonnage's scheduler.
 
         Aborted requests are the received ones that are neither finished nor unfinished. When a stop string
         matches, vLLM's front end finishes a request one step before the scheduler does. The difference is then

@@ -135,7 +135,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the current metrics of all engines."""
+        """Return the current metrics of all engines as prometheus_client's metric families."""
         families: dict[str, Metric] = {}
         with self._guarded("in a scrape"):
             memory = self._memory()
@@ -253,7 +253,7 @@ def _log_difference(plan: Plan, num_blocks: int) -> None:
 
 
 def _loaded(plan: Plan, stats: EngineStats) -> Plan:
-    """Return revision 1 of the plan, in which the KV pool has the size that vLLM allocated at its start."""
+    """Return the plan's revision 1 (after the load), whose KV pool has the size that vLLM allocated."""
     pool = stats.pool
     cache = replace(plan.kv_cache, num_blocks=pool.num_blocks, usable_blocks=pool.usable)
     return replace(plan, revision=1, kv_cache=cache)

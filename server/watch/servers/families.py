@@ -14,7 +14,7 @@ _INFO = ("plan_id", "architecture", "engine", "quantization")
 
 
 def read_headroom(samples: Samples) -> Headroom | None:
-    """Return the headroom summed over all engines of the page.
+    """Return the headroom (further requests and tokens) summed over all engines of a metrics page.
 
     The field for the largest prompt is not a sum but a maximum: the largest prompt that any engine can take.
     """
@@ -52,7 +52,7 @@ def _auto(samples: Samples) -> AutoStats | None:
 def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
     """Return the plan of one engine from the metrics page, or None when the page has no plan.
 
-    The plan's bytes are those of the rank whose memory is also measured.
+    The plan's bytes are those of the rank whose measured bytes are also on the page.
     """
     engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples
@@ -82,7 +82,7 @@ def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
 
 
 def read_measured(samples: Samples) -> dict[str, int]:
-    """Return the measured bytes by component of one engine."""
+    """Return one engine's measured bytes by memory component from the metrics page."""
     engines = samples.values_of("engine_index", "tonnage_memory_measured_bytes")
     one = samples.where(engine_index=engines[0]) if engines else samples
     series = one.of("tonnage_memory_measured_bytes")

@@ -27,5 +27,5 @@ def objects(value: object) -> list[Mapping[str, Any]]:
 
 
 def cards(models: object) -> list[Mapping[str, Any]]:
-    """Return the model objects in the answer of /v1/models."""
+    """Return the model objects (dicts) in ``models``, the JSON answer of /v1/models."""
     return objects(mapping(models).get("data"))

@@ -90,7 +90,7 @@ class LlamaCppServer:
     def _slots(
         self, samples: Samples, slots: list[Any]
     ) -> tuple[tuple[Replica, ...], tuple[float, float] | None]:
-        """Return the server's replicas, and the average tokens of a slot in use.
+        """Return a llama-server's slots as replicas, and the average number of tokens of a slot in use.
 
         Slots that share one KV cache form one replica; otherwise each slot is a replica.
         """
@@ -121,7 +121,7 @@ def _pool(cells: int, slots: list[tuple[int, bool]]) -> Pool:
 
 
 def _context(props: Any) -> int | None:
-    """Return the context of one slot in tokens, from the server's /props."""
+    """Return the context length of one slot in tokens, from ``props``, the answer of the server's /props."""
     return number(mapping(props.get("default_generation_settings")).get("n_ctx"))
 
 

@@ -91,7 +91,7 @@ class SGLangServer:
 
 
 def _info(client: Client) -> Mapping[str, Any]:
-    """Return the arguments of an SGLang server; empty for another server.
+    """Return the start arguments that an SGLang server reports; empty for another kind of server.
 
     vLLM also has /server_info, but without the field model_path.
     """
@@ -116,7 +116,7 @@ def _flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
-    """Return the measured bytes by component; SGLang reports GiB with two decimals and calls the unit GB."""
+    """Return measured bytes by memory component; SGLang reports GiB with two decimals, which it calls GB."""
     found = {}
     for key, name in {"weight": "weights", "graph": "cuda_graphs"}.items():
         if isinstance(value := memory.get(key), (int, float)) and value > 0:
@@ -125,7 +125,7 @@ def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _value(samples: Samples, *names: str) -> float | None:
-    """Return the value of the first of `names` on the page, summed over replicas, or None when none is present.
+    """Return the metric that is the first of `names` on the page, summed over replicas; None without any.
 
     The ranks of one replica repeat its value, so the largest of them counts.
     """
@@ -171,7 +171,7 @@ def _pool(samples: Samples, facts: ServerFacts) -> Pool | None:
 
 
 def _tier(samples: Samples) -> TierReading | None:
-    """Return HiCache's host memory, or None without it.
+    """Return the state of HiCache, SGLang's KV tier in host memory, or None without it.
 
     SGLang counts tokens instead of bytes. A hybrid model reports several pools;
     only the one labelled `kv` counts tokens of prompts.

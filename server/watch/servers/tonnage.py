@@ -36,7 +36,7 @@ class TonnageServer:
         return ServerFacts(self.title, None, text(_memory(client).get("model")), model=None)
 
     def planned(self, client: Client, samples: Samples) -> PlanSummary | None:
-        """Return the plan that the server reports in /memory."""
+        """Return the memory plan that a Tonnage server reports in /memory."""
         try:
             return _planned(mapping(_memory(client)["plan"]))
         except (KeyError, TypeError, IndexError) as error:
@@ -46,7 +46,7 @@ class TonnageServer:
             ) from None
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the server's running requests, KV pool and counters at this moment."""
+        """Return a Tonnage server's running requests, KV pool and counters at this moment."""
         memory = _memory(client)
         measured = mapping(memory.get("measured"))
         state = {labels["state"]: round(value) for labels, value in samples.of("tonnage_engine_requests")}
@@ -71,7 +71,7 @@ class TonnageServer:
 
 
 def _tier(samples: Samples) -> TierReading | None:
-    """Return the KV tier of the hf engine, or None without one."""
+    """Return the state of the hf engine's KV tier (host memory, disk), or None without one."""
     if "tonnage_tier_host_size" not in samples:
         return None
     return TierReading(

@@ -87,7 +87,7 @@ class VLLMServer:
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
-        # The plan from Tonnage's plug-in has all settings, so none has to be assumed.
+        # With Tonnage's plug-in the page has the plan with all settings, so none has to be assumed.
         has_plan = "tonnage_memory_planned_bytes" in samples
         if not has_plan and config.get("speculative_config"):
             notes.append("speculative decoding is on: the draft is planned only with --speculative-model")
@@ -102,7 +102,7 @@ class VLLMServer:
         )
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
-        """Return the server's running requests, KV pools and counters at this moment."""
+        """Return a vLLM server's running requests, KV pools and counters at this moment."""
         engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
         parts = [samples.where(engine=name) if name else samples for name in engines]
         started = samples.total("process_start_time_seconds")
@@ -156,7 +156,7 @@ def _pool(samples: Samples) -> Pool | None:
 
 
 def _tier(samples: Samples) -> TierReading | None:
-    """Return the KV tiers, or None without one.
+    """Return a vLLM server's KV tiers (host memory, disk), or None without one.
 
     vLLM counts the hits of all connectors as external prefix hits (v1/metrics/loggers.py). The seconds per
     prompt token are the time of the prefill phase divided by the tokens computed in it. vLLM's metric for the
@@ -183,7 +183,7 @@ def _tier(samples: Samples) -> TierReading | None:
 
 
 def _tier_size(samples: Samples) -> int | None:
-    """Return the bytes of `--kv-offloading-size` over all engines, which vLLM reports in GiB."""
+    """Return the bytes of host memory for KV tiers (`--kv-offloading-size`, in GiB) over all vLLM engines."""
     sizes = [_literal(labels.get("kv_offloading_size")) for labels, _ in samples.of(_INFO)]
     known = [size for size in sizes if isinstance(size, int | float) and 0 < size < _MOST_GIB]
     return int(sum(known) * GiB) or None
@@ -219,7 +219,7 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _literal(label: str | None) -> Any:
-    """Return the Python value of a label that vLLM wrote with str(), or the label if it is no literal."""
+    """Return the Python value of a metric's label that vLLM wrote with str(); the label if it is no literal."""
     try:
         return None if label is None else ast.literal_eval(label)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

@@ -63,8 +63,8 @@ class Account:
         # Number of events that freed blocks: entries that were removed, and steps before which blocks returned
         # without the end of a request.
         self.departed = 0
-        self._free = self.pool.get_num_free_blocks()  # free blocks at the last `sync`
-        self._departed_then = 0  # `departed` at the last `sync`
+        self._free = self.pool.get_num_free_blocks()  # number of free blocks at the last `sync`
+        self._departed_then = 0  # value of `departed` at the last `sync`
         # By request id, the prompt tokens that an unfinished request found in the prefix cache when it first
         # started.
         self.found: dict[str, int] = {}

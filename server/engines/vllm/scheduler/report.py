@@ -27,8 +27,8 @@ class Report:
         self._decisions: Counter[tuple[str, str]] = Counter()
         self._missing: Counter[tuple[str, str]] = Counter()
         self._waited: set[str] = set()  # ids of unfinished requests that had to wait
-        self._looked = float("-inf")  # time of the last O(running) update
-        self._reserved_then = 0  # reserved blocks at the last O(running) update
+        self._looked = float("-inf")  # time of the last update that visited all running requests
+        self._reserved_then = 0  # number of reserved blocks at the time `_looked`
         self._committed = self._waste = self._broken = self._cached = 0
         self._evictions = Evictions(scheduler.kv_cache_manager)
 
