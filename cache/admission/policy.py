@@ -136,7 +136,10 @@ class Policy:
 
     @property
     def forecasts(self) -> bool:
-        """Whether the mode forecasts KV blocks over time; without a forecast no request overtakes another."""
+        """Whether this admission mode forecasts the use of KV blocks over time.
+
+        Only with a forecast may a later request be admitted before an earlier one.
+        """
         return self.mode in (AdmissionMode.GUARANTEED, AdmissionMode.PREDICTIVE)
 
     def under(self, rule: Rule) -> Policy:

@@ -15,7 +15,8 @@ CLASSES = ORIGINS * SCORES
 
 LRU, LEARNED = range(2)  # the two eviction rules
 AGES, LEVELS = 48, 8
-# The scale of ages has PER_OCTAVE levels per doubling. Ages below 1 / YOUNG_PART of the pool share level 0.
+# The age of a block is a number of released blocks. The scale of ages has PER_OCTAVE levels per doubling. Ages
+# below (blocks of the pool) / YOUNG_PART share level 0.
 PER_OCTAVE, YOUNG_PART = 4, 64
 WEIGHT_STEPS = 8  # the weight of a history entry is a power of 2^(-1/8)
 

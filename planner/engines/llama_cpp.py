@@ -505,7 +505,7 @@ def _context(chosen: Resolved) -> int:
 
 
 def _masked(architecture: Architecture, chosen: Resolved) -> tuple[int, int]:
-    """Return the number of KV cache cells over all attention masks, and in the longest mask.
+    """Return the sum of the lengths of all attention masks, and the largest length, in KV cache cells.
 
     A step has one mask for full attention, and one for each size of sliding window. A cell stores one token.
     """

@@ -184,7 +184,9 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
     if tensor.role in ("embedding", "head") and size == architecture.vocab_size and parallel.pad_vocabulary:
         size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
         if size % ranks:
-            raise _undivided(f"{ranks} does not divide the vocabulary, padded to {size}", size, ranks)
+            raise _undivided(
+                f"tensor parallel size {ranks} does not divide the vocabulary, padded to {size}", size, ranks
+            )
     # Vision and audio towers have as many KV heads as query heads, so their rows divide evenly.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units

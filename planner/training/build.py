@@ -100,9 +100,9 @@ class Planner:
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
-        """Return the activations that a setup's layers keep, None if they are not planned for the model.
+        """Return the activations that the layers keep for the backward pass; None if they can't be planned.
 
-        `kernels` replaces the description of the modules of the setup's training library.
+        `kernels` says which fused modules run, in place of those of the setup's training library.
         """
         recipe = self.model.recipe
         if recipe is None:

@@ -140,7 +140,7 @@ class KVEventPublisher:
         while replay is not None and replay.poll(0):
             frames = replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a replay request, so it has no address to send an error to
+                continue  # a malformed message may lack the sender's address, so no error is sent
             client, first = frames[0], int.from_bytes(frames[2], "big")
             for sequence, payload in self._kept:
                 if sequence >= first:

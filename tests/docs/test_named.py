@@ -117,7 +117,7 @@ def test_api_key_file_shown_in_the_documentation_is_valid(tmp_path: Path) -> Non
     assert (scraping.name, scraping.metrics) == ("prometheus", True)
 
 
-def test_model_family_named_in_the_documentation_equals_the_source_code() -> None:
+def test_documentation_names_the_same_model_families_as_the_source_code() -> None:
     source = (ROOT / "planner/families/llama.py").read_text()
     (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/contributing.md").read_text(), re.M | re.S)
     assert textwrap.indent(shown, "    ") in source

@@ -61,7 +61,7 @@ def test_every_figure_in_the_gpu_catalogue_has_a_source():
     assert len(names) == len(set(names))
 
 
-def test_reserve_subtracted_from_nominal_gpu_memory_equals_the_catalogues_median():
+def test_nominal_gpu_memory_minus_the_reserve_is_the_median_of_reported_totals():
     shares = [
         1 - e["reported_gib"] / e["nominal_gib"]
         for e in ENTRIES

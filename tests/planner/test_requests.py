@@ -137,7 +137,7 @@ def test_requests_that_fit_are_rejected_for_an_encoder_without_kv_cache(model):
         found.hold(100, 10)
 
 
-def test_lower_bound_of_requests_is_0_if_the_pool_may_be_empty(model):
+def test_lower_bound_of_concurrent_requests_is_0_if_the_kv_pool_may_have_no_blocks(model):
     found = plan(model("meta-llama/Llama-3.1-70B-Instruct"), gpu="h100-80g", quantization="fp8").hold(2000, 300)
     assert found.bounds[0] == 0 <= found.at_once <= found.bounds[1]
 

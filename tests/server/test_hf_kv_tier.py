@@ -236,7 +236,7 @@ def test_reported_saved_seconds_use_the_measured_prefill_seconds_per_token() -> 
     assert 0 < stats.host_load_seconds < stats.spent_seconds < 60  # stores take time, too
 
 
-def test_wait_for_reads_from_the_disk_tier_counts_as_spent_seconds(
+def test_time_waiting_for_disk_tier_reads_counts_as_seconds_spent_by_the_tier(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(blocks=12, host=40, disk=folder)

@@ -51,7 +51,7 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
     latents = {layer.layer: layer for layer in architecture.cache_layers if layer.kind == "mla"}
     if not any(layer.index_size for layer in latents.values()):
         raise UnsupportedArchitecture(
-            "vLLM 0.32 cannot lay out a cache without a layer that has an indexer (compress ratio 4): only the "
+            "vLLM 0.32 needs a layer with an indexer (compress ratio 4) to lay out the KV cache: only the "
             "indexer's backend asks for the layout that packs pages of different sizes",
             field="compress_ratios",
         )

@@ -187,7 +187,8 @@ class DiskTier(SecondaryTierManager):
         self._reported = _VALUES(DiskCounts(0))
         self._may_read: dict[str, int | None] = {}  # number of chunks that a request may still read; None: all
         self._computed: dict[str, dict[Any, None]] = {}  # chunks that a running request has offloaded
-        self._missed: dict[str, float] = {}  # time of a request's last miss, until its first chunks are stored
+        # time of each request's last miss; an entry is removed when the request's first chunks are stored
+        self._missed: dict[str, float] = {}
 
     # -- methods that vLLM calls -----------------------------------------------------------------------------
 
