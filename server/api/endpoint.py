@@ -94,7 +94,7 @@ class Endpoint(Generic[Body]):
             error = from_exception(exception)
         ticket.fail(error, outcome_of(error))
         # This frame and the error's traceback refer to each other, so the request's body would live until the
-        # garbage collector runs. Three rejected bodies of 8 MB left 45 MB (benchmarks/abuse.py arguments).
+        # garbage collector runs (benchmarks/abuse.py arguments: three rejected bodies of 8 MB).
         return render(error.with_traceback(None))
 
     async def _answer(self, request: Request, ticket: Ticket) -> Response:

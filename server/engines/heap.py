@@ -46,7 +46,9 @@ def settle_heap() -> None:
     _trim()
 
 
-# When the process' memory has grown by this many bytes, its free memory is returned to the kernel.
+# Free memory is returned when the process has grown by a request body of the default maximum size
+# (max_request_body_bytes), and again as long as a return freed _WORTH_BYTES. Floods last longer than the second
+# between two checks (benchmarks/abuse.py).
 _GROWTH_BYTES = 8 * 2**20
 _WORTH_BYTES = 2**20
 _CHECK_SECONDS = 1.0
@@ -55,11 +57,11 @@ _CHECK_SECONDS = 1.0
 async def shrink_heap() -> NoReturn:
     """Return free heap memory to the kernel whenever this process has grown, until the task is cancelled.
 
-    By itself, glibc returns only the free memory behind the last block in use. After large requests it kept 13
-    to 20 MiB, to which the memory of the next large requests was added (benchmarks/abuse.py). A check takes 12
-    us, and returning memory takes 5 ms. It is repeated every second while it frees a megabyte or more.
+    By itself, glibc returns only the free memory behind the last block in use. The memory of one case of
+    benchmarks/abuse.py was then added to what the cases before had left. With the case `unread` the API process
+    of the hf engine was 63 MiB above its share of the plan, where the limit is 42.
 
-    Garbage is not collected here: in a flood of requests a collection takes 45 ms.
+    Garbage is not collected here, because a collection during a flood of requests delays the event loop.
     """
     least, freed = anonymous_bytes(), 0
     while True:

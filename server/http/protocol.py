@@ -155,8 +155,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
         # Requests and the connection refer to each other. Without these lines only the garbage collector would
-        # free them: 12,000 connections left 20 MiB.
-        self._answering = self.cycle = self.scope = None  # type: ignore[assignment]  # uvicorn has no such type
+        # free them, so a flood of connections would stay in memory after its end.
+        self._answering = self.cycle = self.scope = None  # type: ignore[assignment]  # typed without None
         self.pipeline.clear()
         self._body.clear()
         self._unparsed.clear()
@@ -164,9 +164,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # -- receiving ---------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse a small number of received bytes at once; more of them wait for their turn.
+        """Parse received bytes at once if they are few; otherwise queue them for parsing (`ReceivePacing`).
 
-        While bytes wait, no more are read from the connection.
+        While bytes of this connection wait in the queue, no more are read from its client.
         """
         if self._refused:
             return
@@ -178,7 +178,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         pacing_of(self.server_state, self.loop).add(self)
 
     def parse_next(self) -> None:
-        """Parse the bytes of the oldest read that waits; read on from the connection after the last one."""
+        """Parse the oldest received bytes that wait; if none wait any more, resume reading from the client."""
         if not self._unparsed:  # the connection has ended
             return
         self._parse(self._unparsed.popleft())
