@@ -1,20 +1,18 @@
-"""Compare the hits of our replayed KV tier with those of SGLang's own HiRadixCache, without a GPU.
+"""Compare the hits of our model of SGLang's HiCache with those of SGLang's own HiRadixCache, without a GPU.
 
     pip install --no-deps --target FOLDER sglang==0.5.9
-    python benchmarks/hicache_replay.py TRACE... --sglang FOLDER --json
+    python benchmarks/hicache_replay.py TRACE... --sglang FOLDER --json --check
+    python benchmarks/hicache_replay.py --sglang FOLDER --worlds 400 --check     random prompts, tiny pools
 
 SGLang's radix tree with a host tier (mem_cache/hiradix_cache.py and radix_cache.py) runs unchanged. It decides
 what is matched, written to the host, loaded back and evicted. Its pools and copies need CUDA. Stand-ins hand
 out slots instead. A slot holds one chunk of the trace, which is one hash id.
 
-Requests run one after the other, in order of the trace. Ours is a pool in LRU order with the replay's host tier
-behind it (`tonnage.cache.replay.chunk_store`, LRU). The host tier holds 5, 20 and 50 % of the trace's distinct
-chunks, and the GPU's pool a quarter of that (--hicache-ratio 4).
+Requests run one after the other, in order of the trace. Ours is `tonnage.cache.replay.radix_tiers`. The host
+tier holds 5, 20 and 50 % of the trace's distinct chunks, and the GPU's pool a quarter of that (--hicache-ratio
+4). ``lru`` has the hits of `tonnage replay --tiers`, whose pool and host tier evict single chunks in LRU order.
 
-SGLang differs from LRU over chunks in two rules. It evicts whole nodes, the parts of prompts between two
-branches, and it evicts as many slots as a write needs although some are free (`write_backup`). ``by_chunk`` has
-SGLang's hits without these two: its nodes are split into chunks by its own function, and it is asked to evict
-what is missing. --check exits with 1 if these hits differ from ours.
+--check exits with 1 if hits differ. --write FILE stores SGLang's hits in the random worlds for the tests.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tonnage.cache.replay.chunk_store import ChunkStore, ChunkUse
+from tonnage.cache.replay.radix_tiers import RadixTiers
 from tonnage.cache.replay.tiers import chunk_keys, chunk_tokens_of
 from tonnage.cache.replay.trace import Trace, read_trace
 
@@ -178,19 +178,12 @@ def hiradix(sglang: SimpleNamespace, device: int, host: int) -> Any:
     return cache
 
 
-def hits_of_sglang(
-    sglang: SimpleNamespace, prompts: Sequence[tuple[int, ...]], device: int, host: int, by_chunk: bool
-) -> int:
-    """Return the chunks that SGLang's tree finds on the GPU or loads from the host, over all prompts.
-
-    ``by_chunk``: nodes are split into chunks after each request, and only missing slots are evicted.
-    """
+def hits_of_sglang(sglang: SimpleNamespace, prompts: Sequence[tuple[int, ...]], device: int, host: int) -> int:
+    """Return the chunks that SGLang's tree finds on the GPU or loads from the host, over all prompts."""
     import torch
 
     cache, hits = hiradix(sglang, device, host), 0
-    pool, slots, evict_host = cache.token_to_kv_pool_allocator, cache.token_to_kv_pool_host, cache.evict_host
-    if by_chunk:
-        cache.evict_host = lambda count: evict_host(count - len(slots.unused))
+    pool = cache.token_to_kv_pool_allocator
     for prompt in prompts:
         key = sglang.RadixKey(list(prompt[:device]))
         if not len(key):
@@ -210,14 +203,11 @@ def hits_of_sglang(
         cache.insert(sglang.InsertParams(key=key, value=torch.cat([held, fresh])))
         cache.dec_lock_ref(node)
         cache.check_hicache_events()
-        node = cache.match_prefix(sglang.MatchPrefixParams(key=key)).last_device_node
-        while by_chunk and node.parent is not None:
-            last = len(node.key) - 1
-            node = cache._split_node(node.key, node, last) if last else node.parent
+        cache.match_prefix(sglang.MatchPrefixParams(key=key))
     return hits
 
 
-def hits_of_ours(prompts: Sequence[tuple[int, ...]], device: int, host: int) -> int:
+def hits_of_chunks(prompts: Sequence[tuple[int, ...]], device: int, host: int) -> int:
     """Return the chunks that a pool of LRU order finds or loads from the replay's host tier."""
     pool, tier, hits = ChunkStore(device), ChunkStore(host), 0
     for prompt in prompts:
@@ -235,7 +225,7 @@ def hits_of_ours(prompts: Sequence[tuple[int, ...]], device: int, host: int) -> 
 
 
 def compare(sglang: SimpleNamespace, trace: Trace) -> list[dict[str, Any]]:
-    """Return the hit rates of both for each size of the tier."""
+    """Return the hit rates of both trees for each size of the tier."""
     known: dict[tuple[int, int], int] = {}
     prompts = [chunk_keys(request, known) for request in trace.requests]
     size, tokens = chunk_tokens_of(trace), sum(request.prompt_tokens for request in trace.requests)
@@ -243,35 +233,73 @@ def compare(sglang: SimpleNamespace, trace: Trace) -> list[dict[str, Any]]:
     for share in SHARES:
         host = max(RATIO, int(share * len(known)))
         device = host // RATIO
-        theirs, by_chunk = (hits_of_sglang(sglang, prompts, device, host, part) for part in (False, True))
-        ours, alone = hits_of_ours(prompts, device, host), hits_of_ours(prompts, device, 1)
+        tree = RadixTiers(device, host)
+        counts = {
+            "sglang": hits_of_sglang(sglang, prompts, device, host),
+            "ours": sum(map(tree.serve, prompts)),
+            "lru": hits_of_chunks(prompts, device, host),
+            "without_tier": hits_of_chunks(prompts, device, 1),
+        }
         rows.append(
-            {"trace": trace.name, "host_chunks": host, "gpu_chunks": device,
-             "sglang": round(theirs * size / tokens, 5), "by_chunk": round(by_chunk * size / tokens, 5),
-             "by_chunk_equal": by_chunk == ours, "ours": round(ours * size / tokens, 5),
-             "ours_without_tier": round(alone * size / tokens, 5),
-             "points": round(100 * (ours - theirs) * size / tokens, 3)}
+            {"trace": trace.name, "requests": len(prompts), "host_chunks": host, "gpu_chunks": device,
+             "equal": counts["sglang"] == counts["ours"],
+             **{name: round(count * size / tokens, 5) for name, count in counts.items()}}
         )  # fmt: skip
     return rows
 
 
+def world(seed: int) -> tuple[list[tuple[int, ...]], int, int]:
+    """Return random prompts that share beginnings, and the chunks of a small GPU pool and a small host tier."""
+    draw = random.Random(seed)
+    heads = [
+        tuple(draw.randrange(10**6) for _ in range(draw.randint(1, 12))) for _ in range(draw.randint(1, 6))
+    ]
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(draw.randint(20, 200)):
+        before = draw.choice(prompts) if prompts and draw.random() < 0.5 else draw.choice(heads)
+        new = tuple(draw.randrange(10**6) for _ in range(draw.randint(0, 8)))
+        prompts.append(before[: draw.randint(1, len(before))] + new)
+    return prompts, draw.randint(5, 60), draw.randint(1, 120)
+
+
+def compare_worlds(sglang: SimpleNamespace, worlds: int) -> list[dict[str, Any]]:
+    """Return the hits of both trees in each of ``worlds`` random worlds."""
+    rows = []
+    for seed in range(worlds):
+        prompts, device, host = world(seed)
+        tree = RadixTiers(device, host)
+        theirs, ours = hits_of_sglang(sglang, prompts, device, host), sum(map(tree.serve, prompts))
+        rows.append({"seed": seed, "sglang": theirs, "ours": ours, "equal": theirs == ours})
+    return rows
+
+
 def main() -> int:
-    """Print the comparison; return 1 with --check if hits by chunk differ."""
+    """Print the comparison; return 1 with --check if hits differ."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("trace", type=Path, nargs="+")
+    parser.add_argument("trace", type=Path, nargs="*")
     parser.add_argument("--sglang", type=Path, required=True, help="folder with SGLang's sources")
     parser.add_argument("--limit", type=int, help="requests of each trace")
+    parser.add_argument("--worlds", type=int, default=0, help="number of random worlds")
+    parser.add_argument("--write", type=Path, help="store SGLang's hits in the random worlds in this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--check", action="store_true", help="exit code 1 if hits by chunk differ from ours")
+    parser.add_argument("--check", action="store_true", help="exit code 1 if hits differ")
     arguments = parser.parse_args()
+    if not arguments.trace and not arguments.worlds:
+        parser.error("nothing to compare: give a trace or --worlds N")
     sglang = load_sglang(arguments.sglang)
     rows = [row for path in arguments.trace for row in compare(sglang, read_trace(path, limit=arguments.limit))]
+    worlds = compare_worlds(sglang, arguments.worlds)
+    if arguments.write:
+        arguments.write.write_text(json.dumps([row["sglang"] for row in worlds]) + "\n")
+    equal = sum(row["equal"] for row in worlds)
     if arguments.json:
-        print(json.dumps({"rows": rows, "largest_difference_points": max(abs(r["points"]) for r in rows)}))
+        print(json.dumps({"rows": rows, "worlds": len(worlds), "equal_worlds": equal}))
     else:
         for row in rows:
             print(*(f"{name} {value}" for name, value in row.items()), sep="  ")
-    return int(arguments.check and not all(row["by_chunk_equal"] for row in rows))
+        if worlds:
+            print(f"random worlds with equal hits: {equal} of {len(worlds)}")
+    return int(arguments.check and not all(row["equal"] for row in rows + worlds))
 
 
 if __name__ == "__main__":

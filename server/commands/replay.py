@@ -65,6 +65,7 @@ def run(argv: list[str]) -> int:
     # Imported here, because --help does not need these modules.
     from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.page import page
+    from tonnage.cache.replay.radix_tiers import hicache_hit_rate
     from tonnage.cache.replay.search import search_engines
     from tonnage.cache.replay.simulator import Simulator
     from tonnage.cache.replay.tier_curve import chunk_uses, optimum, tier_curve
@@ -110,8 +111,12 @@ def run(argv: list[str]) -> int:
         )  # fmt: skip
     took = time.monotonic() - begin
     rows = _rows(result, setup, trace, took)
+    hicache = None
     if curve is not None and arguments.tier_curve:
-        rows[-1:-1] = curve_rows(curve, chunk_bytes)
+        if tiers is not None and not tiers.disk_bytes:
+            sizes_in_chunks = _pool_bytes(setup, tiers) // chunk_bytes, tiers.host_bytes // chunk_bytes
+            hicache = hicache_hit_rate(trace, *sizes_in_chunks)
+        rows[-1:-1] = curve_rows(curve, chunk_bytes, hicache)
     if verdict is not None:
         rows[-1:-1] = verdict.rows()
     if arguments.search_gpus:
@@ -129,7 +134,7 @@ def run(argv: list[str]) -> int:
         if verdict is not None:
             record["tiers"] = verdict.to_dict()
         if curve is not None and arguments.tier_curve:
-            record["tier_curve"] = curve_dict(curve, chunk_bytes)
+            record["tier_curve"] = curve_dict(curve, chunk_bytes, hicache)
         print(json.dumps(record))
     else:
         width = max(len(name) for name, _ in rows)

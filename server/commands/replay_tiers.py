@@ -120,19 +120,29 @@ def _link(gpu: Gpu | None) -> float:
     return _PCIE_3 if gpu.capability < (8, 0) else _PCIE_4 if gpu.capability < (9, 0) else _PCIE_5
 
 
-def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
-    """Return the curve of KV hit rate by cache size as (size, hit rate) texts; the last is the curve's knee."""
+def curve_rows(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> list[tuple[str, str]]:
+    """Return the curve of KV hit rate by cache size as (size, hit rate) texts, then its knee and HiCache.
+
+    ``hicache`` is the hit rate of SGLang's HiCache with the pool and the host tier of the flags, or None.
+    """
     rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
     rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]
     knee = curve.knee()
-    return [*rows, ("  knee", f"{gib(knee * chunk_bytes)}, {100 * curve.hit_rate(knee):.2f} %")]
+    rows.append(("  knee", f"{gib(knee * chunk_bytes)}, {100 * curve.hit_rate(knee):.2f} %"))
+    if hicache is not None:
+        rows.append(("  SGLang's HiCache", f"{100 * hicache:.2f} % with this pool and host tier"))
+    return rows
 
 
-def curve_dict(curve: TierCurve, chunk_bytes: int) -> dict[str, object]:
-    """Return the curve of KV hit rate by cache size as a JSON object, with sizes in bytes."""
+def curve_dict(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> dict[str, object]:
+    """Return the curve of KV hit rate by cache size as a JSON object, with sizes in bytes.
+
+    ``hicache`` is the hit rate of SGLang's HiCache with the pool and the host tier of the flags, or None.
+    """
     return {
         "points": [{"bytes": size, "hit_rate": round(rate, 5)} for size, rate in curve.points(chunk_bytes)],
         "highest": round(curve.highest, 5),
         "knee_bytes": curve.knee() * chunk_bytes,
         "sampled": round(curve.rate, 5),
+        "hicache_hit_rate": None if hicache is None else round(hicache, 5),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,10 @@ def test_replay_with_tiers_prints_hits_bytes_seconds_and_a_verdict(flags, capsys
     # 131,072 bytes a token, 45 chunks of 512 tokens
     assert curve["knee_bytes"] == tiers["knee_bytes"] == 45 * 512 * 131_072
     assert curve["highest"] == pytest.approx(0.5)
+    # the pool and 8 GiB hold all conversations, so that all chunks that return are hit
+    assert curve["hicache_hit_rate"] == pytest.approx(0.5)
+    assert main(["replay", *flags, "--tiers", "host=8GiB", "--tier-curve"]) == 0
+    assert re.search("SGLang's HiCache +50.00 % with this pool and host tier", capsys.readouterr().out)
 
 
 def test_replay_verdict_says_that_a_tier_smaller_than_the_working_set_does_not_pay(flags, capsys) -> None:
