@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import combinations, count
+from itertools import combinations, count, takewhile
 
 import pytest
 
 from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
 from tonnage.cache.replay.chunk_store import ChunkStore, ChunkUse
 from tonnage.cache.replay.tier_curve import chunk_uses, optimum, tier_curve
+from tonnage.cache.replay.tiers import chunk_keys
 from tonnage.cache.replay.trace import Trace, TraceRequest
 
 
@@ -173,6 +174,46 @@ def test_optimal_hits_equal_an_exhaustive_search_over_all_policies(seed: int) ->
     keys, tokens = tuple(uses.keys.tolist()), sum(request.prompt_tokens for request in trace.requests)
     for size in (1, 2, 3):
         assert optimum(uses, size) == pytest.approx(best(keys, size) * 64 / tokens)
+
+
+def strict_prefix(prompts: Sequence[tuple[int, ...]], size: int) -> int:
+    """Return the most chunks hit as whole prefixes, by trying every content between two requests."""
+    reached = {frozenset[int](): 0}
+    for keys in prompts:
+        following: dict[frozenset[int], int] = {}
+        for content, hits in reached.items():
+            found = hits + len(list(takewhile(content.__contains__, keys)))
+            offered = content | set(keys)
+            for length in range(min(size, len(offered)) + 1):
+                for kept in map(frozenset, combinations(offered, length)):
+                    following[kept] = max(following.get(kept, 0), found)
+        reached = following
+    return max(reached.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bounds_of_hits_equal_the_definitions_of_kvcache_calculator(seed: int) -> None:
+    """The definitions stand in docs/correctness_guide.en.md of github.com/openanolis/kvcache-calculator.
+
+    The content upper bound counts chunks whose prefix an earlier request had. The relaxed upper bound is the
+    most hits if the cache may change between two chunks and hits need not be a prefix. The exact strict-prefix
+    bound is the most hits of prefixes, with a content that changes between requests.
+    """
+    draw = random.Random(seed)
+    prompts = [[10 * draw.randrange(3) + place for place in range(draw.randrange(1, 3))] for _ in range(10)]
+    trace = trace_of(*prompts)
+    uses, known = chunk_uses(trace), dict[tuple[int, int], int]()
+    paths = [chunk_keys(request, known) for request in trace.requests]
+    tokens = sum(request.prompt_tokens for request in trace.requests)
+    seen, content = set[int](), 0
+    for path in paths:
+        content += len(seen & set(path))
+        seen |= set(path)
+    assert tier_curve(uses).highest == pytest.approx(content * 64 / tokens)
+    for size in (1, 2, 3):
+        relaxed, exact = best(tuple(uses.keys.tolist()), size), strict_prefix(paths, size)
+        assert exact == relaxed <= content
+        assert optimum(uses, size) == pytest.approx(exact * 64 / tokens)
 
 
 def test_optimal_hit_rate_is_at_least_that_of_lru_and_at_most_that_of_an_unlimited_tier() -> None:

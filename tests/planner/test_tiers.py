@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tonnage.planner.command import run
 from tonnage.planner.engines.runtime.host import pinned
+from tonnage.planner.engines.vllm.tier import tokens_held
 from tonnage.planner.errors import DeploymentError, TonnageError
+from tonnage.planner.model.layout import KVGroup
 from tonnage.planner.output.json import plan_to_dict
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import plan_source
@@ -58,6 +61,27 @@ def test_kv_tier_with_larger_chunks_holds_a_whole_number_of_chunks(plan_of) -> N
         tier = only(plan_of(LLAMA, kv_transfer_config=config("OffloadingConnector", **extra, **more)))
         assert (tier.chunk_bytes, tier.chunks, tier.tokens) == (32 * BLOCK, 160, 160 * 512)
         assert tier.groups[0].chunk_tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("groups", "block", "length", "chunks", "tokens"),
+    [
+        ([("full", None)] + 9 * [("state", None)], 528, 36_432, 8000, 3_736_615),
+        ([("full", None), ("sliding", 1024), ("state", None)], 256, 36_864, 4000, 989_637),
+    ],
+)
+def test_tokens_of_a_host_tier_for_a_hybrid_equal_the_published_examples(
+    groups, block, length, chunks, tokens
+) -> None:
+    """The examples are those of vllm-project/vllm#53902."""
+    layers = tuple(KVGroup(kind, (place,), window=window) for place, (kind, window) in enumerate(groups))
+    hosted = SimpleNamespace(
+        layout=SimpleNamespace(groups=layers, block_size=block),
+        chosen=SimpleNamespace(
+            max_model_len=length, flags=SimpleNamespace(decode_context_parallel_size=1)
+        ),
+    )  # fmt: skip
+    assert tokens_held(hosted, chunks) == tokens
 
 
 def test_older_vllm_versions_pin_one_host_tensor_per_layer_slot(plan_of) -> None:

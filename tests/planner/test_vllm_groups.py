@@ -87,24 +87,50 @@ def answers(tmp_path_factory):
     return root, ORACLE.says("all", inputs, lambda: vllm_says(CHILD, folders))
 
 
-@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
-def test_planned_kv_blocks_tokens_and_concurrency_equal_vllm(case, answers):
+def planned(root: Path, case: int, theirs: dict, **more):
+    """Return our plan of a case, with vLLM's token budget."""
     from tonnage.planner.deployment import Deployment
     from tonnage.planner.planning.build import make_plan
 
-    root, found = answers
-    theirs = found[case]
-    assert "error" not in theirs, theirs
-    flags = CASES[case][3]
-    plan = make_plan(
+    fields = {"max_model_len": LENGTH, "max_num_batched_tokens": theirs["budget"], **CASES[case][3], **more}
+    return make_plan(
         str(root / f"{case:02d}"),
         Deployment(
             engine="vllm", engine_version="0.32.0", device_memory=1 << 40, kv_cache_memory_bytes=POOL,
-            dtype="bfloat16", **{"max_model_len": LENGTH, "max_num_batched_tokens": theirs["budget"], **flags},
+            dtype="bfloat16", **fields,
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_planned_kv_blocks_tokens_and_concurrency_equal_vllm(case, answers):
+    root, found = answers
+    theirs = found[case]
+    assert "error" not in theirs, theirs
+    plan = planned(root, case, theirs)
     cache = plan.kv_cache
     assert [len(group.layers) for group in cache.layout.groups] == [count for _, count in theirs["groups"]]
     assert (cache.num_blocks, cache.tokens, cache.max_concurrency) == (
         theirs["num_blocks"], theirs["tokens"], theirs["concurrency"],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=IDS)
+def test_planned_host_tier_of_1_gib_has_vllms_chunks_groups_and_tokens(case, answers):
+    """The tokens of vLLM's chunks follow 0.33's rule (_kv_cache_size_tokens in v1/kv_offload/cpu/common.py)."""
+    from tonnage.planner.errors import DeploymentError
+
+    root, found = answers
+    theirs = found[case]["tier"]
+    if "error" in theirs:  # vLLM ends with an assertion
+        with pytest.raises(DeploymentError, match="without prefix caching"):
+            planned(root, case, found[case], kv_offloading_bytes=1 << 30)
+        return
+    plan = planned(root, case, found[case], kv_offloading_bytes=1 << 30)
+    (tier,) = plan.tiers
+    whole = [-(-plan.deployment.max_model_len // tokens) for tokens, _ in theirs["groups"]]
+    kept = [min(most, window or most) for most, (_, window) in zip(whole, theirs["groups"], strict=True)]
+    assert (tier.chunk_bytes, tier.chunks) == (theirs["chunk_bytes"], theirs["chunks"])
+    assert [group.chunk_tokens for group in tier.groups] == [tokens for tokens, _ in theirs["groups"]]
+    assert [group.chunks for group in tier.groups] == kept
+    assert tier.tokens == theirs["chunks"] * plan.deployment.max_model_len // sum(kept)

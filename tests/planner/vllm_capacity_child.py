@@ -12,7 +12,11 @@ from pathlib import Path
 
 def main(folders: list[str]) -> None:
     for folder, config, found in configs(folders):
-        out = {"error": found} if isinstance(found, str) else measure(config, found)
+        out = (
+            {"error": found}
+            if isinstance(found, str)
+            else {**measure(config, found), "tier": tier(config, found)}
+        )
         print("RESULT " + json.dumps({"folder": folder, **out}), flush=True)
 
 
@@ -106,6 +110,53 @@ def measure(config, found) -> dict:
         "concurrency": concurrency,
         "groups": kinds,
     }
+
+
+def tier(config, found) -> dict:
+    """Return the bytes of a chunk that vLLM offloads, the chunks in 1 GiB, and those of a request by group.
+
+    A group is [tokens of a chunk, most chunks], of which the second is None for full attention.
+    """
+    from types import SimpleNamespace
+
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
+    from vllm.v1.kv_offload.base import OffloadingSpec
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="OffloadingConnector", kv_role="kv_both", engine_id="tests",
+        kv_connector_extra_config={"cpu_bytes_to_use": 1 << 30},
+    )  # fmt: skip
+    try:
+        asked = build_offloading_config(config, found)
+    except AssertionError as error:  # vLLM ends with it
+        return {"error": str(error)[:200]}
+
+    def init(self, given) -> None:
+        self.config, self.extra_config = given, given.extra_config
+        self.blocks_per_chunk = given.cache.blocks_per_chunk
+
+    OffloadingSpec.__init__ = init
+    CPUOffloadingSpec._uses_shared_region = lambda self: True
+    spec = CPUOffloadingSpec(SimpleNamespace(
+        extra_config=asked.extra_config, replicated_layout=asked.replicated_layout, cache=asked.cache,
+        worker_kv_bytes_per_block=asked.worker_kv_bytes_per_block, parallel=asked.parallel,
+    ))  # fmt: skip
+    groups = [
+        [
+            group.tokens_per_block * asked.cache.blocks_per_chunk,
+            get_sliding_window_size_in_chunks(
+                found.kv_cache_groups[group.group_id].kv_cache_spec,
+                group.tokens_per_block * asked.cache.blocks_per_chunk,
+            ),
+        ]
+        for group in asked.groups
+    ]
+    return {"chunk_bytes": spec.kv_bytes_per_chunk, "chunks": spec.num_chunks, "groups": groups}
 
 
 def free_port() -> int:

@@ -28,6 +28,8 @@ SHARED_SINCE = (0, 30, 0)
 # First vLLM that keeps all layers of a model with one KV cache group in a single tensor for its connectors
 # (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).
 _ONE_TENSOR = (0, 12, 0)
+# vLLM from whose sources the refusal of states without prefix caching was read (offloading/config.py).
+_STATES_SINCE = (0, 32, 0)
 _PAGE = 4096  # SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
 _SECONDARY = ("fs", "obj", "p2p", "kvcr", "example", "tonnage")  # v1/kv_offload/tiering/factory.py
 _SIMPLE_HOST, _SIMPLE_DISK, _SIMPLE_SLOTS = 8 * GiB, 100 * GiB, 2  # simple_cpu_offload_connector.py
@@ -58,6 +60,14 @@ def tiers(hosted: HostInputs) -> tuple[KVTier, ...]:
 
 
 def _native(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
+    kinds = {group.kind for group in hosted.layout.groups}
+    cached = hosted.chosen.flags.enable_prefix_caching
+    if "state" in kinds and len(kinds) > 1 and not cached and hosted.chosen.version >= _STATES_SINCE:
+        raise DeploymentError(
+            "vLLM does not offload the recurrent states of a hybrid model without prefix caching: their blocks "
+            "then have another size than those of the attention layers",
+            field=connector.field, hint="--enable-prefix-caching",
+        )  # fmt: skip
     per_chunk = _blocks_per_chunk(hosted, connector)
     policy = connector.extra.get("eviction_policy", "lru")
     if policy not in ("lru", "arc") and "cache_policy_module_path" not in connector.extra:
