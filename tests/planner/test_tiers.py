@@ -185,6 +185,15 @@ def test_sglang_hicache_ratio_also_multiplies_the_mamba_state_slots(plan_of) -> 
     assert 0 <= sized.rank_bytes - 100 * 10**9 + token + slot <= 2 * (token + slot)
 
 
+def test_sglang_hicache_divides_host_memory_between_states_and_kv_as_published(plan_of) -> None:
+    """sglang#39851: at --hicache-ratio 4, 134 GB of states beside 149 GB of KV cache."""
+    flags = {"engine": "sglang", "max_model_len": 8192, "enable_hierarchical_cache": True}
+    plan = plan_of(HYBRID, tensor_parallel_size=2, hicache_ratio=4.0, **flags)
+    tier = only(plan)
+    kv = tier.tokens * plan.kv_cache.layout.bytes_per_block * tier.ranks
+    assert (tier.value - kv) / kv == pytest.approx(134 / 149, rel=0.01)
+
+
 def _slot(plan) -> tuple[int, int]:
     """Return bytes and number of the plan's state slots on one rank, from its note."""
     (note,) = [note for note in plan.notes if "slots of" in note]
