@@ -5,8 +5,8 @@
 
 Conversations begin with one of four system prompts, and each turn adds a question and the last answer. With
 --scale 10, requests arrive several times faster than the GPU computes, so that most wait. The command replays
-the trace twice, without and with the tiers; the figures are those of its process. --check exits with 1 if a
-million requests would take more than 8 minutes.
+the trace without and with the tiers, in two processes at once; the figures are those of both. --check exits
+with 1 if a million requests would take more than 8 minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -60,10 +61,11 @@ def measure(folder: Path, arguments: argparse.Namespace, requests: int) -> dict[
     command = [sys.executable, "-m", "tonnage.server.cli", "replay", str(trace), "--model", arguments.model]
     command += ["--gpu", "h100-80g", "--max-model-len", "8192", "--scale", str(arguments.scale), "--json"]
     command += ["--tiers", arguments.tiers, "--tier-policy", arguments.tier_policy]
+    begin = time.monotonic()
     with (folder / "out").open("w+") as out:
         process = subprocess.Popen(command, stdout=out)
         _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        process.returncode, took = os.waitstatus_to_exitcode(status), time.monotonic() - begin
         if process.returncode:
             raise SystemExit(f"tonnage replay ended with {process.returncode}")
         out.seek(0)
@@ -71,8 +73,9 @@ def measure(folder: Path, arguments: argparse.Namespace, requests: int) -> dict[
     seconds = used.ru_utime + used.ru_stime
     return {
         "requests": requests, "scale": arguments.scale, "tiers": arguments.tiers,
-        "tier_policy": arguments.tier_policy, "cpu_seconds": round(seconds, 1),
-        "microseconds_per_request": round(1e6 * seconds / requests, 1),
+        "tier_policy": arguments.tier_policy, "seconds": round(took, 1), "cpu_seconds": round(seconds, 1),
+        "microseconds_per_request": round(1e6 * took / requests, 1),
+        "cpu_microseconds_per_request": round(1e6 * seconds / requests, 1),
         "peak_mib": used.ru_maxrss >> 10, "longest_wait_seconds": round(record["wait_seconds"]["max"], 1),
         "hit_rate_with_tiers": record["tiers"]["hit_rate_with_tiers"],
     }  # fmt: skip
@@ -95,7 +98,7 @@ def main() -> int:
     print(
         json.dumps(found) if arguments.json else "\n".join(f"{name}: {value}" for name, value in found.items())
     )
-    slow = float(str(found["cpu_seconds"])) * 1e6 / arguments.requests > AIM_SECONDS
+    slow = float(str(found["seconds"])) * 1e6 / arguments.requests > AIM_SECONDS
     return int(arguments.check and slow)
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from tonnage.cache.admission import AdmissionMode, Policy
 from tonnage.planner.bars import redraws
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import find_gpu
-from tonnage.planner.errors import DeploymentError, DoesNotFit
+from tonnage.planner.errors import DeploymentError, DoesNotFit, TonnageError
 from tonnage.planner.flags import given
 from tonnage.planner.markup import save
 from tonnage.planner.planning.build import make_plan
@@ -97,14 +99,13 @@ def run(argv: list[str]) -> int:
         waits = {engines * ranks: wait for engines, wait in found.waits.items()}
         assert found.result is not None
         result = found.result
+    elif tiers is not None:
+        without, result = _without_and_with(trace, setup, tiers)
     else:
         with _progress(len(trace.requests)) as progress:
             result = Simulator(trace, setup, progress).run()
     verdict = None
     if tiers is not None and curve is not None:
-        without = result
-        with _progress(len(trace.requests)) as progress:
-            result = Simulator(trace, replace(setup, tiers=tiers), progress).run()
         verdict = TierVerdict(
             without, result, tiers, setup.step_time, curve, chunk_bytes,
             optimum(uses, (_pool_bytes(setup, tiers) + tiers.host_bytes + tiers.disk_bytes) // chunk_bytes),
@@ -140,6 +141,38 @@ def run(argv: list[str]) -> int:
         width = max(len(name) for name, _ in rows)
         print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     return DONE if gpus is not None else TARGET_MISSED
+
+
+def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Replay, Replay]:
+    """Return the replays of a trace without and with the KV tiers, which run in two processes at once."""
+    from tonnage.cache.replay.simulator import Simulator  # not needed for --help
+
+    # A forked process shares the trace, which may have a million requests.
+    fork, (receiver, sender) = get_context("fork"), Pipe(duplex=False)
+    child = fork.Process(target=_send_replay, args=(sender, trace, setup), daemon=True)
+    child.start()
+    sender.close()
+    with _progress(len(trace.requests)) as progress:
+        result = Simulator(trace, replace(setup, tiers=tiers), progress).run()
+    try:
+        without: Replay | Exception = receiver.recv()
+    except EOFError:
+        raise TonnageError(
+            "the process that replays the trace without tiers has ended", hint="is enough memory free?"
+        ) from None
+    if isinstance(without, Exception):
+        raise without
+    return without, result
+
+
+def _send_replay(sender: Connection, trace: Trace, setup: Setup) -> None:
+    """Send the replay of a trace, or the error that ended it."""
+    from tonnage.cache.replay.simulator import Simulator  # not needed for --help
+
+    try:
+        sender.send(Simulator(trace, setup).run())
+    except TonnageError as error:
+        sender.send(error)
 
 
 def _pool_bytes(setup: Setup, tiers: TierSetup) -> int:
