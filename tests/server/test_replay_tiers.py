@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from tonnage.server.cli import main
+from tonnage.server.commands import replay
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = str(DATA / "traces" / "azure_conversation_300.csv")
@@ -49,6 +51,12 @@ def test_replay_with_tiers_prints_hits_bytes_seconds_and_a_verdict(flags, capsys
     assert curve["hicache_hit_rate"] == pytest.approx(0.5)
     assert main(["replay", *flags, "--tiers", "host=8GiB", "--tier-curve"]) == 0
     assert re.search("SGLang's HiCache +50.00 % with this pool and host tier", capsys.readouterr().out)
+
+
+def test_lost_process_of_the_replay_without_tiers_is_reported(flags, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(replay, "_send_replay", lambda *_: os._exit(9))
+    assert main(["replay", *flags, "--tiers", "host=8GiB"]) == 2
+    assert "the process that replays the trace without tiers has ended" in capsys.readouterr().err
 
 
 def test_replay_verdict_says_that_a_tier_smaller_than_the_working_set_does_not_pay(flags, capsys) -> None:
