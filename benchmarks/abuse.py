@@ -16,10 +16,8 @@ During each case, five limits hold, and afterwards the server returns to its sta
 
 Two baselines are measured first: ``alone`` without other clients, and ``neighbours`` with well-behaved ones.
 ``answer_s`` is the longest duration of the victim's short requests. ``others`` is the cores used by programs
-outside
-this benchmark; on a busy machine a result says little. A server that ends or stays unfit is restarted. The last
-line
-is JSON; the exit code is 1 if a case exceeds a limit.
+outside this benchmark; on a busy machine a result says little. A server that ends or stays unfit is
+restarted. The last line is JSON; the exit code is 1 if a case exceeds a limit.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Compare admission policies on one trace: steps, preemptions, recomputation, stalls.
 
 The loop is closed: all requests are waiting at the start, in trace order, and up to 256 run at once. A step
-gives
-each running request one token, then admits whole prompts up to 16,384 tokens. With ``--chunk N``, prefill is
-chunked
-and a step has N tokens for decodes and chunks together. There is no prefix cache. Every block comes from the
-real
-KVCacheManager, and every decision from the real Admission. ``--check`` verifies all invariants at every step.
+gives each running request one token, then admits whole prompts up to 16,384 tokens. With ``--chunk N``,
+prefill is chunked and a step has N tokens for decodes and chunks together. There is no prefix cache. Every
+block comes from the real KVCacheManager, and every decision from the real Admission. ``--check`` verifies all
+invariants at every step.
 
     python benchmarks/admission.py --trace TRACE --n 2000 --blocks 4096 --max-tokens 1000 --json
 

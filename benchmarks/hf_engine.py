@@ -1,10 +1,9 @@
 """Compare output tokens per second of HFEngine, vLLM on a CPU, and transformers (generate, generate_batch).
 
 All sides have the same model, prompts, lengths and dtype. Each runs in its own process, the sides alternate,
-and
-medians are compared. vLLM runs with its defaults (one core reserved for its API) and on all cores, eager and
-compiled; the better of eager and compiled counts. The time from process start to the first answer is measured
-too.
+and medians are compared. vLLM runs with its defaults (one core reserved for its API) and on all cores, eager
+and compiled; the better of eager and compiled counts. The time from process start to the first answer is
+measured too.
 
     python benchmarks/hf_engine.py --json                 everything (about half an hour on 2 cores)
     python benchmarks/hf_engine.py --json --cases 16x64 --sides tonnage,vllm-eager --rounds 1

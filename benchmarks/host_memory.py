@@ -1,11 +1,9 @@
 """Measure host memory of vLLM's parts that need no GPU, for the figures in engines/vllm/host.py.
 
 - vLLM's weight iterators read two files of 384 MiB with tensors of 64 MiB (``--safetensors-load-strategy``,
-  ``--load-format pt``). Measured are additional anonymous memory and mapped pages of the files. A second run in
-  a
-  memory cgroup with 200 MiB to spare shows that the process does not need the plan's page cache, and does need
-  the
-  memory that the plan counts.
+  ``--load-format pt``). Measured are additional anonymous memory and mapped pages of the files. A second run
+  in a memory cgroup with 200 MiB to spare shows that the process does not need the plan's page cache, and
+  does need the memory that the plan counts.
 - The engine core's block pool: bytes per block, and with a hash in the prefix index.
 - The index of our disk tier: bytes per block, and with the learned order.
 

@@ -3,12 +3,10 @@
     python benchmarks/install.py [--extra NAME ...] [--wheel FILE] [--json]
 
 It first builds a wheel of the tracked files, which is not counted, or uses --wheel from `make wheel`.
-``seconds`` is
-the duration of pip: its start, the index, the downloads (or its cache) and the bytecode. ``cpu_seconds`` is its
-processor time. ``bytes`` is the growth of the environment. ``first_plan_ms`` and ``second_plan_ms`` time
-`tonnage plan demo --gpu l4` in the first process and in the next. --extra also installs these extras; `hf`
-needs
-gigabytes.
+``seconds`` is the duration of pip: its start, the index, the downloads (or its cache) and the bytecode.
+``cpu_seconds`` is its processor time. ``bytes`` is the growth of the environment. ``first_plan_ms`` and
+``second_plan_ms`` time `tonnage plan demo --gpu l4` in the first process and in the next. --extra also
+installs these extras; `hf` needs gigabytes.
 """
 
 from __future__ import annotations

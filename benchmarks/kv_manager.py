@@ -3,20 +3,15 @@
     python benchmarks/kv_manager.py --trace TRACE.jsonl --n 2000 --blocks 262144 --running 32 --peer vllm --json
 
 The loop is closed: at most --running requests run. A step gives each of them a token and frees the finished
-ones.
-It then admits whole prompts from the head of the queue until --prefill-budget uncached tokens are reached. Only
-calls
-into the managers are timed, in CPU time of the thread, because the machine may be shared. Both sides receive
-the same
-lists of ints, and the first side changes with --rounds.
+ones. It then admits whole prompts from the head of the queue until --prefill-budget uncached tokens are
+reached. Only calls into the managers are timed, in CPU time of the thread, because the machine may be shared.
+Both sides receive the same lists of ints, and the first side changes with --rounds.
 
 - ratio_request, ratio_append: vLLM's time divided by this project's, per request and per step of appends (p50
-  of the
-  steps with all --running requests).
+  of the steps with all --running requests).
 - step_ms_worst: the longest step of the replay.
 - step_ms_p50: a decode step of --running sequences with grants, appends, slots, tables and publishing, as an
-  engine
-  needs them.
+  engine needs them.
 - bytes_per_cached_block: growth of the resident memory of a fresh process that fills its pool, tokens included,
   divided by the cached blocks.
 """
@@ -167,8 +162,7 @@ def scheduler_step(running: int, steps: int) -> list[float]:
     """Return the CPU seconds of each decode step with all calls that an engine makes.
 
     These are grants, the tokens of the last step, blocks, slot mapping and block tables as arrays, and
-    publishing. Prompts
-    have 1,024 tokens.
+    publishing. Prompts have 1,024 tokens.
     """
     cache = Tonnage(running * 140 + 10, running, policy=Policy(AdmissionMode.GUARANTEED))
     manager = cache.manager

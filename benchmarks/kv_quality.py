@@ -1,11 +1,9 @@
 """Measure the quality cost of a narrower KV cache: perplexity with each --kv-cache-dtype.
 
-The text (README.md and LICENSE of this repository) is cut into windows of ``--window`` tokens. Each window is a
-prompt, and the engine returns its log probabilities. They are computed in chunks of
-``--max-num-batched-tokens``
-through the paged pool, as in serving. Beside perplexity are the bytes of a token, and the largest difference
-from
-``auto`` at one token.
+The text (README.md and LICENSE of this repository) is cut into windows of ``--window`` tokens. Each window is
+a prompt, and the engine returns its log probabilities. They are computed in chunks of
+``--max-num-batched-tokens`` through the paged pool, as in serving. Beside perplexity are the bytes of a
+token, and the largest difference from ``auto`` at one token.
 
     python benchmarks/kv_quality.py --json                  (half an hour on 2 busy cores, because all but
                                                             bfloat16 use the reference attention)

@@ -3,10 +3,8 @@
     python benchmarks/load_tools.py [--aiperf VENV] [--guidellm VENV] [--backend hf]
 
 A tool without its environment is left out, with a message. The last line is one JSON object: tool -> its exit
-code
-and the requests that the server counted, by outcome. A tool succeeds if its exit code is 0 and every request
-was
-answered (stop or length).
+code and the requests that the server counted, by outcome. A tool succeeds if its exit code is 0 and every
+request was answered (stop or length).
 """
 
 from __future__ import annotations

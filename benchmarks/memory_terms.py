@@ -4,10 +4,8 @@
     python benchmarks/memory_terms.py --engine vllm --json demo "$(python benchmarks/gemma_model.py)"
 
 It starts ``tonnage serve`` and reads RssAnon + RssShmem of each process twice: when ready, and after a load
-that fills
-token budget and batch and contains a grammar-constrained answer. Exactly known memory (weights, pool) is
-subtracted.
-The figures are in planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py.
+that fills token budget and batch and contains a grammar-constrained answer. Exactly known memory (weights,
+pool) is subtracted. The figures are in planner/engines/runtime/hf.py and planner/engines/vllm/cpu.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Measure a scrape of /metrics while the engine is under full load: ``p99_ms``, ``page_bytes``, ``series``.
 
 16 streams from another process keep a real server busy (demo model, hf engine; ``--engine fake`` for the
-in-process
-one). Every 50 ms, /metrics is read over one keep-alive connection, as Prometheus does. A plain socket reads it,
-so
-that no client parsing is timed. ``render_cpu_ms``, ``page_bytes`` and ``series`` are of one page with 50
-tenants,
-rendered in its own process without HTTP.
+in-process one). Every 50 ms, /metrics is read over one keep-alive connection, as Prometheus does. A plain
+socket reads it, so that no client parsing is timed. ``render_cpu_ms``, ``page_bytes`` and ``series`` are of
+one page with 50 tenants, rendered in its own process without HTTP.
 
     .venv/bin/python benchmarks/metrics_scrape.py --json
 """

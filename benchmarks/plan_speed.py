@@ -3,16 +3,14 @@
     python benchmarks/plan_speed.py [--runs 20] [--peers FOLDER] [--json] [MODEL]
 
 - ``cold_ms``: median wall time of `tonnage plan MODEL --gpu h100-80g --json`, a new process each time, with
-  warm file
-  cache and bytecode (PYTHONDONTWRITEBYTECODE is ignored).
+  warm file cache and bytecode (PYTHONDONTWRITEBYTECODE is ignored).
 - ``rss_mib``: its peak resident set. The system counts at least the resident set of this parent process.
 - ``plans_per_second``: combinations of a sweep in one process per CPU second.
 - ``python_ms``: an empty interpreter, the lower bound of every Python tool.
 
 --peers installs vramcalc, vramscout and hf-mem from PyPI into a virtual environment in FOLDER. The folder is
-kept and
-must not be this project's environment. The peers' cheapest commands (their import time) alternate with this
-one.
+kept and must not be this project's environment. The peers' cheapest commands (their import time) alternate
+with this one.
 """
 
 from __future__ import annotations

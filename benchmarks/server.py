@@ -12,8 +12,7 @@ The last line is one JSON object:
 - preemptions.
 
 tokens_per_second counts the CPU time of the server's process, so that other programs have little influence.
-Both vLLM
-sides run the same load in turns; figures are medians over the rounds.
+Both vLLM sides run the same load in turns; figures are medians over the rounds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Traces for the benchmarks of the block manager, with generated token ids.
 
-Public traces identify each 512-token piece of a prompt by an id and contain no text. Token ``j`` of piece ``h``
-is a
-fixed function of (h, j), so two prompts share exactly the tokens of their common pieces. `synthetic` generates
-traces
-of other shapes (loops, popular documents, scans, chats), so that no rule is tuned to one file.
+Public traces identify each 512-token piece of a prompt by an id and contain no text. Token ``j`` of piece
+``h`` is a fixed function of (h, j), so two prompts share exactly the tokens of their common pieces.
+`synthetic` generates traces of other shapes (loops, popular documents, scans, chats), so that no rule is
+tuned to one file.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ def load(path: Path, limit: int | None = None) -> list[TraceRequest]:
 class Tokens:
     """A generator of prompts that caches their pieces.
 
-    With ``loads``, all pieces are generated at once. Otherwise the garbage collector would handle ten thousands
-    of new
-    arrays during a timed run.
+    With ``loads``, all pieces are generated at once. Otherwise the garbage collector would handle ten
+    thousands of new arrays during a timed run.
     """
 
     def __init__(self, loads: Sequence[TraceRequest] = ()) -> None:

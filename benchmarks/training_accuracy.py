@@ -11,22 +11,15 @@ peer's own
 prediction, printed in the row, is scored too.
 
 --stacks compares ``tonnage train --stack`` with totals that the stacks publish. Each row's settings are the
-flags in
-its column; ``conditions`` names the settings that its source does not state. A row is covered if its total, to
-the
-last printed digit, is inside the plan's interval. ``allocator`` marks totals of torch's allocator, without
-CUDA's
-context and paged states. Calculated rows are listed and not scored. The benchmark fails if a total lies above
-its
-interval, because the plan is then too small.
+flags in its column; ``conditions`` names the settings that its source does not state. A row is covered if its
+total, to the last printed digit, is inside the plan's interval. ``allocator`` marks totals of torch's
+allocator, without CUDA's context and paged states. Calculated rows are listed and not scored. The benchmark
+fails if a total lies above its interval, because the plan is then too small.
 
 --activations compares by model type the planned bytes that a step keeps for its backward pass with the bytes
-that
-autograd kept of a tiny real model on this machine (tests/helpers/training_rows.py; torch and transformers; a
-minute).
-A type is exact within 0.05 % in six modes, or estimated and inside its plan's interval. The last line is one
-JSON
-object.
+that autograd kept of a tiny real model on this machine (tests/helpers/training_rows.py; torch and
+transformers; a minute). A type is exact within 0.05 % in six modes, or estimated and inside its plan's
+interval. The last line is one JSON object.
 """
 
 from __future__ import annotations

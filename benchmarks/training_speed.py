@@ -3,9 +3,8 @@
     python benchmarks/training_speed.py FOLDER_WITH_CONFIG [--runs 20]
 
 The figures are median CPU milliseconds (user + system) with bytecode written (PYTHONDONTWRITEBYTECODE is
-ignored). An
-empty interpreter, the lower bound of every Python tool, alternates with the command. The last line is one JSON
-object.
+ignored). An empty interpreter, the lower bound of every Python tool, alternates with the command. The last
+line is one JSON object.
 """
 
 from __future__ import annotations

@@ -13,27 +13,20 @@ takes 15 to
 - Lengths are from the Azure conversations (tests/data/traces), divided by ``--prompt-scale`` and
   ``--output-scale``.
 - Each request sets max_tokens to 1,000, scaled alike, and ends where the trace says: a logits processor
-  produces the
-  end token.
+  produces the end token.
 - By default, prompts have 14 tokens and outputs 94 on average, in a pool of 3,072. vLLM then preempts more
-  often than
-  it serves requests.
+  often than it serves requests.
 - The Poisson rate is ``--load`` times the default mode's rate in its first closed loop. It is above the
-  capacity of
-  every mode; below it, all modes would generate the same tokens.
+  capacity of every mode; below it, all modes would generate the same tokens.
 
 The last line is one JSON object. ``cold`` is the first loop. ``modes`` has for each loop and mode the medians
-over the
-rounds (preemptions, recomputed tokens and lost requests are sums). ``ratios`` is each mode over the default,
-and
-``schedule`` the result of ``--schedule-only``.
+over the rounds (preemptions, recomputed tokens and lost requests are sums). ``ratios`` is each mode over the
+default, and ``schedule`` the result of ``--schedule-only``.
 
-``--simulate`` runs vLLM's CPU scheduler (a step is scheduled after the previous one has returned) under a clock
-of
-``--step-ms`` per step and ``--token-ms`` per token. There is no first loop: lengths are learned in round 0. A
-fourth
-mode is predictive with an explicit quantile, which turns off its additional caution with few requests
-(`tonnage.cache.admission.forecast`).
+``--simulate`` runs vLLM's CPU scheduler (a step is scheduled after the previous one has returned) under a
+clock of ``--step-ms`` per step and ``--token-ms`` per token. There is no first loop: lengths are learned in
+round 0. A fourth mode is predictive with an explicit quantile, which turns off its additional caution with
+few requests (`tonnage.cache.admission.forecast`).
 """
 
 from __future__ import annotations
@@ -424,9 +417,8 @@ def one_simulated(world: Any, order: dict[str, Any], name: str, steps: Any) -> d
 def schedule(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the CPU microseconds of ``schedule()`` per step with 256 running requests and a full pool.
 
-    There is no model. The schedulers alternate. Ratios compare the best turn of each, because other programs on
-    the
-    machine can only add time.
+    There is no model. The schedulers alternate. Ratios compare the best turn of each, because other programs
+    on the machine can only add time.
     """
     sys.path.append(str(ROOT / "tests" / "helpers"))
     import vllm_steps as steps

@@ -3,12 +3,10 @@
     python benchmarks/vllm_eviction.py --trace TRACE.jsonl --n 2000 --blocks 65536 --running 32 --json
 
 It uses the closed loop of kv_manager.py and drives vLLM's manager as its scheduler does. The manager runs
-unchanged
-and after `tonnage.server.engines.vllm.eviction.install`, in turns, --rounds times. This project's own manager
-shows
-its hit rate. Only calls into the managers are timed, in CPU time of the thread. cost_us_per_request is the
-median
-over the rounds of the additional time; the prefill that hits save is not included. It prints one JSON object.
+unchanged and after `tonnage.server.engines.vllm.eviction.install`, in turns, --rounds times. This project's
+own manager shows its hit rate. Only calls into the managers are timed, in CPU time of the thread.
+cost_us_per_request is the median over the rounds of the additional time; the prefill that hits save is not
+included. It prints one JSON object.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A tenant's view of a server under attack, measured by a process of its own.
 
-It runs one stream, a short request of the same tenant every second, and a probe of /health every 50 ms, whether
-or
-not the previous probe was answered. It samples the memory of the server's processes every 100 ms. It prints
-``watching`` at the stream's first token. When its standard input ends, it waits until the stream continues, at
-most
-PATIENCE seconds, and prints one JSON line.
+It runs one stream, a short request of the same tenant every second, and a probe of /health every 50 ms,
+whether or not the previous probe was answered. It samples the memory of the server's processes every 100 ms.
+It prints ``watching`` at the stream's first token. When its standard input ends, it waits until the stream
+continues, at most PATIENCE seconds, and prints one JSON line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Section ``kv``: cache bytes of one sequence of 32,768 tokens (16-bit) in vLLM's plan of every real config.
 
 The truth is kv_oracle.py. ``layers`` compares the same of the layers from which plans are made, recurrent
-states
-included. ``vllm_specs`` compares layer kinds with vLLM's own specs, where they are given.
+states included. ``vllm_specs`` compares layer kinds with vLLM's own specs, where they are given.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A second, small implementation of KV and state bytes, straight from config.json.
 
-It is the oracle of section ``kv`` and of tests/planner/test_kv_oracle.py, and shares no code with the planner.
-``expected(config, tokens)`` returns the bytes that grow with the sequence and the bytes of state. Caches and
-states
-have 16 bits (fp32 where the model says so).
+It is the oracle of section ``kv`` and of tests/planner/test_kv_oracle.py, and shares no code with the
+planner. ``expected(config, tokens)`` returns the bytes that grow with the sequence and the bytes of state.
+Caches and states have 16 bits (fp32 where the model says so).
 """
 
 from __future__ import annotations
@@ -221,8 +220,7 @@ def deepseek_v4(c: dict[str, Any], tokens: int) -> tuple[int, int]:
     """Return the bytes of DeepSeek-V4, which has one shared head.
 
     Each layer keeps a window, and entries of 4 tokens with an indexer key or of 128 tokens without one. Its
-    state is the
-    tokens that are collected for the next entry.
+    state is the tokens that are collected for the next entry.
     """
     size, key, window = c["head_dim"], c["index_head_dim"], c["sliding_window"]
     ratios = c["compress_ratios"][: c["num_hidden_layers"]]

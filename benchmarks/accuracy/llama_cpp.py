@@ -1,8 +1,7 @@
 """Section ``llama_cpp``: size of the KV cache that llama.cpp and ik_llama.cpp print, within its rounding.
 
 ``compute_buffers`` compares the compute buffer of starts on one device. Starts of ik_llama.cpp are left out,
-because
-its graphs differ from llama.cpp's.
+because its graphs differ from llama.cpp's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Section ``pool_from_flags``: vLLM's KV pool from flags alone, as a share of GPU memory.
 
 The coefficients are fitted with one source left out at a time. Only rows with complete flags and an engine
-version
-are graded. Each source counts once, with its median row.
+version are graded. Each source counts once, with its median row.
 """
 
 from __future__ import annotations

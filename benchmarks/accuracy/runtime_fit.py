@@ -1,8 +1,7 @@
 """The fit of the GPU runtime model to start-up reports: usable rows, coefficients and spread.
 
 benchmarks/fit_runtime.py uses it to write planner/engines/runtime/fitted.json. ``pool_from_flags`` fits once
-per
-left-out source.
+per left-out source.
 """
 
 from __future__ import annotations
@@ -251,9 +250,8 @@ def _weights(
 ) -> tuple[int, bool] | None:
     """Return (bytes per GPU, whether they are the printed ones), or None if they are not known.
 
-    They are planned where the report states the format. Else the engine's own figure is used, because a model's
-    name is
-    no quantization config.
+    They are planned where the report states the format. Else the engine's own figure is used, because a
+    model's name is no quantization config.
     """
     printed = report["observed"].get("model_load_gib")
     if quantization_known(report) and not report["speculative"]:  # drafts are not in these flags
@@ -369,9 +367,8 @@ def _capabilities(rows: Sequence[FitRow]) -> set[tuple[int, int]]:
 def _graphs(rows: Sequence[FitRow]) -> tuple[int, int]:
     """Return the bytes of a batch size, and its additional bytes per layer.
 
-    They are the line through the medians of ranks with few and with many layers; each model and each number of
-    layers
-    has one vote.
+    They are the line through the medians of ranks with few and with many layers; each model and each number
+    of layers has one vote.
     """
     votes: dict[tuple[str, int], list[float]] = {}
     for row in rows:

@@ -1,10 +1,8 @@
 """Section ``startups``: vLLM's start-ups with every term in the log, each term compared with the plan's.
 
 The shipped planner is scored, with the coefficients in fitted.json. The worst rank of each start counts,
-because its
-pool decides. ``model_left_out`` scores the KV pool with each model's starts left out of the fit, because a
-fitted
-figure must not be judged by its own data.
+because its pool decides. ``model_left_out`` scores the KV pool with each model's starts left out of the fit,
+because a fitted figure must not be judged by its own data.
 """
 
 from __future__ import annotations

@@ -4,16 +4,13 @@
     python benchmarks/accuracy/vllm_versions.py WHEELS [VERSION ...]
 
 vllm_versions_child.py calls each version's own planning code on its CPU backend, with a pool of 8 GiB and
-bfloat16.
-max_model_len is 8,192 or the model's own if that is less. Weight quantization is dropped, and experts are cut
-to 8,
-because the cache does not depend on them.
+bfloat16. max_model_len is 8,192 or the model's own if that is less. Weight quantization is dropped, and
+experts are cut to 8, because the cache does not depend on them.
 
-An answer is [num_blocks, tokens, concurrency, [[spec, layers, block size, page bytes] per group]], or the error
-that
-stopped the start. The error may be vLLM's own, or of a transformers version (recorded in the file) that this
-vLLM was
-not made for. An answer is stored at the first version that gave it and holds until the next one.
+An answer is [num_blocks, tokens, concurrency, [[spec, layers, block size, page bytes] per group]], or the
+error that stopped the start. The error may be vLLM's own, or of a transformers version (recorded in the file)
+that this vLLM was not made for. An answer is stored at the first version that gave it and holds until the
+next one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     PYTHONPATH=FOLDER_OF_THE_WHEEL VLLM_TARGET_DEVICE=cpu python vllm_versions_child.py MODEL...
 
 It supports 0.20.1 and later, and needs only the Python files of a wheel and the installed torch and
-transformers. The
-order of the calls is the engine's own, as in tests/planner/vllm_capacity_child.py. No weights are loaded.
+transformers. The order of the calls is the engine's own, as in tests/planner/vllm_capacity_child.py. No
+weights are loaded.
 """
 
 import dataclasses

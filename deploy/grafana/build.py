@@ -1,8 +1,7 @@
 """Write the Grafana dashboards in dashboards/ (``--check``: fail if a committed file is out of date).
 
-The dashboards are typed code, so a wrong option fails here instead of as an empty panel. The tests parse every
-query
-and compare its metric names, labels and label values with a live server's /metrics.
+The dashboards are typed code, so a wrong option fails here instead of as an empty panel. The tests parse
+every query and compare its metric names, labels and label values with a live server's /metrics.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Draw the dashboards with data for docs/dashboards: ``make pictures``.
 
-Grafana is not needed. Every query of a dashboard runs on a real Prometheus that has scraped a real server under
-load.
-Headless Chromium draws the results with uPlot, like Grafana's time series. It needs prometheus, chromium and
-the npm
-package uplot (``--uplot`` is its dist folder).
+Grafana is not needed. Every query of a dashboard runs on a real Prometheus that has scraped a real server
+under load. Headless Chromium draws the results with uPlot, like Grafana's time series. It needs prometheus,
+chromium and the npm package uplot (``--uplot`` is its dist folder).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Check the dashboards with Grafana's own TypeScript types: ``make dashboard-types`` (needs node and npm).
 
 Each JSON file becomes a literal of the type ``Dashboard`` of @grafana/schema. The options and custom field
-options of
-each panel become literals of that panel's types. tsc compiles them, and any error fails the check.
+options of each panel become literals of that panel's types. tsc compiles them, and any error fails the check.
 """
 
 from __future__ import annotations

@@ -192,9 +192,8 @@ def number(
 ) -> stat.Panel:
     """Return a panel with the last value in large type.
 
-    ``steps`` is (first value, colour) pairs, ``mappings`` is texts for special values, and ``more`` is the link
-    behind the
-    title.
+    ``steps`` is (first value, colour) pairs, ``mappings`` is texts for special values, and ``more`` is the
+    link behind the title.
     """
     built = (
         stat.Panel()
