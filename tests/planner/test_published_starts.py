@@ -32,12 +32,12 @@ def scores():
 
 def test_planned_kv_pool_is_near_published_starts_on_every_kind_of_device(scores):
     assert scores["rows"] == scores["starts"] == len(PUBLISHED.read_text().splitlines())
-    assert len(scores["by_device"]) >= 14
+    assert len(scores["by_device"]) >= 17
     assert not [*scores["refused"], *scores["left_out"]]
     assert scores["median_error"] <= 0.005
-    assert scores["p90_error"] <= 0.02  # above are first starts on AMD, planned as later ones
+    assert scores["p90_error"] <= 0.017  # above are first starts on AMD, planned as later ones
     assert scores["weights_error"]["p90"] <= 0.01
-    assert scores["covered"] == scores["rows"] >= 60
+    assert scores["covered"] == scores["rows"] >= 64
     for kind, found in scores["by_device"].items():
         if kind != "r9700-32g":  # starts that compile, see below
             assert found["worst"] <= 0.017, kind
@@ -108,7 +108,7 @@ def test_fit_without_a_devices_logs_predicts_its_published_starts_almost_as_well
     assert without["inside"] >= scores["covered"]
     assert without["median"] <= 0.008
     assert without["p90"] <= 0.035
-    assert without["mean_width"] <= 0.058
+    assert without["mean_width"] <= 0.05
 
 
 def test_intervals_on_blackwell_workstation_gpus_are_as_narrow_as_on_fitted_gpus(scores):
