@@ -50,4 +50,4 @@ def test_kv_pool_interval_is_wider_for_vllm_releases_that_start_nccl_after_the_s
 
     grown = above("0.10.2", tensor_parallel_size=2) - above("0.11.0", tensor_parallel_size=2)
     assert grown == pytest.approx(GiB, abs=MiB)
-    assert above("0.10.2") == above("0.11.0")
+    assert above("0.10.2") == pytest.approx(above("0.11.0"), abs=3 * MiB)  # the pool is whole blocks
