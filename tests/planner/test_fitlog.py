@@ -53,7 +53,7 @@ def test_memory_figures_parsed_from_vllm_logs_equal_recorded_values(figure, obse
         assert read / unit == pytest.approx(row["observed"][observed], abs=0.006), row["source"]
 
 
-def test_sglang_and_llama_cpp_log_pools_are_read():
+def test_kv_pool_sizes_are_read_from_sglang_and_llama_cpp_logs():
     sglang = quoted(lambda r: r["engine"] == "SGLang" and r["observed"].get("kv_pools"))[0]
     found = parse_log(sglang["quote"])
     assert found.engine == "sglang"

@@ -56,7 +56,7 @@ SPARSE_MLA = sorted(
 
 @pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", SPARSE_MLA)
-def test_tokens_of_a_sparse_mla_pool_times_bytes_per_token_equal_the_pool(name, on, config_of):
+def test_tokens_of_a_sparse_mla_pool_times_bytes_per_token_equal_the_pool_bytes(name, on, config_of):
     """One group has layers of different size: latents, and the keys of layers with an indexer."""
     config = config_of(name)
     cache = plan_source(source(config), replace(VLLM, **on)).kv_cache

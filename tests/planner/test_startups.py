@@ -132,7 +132,7 @@ def test_pooling_model_has_no_sampler_memory():
     assert peak("BAAI__bge-large-en", max_model_len=512).sampler == 0
 
 
-def test_second_model_runner_profile_has_no_sampler_memory():
+def test_profile_run_of_vllms_second_model_runner_has_no_sampler_memory():
     logits = 1024 * 128256
     for version in ("0.21.0", "0.25.0"):
         found = peak(LLAMA, engine_version=version)

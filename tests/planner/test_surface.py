@@ -145,7 +145,7 @@ def test_plan_function_rejects_unknown_model_and_keyword() -> None:
 
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "google__gemma-3-27b-it"])
-def test_plan_repr_is_short(config_of, folder_with, name) -> None:
+def test_repr_of_a_plan_is_short(config_of, folder_with, name) -> None:
     found = make_plan(
         folder_with(config_of(name)), Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192)
     )

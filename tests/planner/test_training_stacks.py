@@ -212,7 +212,7 @@ def test_emitted_trainer_arguments_follow_the_stack(planner):
         emit("trainer", planner.plan(TrainingSetup(**TORCHTUNE)), planner.model.architecture)
 
 
-def test_compiled_training_has_fewer_activations_with_an_interval(planner):
+def test_compiled_training_is_planned_with_fewer_activation_bytes_and_an_interval(planner):
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     eager, compiled = planner.plan(setup), planner.plan(replace(setup, compile=True))
     low, high = compiled.bounds()

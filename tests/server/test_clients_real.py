@@ -79,7 +79,7 @@ async def test_openai_messages_can_be_sent_back_as_objects_and_dicts(server) -> 
         await server.openai.responses.create(input=sent, max_output_tokens=6, **same)
 
 
-async def test_openai_errors_are_typed(server) -> None:
+async def test_openai_client_raises_the_error_class_of_each_http_status(server) -> None:
     async def ask(**more: Any) -> None:
         await server.openai.chat.completions.create(
             **({"model": "demo", "messages": MESSAGES, "max_tokens": 2} | more)

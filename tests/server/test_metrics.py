@@ -69,7 +69,7 @@ async def test_metric_families_have_documented_names_types_and_labels(run_server
             assert {label for label, _ in labels} - {"le"} == FAMILIES[family][1]
 
 
-async def test_promtool_accepts_every_family(run_server, small_plan) -> None:
+async def test_promtool_accepts_every_metric_family(run_server, small_plan) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian package prometheus): /metrics was NOT linted")

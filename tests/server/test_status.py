@@ -501,7 +501,9 @@ def test_dumb_terminal_gets_plain_status_output(
     assert looks == 2
 
 
-def test_status_before_the_first_request_counts_headroom_in_longest_requests(report: str) -> None:
+def test_status_before_the_first_request_counts_headroom_in_requests_of_the_longest_size(
+    report: str,
+) -> None:
     fresh = json.loads(report)
     assert "1 more of the longest requests" in dict(status_of(fresh).facts)["headroom"]
     fresh["requests"]["received"] = 1

@@ -58,7 +58,7 @@ def test_full_kv_pool_of_vllm_is_read_from_its_metrics() -> None:
     assert (found.headroom.blocks, found.headroom.requests, found.headroom.prompt_tokens) == (0, 0, 0)
 
 
-def test_headroom_of_vllm_is_counted_in_average_finished_requests() -> None:
+def test_headroom_of_a_watched_vllm_counts_requests_of_the_average_finished_size() -> None:
     """30 requests of 12 + 400 tokens hold 4 blocks of 128 tokens each."""
     with vllm("after") as server:
         found = look(server)
@@ -69,7 +69,7 @@ def test_headroom_of_vllm_is_counted_in_average_finished_requests() -> None:
     assert found.headroom.prompt_tokens == 2047  # max_model_len less one to generate
 
 
-def test_headroom_of_vllm_before_the_first_request_is_counted_in_longest_requests() -> None:
+def test_headroom_of_a_watched_vllm_before_its_first_request_counts_requests_of_the_longest_size() -> None:
     with vllm("idle") as server:
         found = look(server)
     assert found.headroom is not None

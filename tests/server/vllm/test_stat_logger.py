@@ -358,7 +358,7 @@ def test_stat_logger_created_again_is_registered_only_once(made: Any) -> None:
     assert value(page(), "tonnage_engine_requests", state="running") == 5
 
 
-def test_stat_logger_exports_nothing_behind_tonnages_own_server(made: Any) -> None:
+def test_stat_logger_exports_nothing_in_a_vllm_that_tonnages_own_server_started(made: Any) -> None:
     before = made.parallel_config.worker_extension_cls
     made.parallel_config.worker_extension_cls = "tonnage.server.engines.vllm.worker.WorkerExtension"
     try:
