@@ -1,8 +1,8 @@
 """``tonnage demo`` (``make demo``): plan, serve and measure the demo model once, with a real client.
 
-The command prints the plan and starts ``tonnage serve demo`` on loopback. It sends eight completions at once
-through the openai package, four of them streamed, and prints the results. Then it compares the plan with the
-memory that the server's processes hold, and stops the server.
+The command prints the plan and starts ``tonnage serve demo`` on loopback. It sends eight completion requests
+concurrently through the openai package, four of them streamed, and prints the results. Then it compares the
+plan with the memory that the server's processes hold, and stops the server.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN
-    # this command shows no progress, because the server prints its own
+    # `tonnage demo` shows no progress while it waits, because the server prints its own
     while process.poll() is None and time.monotonic() < deadline:
         if url and _is_ready(url):
             return
@@ -136,10 +136,10 @@ def _is_ready(url: str) -> bool:
 
 
 async def _ask(url: str) -> list[str]:
-    """Send the demo's questions to the server at once; return the completions in the order of the questions."""
+    """Send the demo's questions to the server concurrently; return the completions in the questions' order."""
     import openai  # imported here, because the extra demo is optional
 
-    # The client ignores the environment's proxies, and does not retry, because a retry would hide an error.
+    # The client ignores proxies set in the environment. It does not retry, because a retry would hide an error.
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="unused",
@@ -166,7 +166,7 @@ async def _ask(url: str) -> list[str]:
         try:
             return await asyncio.gather(*(one(number, question) for number, question in enumerate(QUESTIONS)))
         except openai.OpenAIError as error:
-            raise DemoFailed(f"a completion failed: {error}") from error
+            raise DemoFailed(f"a completion request to the demo server failed: {error}") from error
 
 
 def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
@@ -181,8 +181,8 @@ def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
     ]
 
 
-# An opener that ignores the environment's proxies, because a proxy cannot reach this machine's loopback
-# address.
+# An HTTP opener that ignores proxies set in the environment, because a proxy cannot reach this machine's
+# loopback address.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 

@@ -80,7 +80,7 @@ def run(argv: list[str]) -> int:
     setup = setup_of(arguments, plan, trace)
     tiers = setup_of_tiers(arguments, plan)
     if tiers is not None and arguments.search_gpus:
-        raise DeploymentError("is for one engine, not for --search-gpus", field="--tiers")
+        raise DeploymentError("cannot be combined with --search-gpus", field="--tiers", hint="leave one out")
     curve, chunk_bytes = None, 0
     if tiers is not None or arguments.tier_curve:
         chunk_bytes = token_bytes_of(plan) * chunk_tokens_of(trace)
@@ -167,7 +167,7 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         policy=_policy(arguments),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
-        # make_plan has replaced a None in this field by the engine's default
+        # without this flag, make_plan has set the field to the engine's default
         enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
     )
 

@@ -43,7 +43,7 @@ def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | Non
         host = _link(find_gpu(arguments.gpu) if arguments.gpu else None)
     token_bytes = token_bytes_of(plan)
     if sizes.get("disk") and disk is None:
-        raise DeploymentError("the speed of the disk is not known", field="--disk-bandwidth", hint="GB/s")
+        raise DeploymentError("the speed of the disk is not known", field="--disk-bandwidth", hint="give GB/s")
     return TierSetup(
         host_bytes=sizes["host"],
         disk_bytes=sizes.get("disk", 0),
@@ -94,7 +94,7 @@ def _sizes(text: str) -> dict[str, int]:
             hint = did_you_mean(name, _NAMES) or "host or disk"
             raise DeploymentError(f"{name[:60]!r} is not a tier", field=_FIELD, hint=hint)
         if name in found:
-            raise DeploymentError(f"{name} is given twice", field=_FIELD)
+            raise DeploymentError(f"the tier {name} is given twice", field=_FIELD, hint="give it once")
         found[name] = parse_size(size, _FIELD)
     if "host" not in found:
         raise DeploymentError(
@@ -115,13 +115,18 @@ def _link(gpu: Gpu | None) -> float:
         return _C2C
     if gpu is None or gpu.capability is None:
         raise DeploymentError(
-            "the bandwidth from host memory to the device is not known", field="--host-bandwidth", hint="GB/s"
+            "the bandwidth from host memory to the device is not known",
+            field="--host-bandwidth",
+            hint="give GB/s",
         )
     return _PCIE_3 if gpu.capability < (8, 0) else _PCIE_4 if gpu.capability < (9, 0) else _PCIE_5
 
 
 def curve_rows(curve: TierCurve, chunk_bytes: int) -> list[tuple[str, str]]:
-    """Return the curve of KV hit rate by cache size as (size, hit rate) texts; the last is the curve's knee."""
+    """Return the curve of KV hit rate by cache size as rows of text (size, hit rate).
+
+    The last row is the curve's knee: the smallest cache with 95 % of the highest hit rate.
+    """
     rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
     rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]
     knee = curve.knee()

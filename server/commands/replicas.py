@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     for name in ("trace", "rate"):
         if getattr(arguments, name) is None:
-            raise DeploymentError("--replicas auto needs this option", field=f"--{name}")
+            raise DeploymentError("--replicas auto needs this option", field=f"--{name}", hint="add it")
     for name in _OTHERS:
         if getattr(arguments, name):
             raise DeploymentError(
@@ -60,8 +60,9 @@ def run(argv: list[str]) -> int:
     span = trace.requests[-1].arrival - trace.requests[0].arrival if trace.requests else 0.0
     if len(trace.requests) < 2 or span <= 0:
         raise DeploymentError(
-            f"{trace.name} has {len(trace.requests)} requests within {span:g} s, too few for a rate",
+            f"{trace.name} has {len(trace.requests)} requests within {span:g} s, too few for a request rate",
             field="--trace",
+            hint="give a longer trace",
         )
     own_rate = (len(trace.requests) - 1) / span
     arguments.scale = arguments.rate / own_rate

@@ -41,8 +41,8 @@ def run(argv: list[str]) -> int:
         settings, source = select_backend(settings, sys.stderr if arguments.json else sys.stdout)
         plan = plan_for_loading(settings, source, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
-        # The app is created but serves no port. It must exist, because plan and measurement include the API
-        # process.
+        # The app is created but listens on no port. It is needed, because plan and measurement include the
+        # memory of the API process.
         api = create_app(settings, engine)
         try:
             rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
@@ -85,7 +85,7 @@ async def _measure(engine: Engine, settings: Settings) -> list[ComparisonRow]:
             await engine.stop()
         finally:
             start.cancel()
-            # Exceptions are ignored, because a start that Ctrl-C cancelled raises one.
+            # Exceptions are ignored, because starting the engine raises one when Ctrl-C has cancelled it.
             await asyncio.gather(start, return_exceptions=True)
 
 
@@ -110,7 +110,7 @@ async def _full_batch(engine: Engine) -> None:
         prompt = tuple(draw.randrange(engine.plan.model.vocab_size) for _ in range(length))
         async for chunk in engine.generate(GenerationRequest(f"verify-{number}", prompt, params)):
             if chunk.finish_reason == "error":
-                raise TonnageError(f"the engine failed on a request: {chunk.error}")
+                raise TonnageError(f"the engine failed on a request of the full batch: {chunk.error}")
 
     await asyncio.gather(*(one(number) for number in range(sequences)))
 
@@ -119,7 +119,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[ComparisonRow]:
-    """Return the comparison table: bytes planned before the load, and bytes that the engine measures now."""
+    """Return the rows of the comparison table: per component, the planned bytes and those measured now."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [

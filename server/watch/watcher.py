@@ -127,7 +127,11 @@ class Watcher:
         if own is not None:
             return _Run(server, facts, own, (*facts.notes, *self._unused_flags(facts)))
         if self._kv_unified is not None and facts.title != "llama.cpp":
-            raise DeploymentError(f"is for llama.cpp, and this is {facts.title}", field="--kv-unified")
+            raise DeploymentError(
+                f"applies only to llama.cpp; the server is {facts.title}",
+                field="--kv-unified",
+                hint="leave it out",
+            )
         planned, notes = plan_of(facts, self._given, self._model)
         return _Run(server, facts, planned, notes)
 

@@ -63,7 +63,7 @@ class Usage:
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        # the nameless tenant exists from the start, so that its metric series begin at zero
+        # the tenant of requests without an API key exists from the start, so that its metrics begin at zero
         self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}
         self._limits = limits
         # id() of an unfinished ticket -> upper bound of the KV blocks of its request
@@ -100,7 +100,7 @@ class Usage:
         assert ticket.outcome is not None
         usage.outcomes[ticket.outcome] += 1
         asked = self._asked.pop(id(ticket), None)
-        if asked is None:  # the request was rejected before it reached the engine
+        if asked is None:  # a request that was rejected before it reached the engine
             return
         usage.in_flight -= 1
         usage.asked_blocks -= asked

@@ -125,7 +125,7 @@ def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _value(samples: Samples, *names: str) -> float | None:
-    """Return the metric that is the first of `names` on the page, summed over replicas; None without any.
+    """Return the first metric of `names` that the page has, summed over replicas, or None if it has none.
 
     The ranks of one replica repeat its value, so the largest of them counts.
     """

@@ -50,8 +50,9 @@ _CONFIG = {
 # v1/simple_kv_offload/metrics.py; of LMCache: lmcache/observability.py.
 _TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
 _TIER_SECONDS = ("vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum")
-_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"  # one series per rank; the ranks load at the same time
-_MOST_GIB = 1 << 30  # a larger value cannot be a size in GiB and is ignored
+# Seconds that LMCache spent loading: one series per rank. The ranks load concurrently, so the largest counts.
+_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"
+_MOST_GIB = 1 << 30  # a larger value of --kv-offloading-size cannot be in GiB and is ignored
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
 
