@@ -151,7 +151,7 @@ def test_requests_with_merged_blocks_are_safe_by_exact_count_although_not_by_the
 
 @settings(deadline=None)
 @given(st.data())
-def test_committed_peak_equals_the_maximum_of_held_blocks_over_all_steps(data: st.DataObject) -> None:
+def test_forecast_peak_of_held_blocks_equals_their_maximum_over_all_steps(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
     size = data.draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
 

@@ -265,7 +265,7 @@ def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_pat
     assert ("the draft's own, not 16,384" in capsys.readouterr().out) == (length < 16384)
 
 
-def test_differences_between_vllm_versions_are_listed_in_order_and_add_up(folder, capsys):
+def test_memory_changes_between_two_vllm_versions_are_listed_per_version_in_order_and_add_up(folder, capsys):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     flags = ("--max-model-len", "8192")
     out = compared(capsys, model, "0.10.2", "0.32.0", *flags)

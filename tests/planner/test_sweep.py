@@ -149,7 +149,7 @@ def test_sweep_row_of_gguf_file_equals_plan(tmp_path):
             assert (row.weights_bytes, row.free_bytes) == (plan.rank.weights_bytes, plan.rank.free_bytes)
 
 
-def test_sweep_rejects_broken_checkpoint_like_plan(llama, tmp_path, capsys):
+def test_sweep_rejects_a_broken_checkpoint_with_the_error_of_the_plan_command(llama, tmp_path, capsys):
     shutil.copy(Path(llama) / "config.json", tmp_path / "config.json")
     header = b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
@@ -329,7 +329,7 @@ def test_cpu_offload_reduces_device_weights(llama):
     assert moved.kv_cache.num_blocks > plain.kv_cache.num_blocks
 
 
-def test_vllm_environment_variable_adds_note(llama, monkeypatch):
+def test_plan_notes_an_environment_variable_that_changes_vllms_memory(llama, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     plan = make_plan(llama, replace(FLAGS, kv_cache_memory_bytes=1 << 30, device_memory=64 << 30))
     assert any("VLLM_CPU_KVCACHE_SPACE=3" in note for note in plan.notes)

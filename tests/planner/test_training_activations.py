@@ -94,7 +94,7 @@ def test_training_parameter_count_equals_real_model(row):
     assert planned == ORACLE.says(f"parameters of {row}", models.config_of(row), counted)
 
 
-def test_at_least_60_model_types_have_exact_activations():
+def test_training_activations_of_at_least_60_model_types_are_planned_exactly():
     """A type counts if all its rows are exact, as in benchmarks/training_accuracy.py --activations."""
     types = {True: set(), False: set()}
     for row in models.ROWS:

@@ -157,7 +157,7 @@ def test_defaults_of_each_training_stack_give_a_plan_for_every_method(planner):
             assert shared.setup.optimizer == "adamw"
 
 
-def test_sweep_over_stacks_uses_their_defaults(folder, capsys):
+def test_training_sweep_over_stacks_uses_the_defaults_of_each_stack(folder, capsys):
     assert run([folder, "--method", "lora", "--sweep", "stack=transformers,torchtune,unsloth", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
     sizes = [row["gpu_bytes"] for row in found]

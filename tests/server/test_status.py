@@ -543,7 +543,7 @@ def test_malformed_status_response_prints_no_control_characters(
     assert "\x1b" not in shown
 
 
-def test_status_gives_each_memory_component_the_same_verdict_as_demo():
+def test_status_gives_each_memory_component_the_same_verdict_as_the_demo_command():
     mib = 1 << 20
     planned = {"weights": 10 * mib, "activations": 30 * mib, "framework": 600 * mib, "free": 5}
     measured = {"weights": 10 * mib, "activations": 44 * mib, "framework": 100 * mib, "free": 7}

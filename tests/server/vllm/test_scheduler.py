@@ -292,7 +292,7 @@ def test_request_of_higher_priority_starts_first() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(3))
-def test_request_waiting_for_a_lora_slot_blocks_no_other(policy: str, seed: int) -> None:
+def test_request_waiting_for_a_lora_slot_blocks_no_other_request(policy: str, seed: int) -> None:
     """vLLM skips such requests, and they are admitted like all others once there is a slot."""
     draw = random.Random(seed)
     w = world("guaranteed", 30, loras=2, policy=policy)
@@ -309,7 +309,7 @@ def test_request_waiting_for_a_lora_slot_blocks_no_other(policy: str, seed: int)
     assert w.preemptions == w.scheduler.fallbacks == 0
 
 
-def test_request_waiting_for_a_grammar_blocks_no_other() -> None:
+def test_request_waiting_for_a_grammar_blocks_no_other_request() -> None:
     """Admission decides on it once its grammar is ready, and vLLM answers a grammar that failed."""
     w = world("guaranteed", 30)
     futures: dict[str, Future[Any]] = {name: Future() for name in ("bad", "slow")}
@@ -335,7 +335,7 @@ def test_request_waiting_for_a_grammar_blocks_no_other() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_request_that_never_fits_is_rejected_and_blocks_no_other(mode: str) -> None:
+def test_request_that_never_fits_is_rejected_and_blocks_no_other_request(mode: str) -> None:
     w = world(mode, 20)
     w.add(request("before", 40, 50), 20)
     w.add(request("never", 21 * BLOCK, 50), 5)
