@@ -50,6 +50,9 @@ class DemoFailed(TonnageError):
     code = "demo_failed"
 
 
+_REASON = "the server's messages above state the reason"
+
+
 def run(argv: list[str]) -> int:
     """Run the demo; return 0 when all completions succeeded and every difference is within its bound."""
     parser().parse_args(argv)
@@ -119,8 +122,10 @@ def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
             return
         time.sleep(0.1)
     if process.poll() is None:
-        raise DemoFailed(f"the server was not ready after {_STARTS_WITHIN:.0f} s")
-    raise DemoFailed(f"the server ended with status {process.returncode} before it was ready")
+        raise DemoFailed(f"the demo server was not ready after {_STARTS_WITHIN:.0f} s", hint=_REASON)
+    raise DemoFailed(
+        f"the demo server ended with status {process.returncode} before it was ready", hint=_REASON
+    )
 
 
 def _is_ready(url: str) -> bool:
@@ -197,4 +202,4 @@ def _stop(process: subprocess.Popen[str]) -> int:
     try:
         return process.wait(_STOPS_WITHIN)
     except subprocess.TimeoutExpired:
-        raise DemoFailed(f"the server did not stop within {_STOPS_WITHIN:.0f} s") from None
+        raise DemoFailed(f"the demo server did not stop within {_STOPS_WITHIN:.0f} s") from None

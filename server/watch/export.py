@@ -169,7 +169,7 @@ def families(page: Page, now: Observation) -> None:
         )
 
 
-# Field of TierReading -> metric of the KV tier, as the server's own page names it
+# Field of TierReading -> name of the KV tier's metric on the /metrics page of a Tonnage server
 _TIER_METRICS = {
     "host_size": "host_size", "host_used": "host_used", "hit_tokens": "host_hit_tokens",
     "saved_seconds": "saved_seconds", "spent_seconds": "spent_seconds",

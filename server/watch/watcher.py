@@ -21,7 +21,7 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-# Window in seconds over which token rates and the average request are computed. `Trend` uses it, too.
+# Token rates and the average request are computed over this many seconds, like the headroom's `Trend`.
 _WINDOW_SECONDS = 120.0
 
 

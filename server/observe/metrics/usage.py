@@ -66,7 +66,7 @@ class Usage:
         # the tenant of requests without an API key exists from the start, so that its metrics begin at zero
         self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}
         self._limits = limits
-        # id() of an unfinished ticket -> upper bound of the KV blocks of its request
+        # id() of the ticket of an unfinished request -> upper bound of the request's KV blocks
         self._asked: dict[int, int] = {}
         accounts.on_submit.append(self._submitted)
         accounts.on_finish.append(self._finished)

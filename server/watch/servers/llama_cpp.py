@@ -68,7 +68,7 @@ class LlamaCppServer:
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the running requests, slots and counters of a llama-server now."""
-        # With --no-slots the server answers 501 here, so only counters are known then.
+        # With --no-slots the server answers GET /slots with 501. Only its counters are known then.
         slots = objects(client.get("/slots").json())
         replicas, typical = self._slots(samples, slots)
         return Reading(

@@ -1,4 +1,6 @@
-"""Reading of SGLang 0.4 to 0.5: metrics of docs/references/production_metrics.md, scheduler and tokenizer.
+"""Reading of SGLang 0.4 to 0.5: the metrics of its scheduler and tokenizer manager, and its arguments.
+
+The metrics are described in SGLang's docs/references/production_metrics.md.
 
 ``/server_info`` (in older releases ``/get_server_info``) has all arguments of the server. The ranks of one
 replica (tp_rank, pp_rank, moe_ep_rank) repeat its figures, so the largest value counts. The values of replicas
