@@ -268,7 +268,7 @@ def test_prefix_hit_needs_only_the_last_window_of_sliding_window_layers() -> Non
     check_invariants(manager)
 
 
-def test_prefix_hit_ends_where_the_whole_sliding_window_is_cached() -> None:
+def test_prefix_hit_ends_where_all_blocks_of_the_sliding_window_are_cached() -> None:
     manager = make(FULL, SLIDING, blocks=40, budget=8)
     start(manager, 1, list(range(8)))
     manager.free([1])

@@ -175,7 +175,7 @@ def test_vllm_version_and_gpu_decide_the_kv_cache_dtype_of_sparse_mla():
         assert planned(glm, engine_version=version, gpu=gpu).kv_cache_dtype == kept
 
 
-def test_kv_cache_dtype_auto_follows_checkpoint():
+def test_kv_cache_dtype_auto_is_the_dtype_that_the_checkpoint_requests():
     """auto follows ModelOpt's algorithm or compressed-tensors' scheme; a flag takes precedence."""
     model = config_of(LLAMA, 4)
     plain = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}

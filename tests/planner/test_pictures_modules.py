@@ -17,7 +17,7 @@ COUNTS = Oracle("families_pictures", "transformers", "torch")
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model", MADE)
-def test_vision_model_parameters_equal_transformers(model):
+def test_planned_vision_model_parameters_equal_transformers(model):
     def ask():
         import torch
         import transformers

@@ -181,7 +181,7 @@ def test_sglang_draft_weights_reduce_the_pool(folder):
         make_plan(folder(name), Deployment(**asked, speculative_model="mtp", engine_version="0.5.9"))
 
 
-def test_sglang_running_request_limit_follows_context_and_flag(folder):
+def test_sglang_limit_of_running_requests_follows_context_length_and_max_num_seqs(folder):
     """resolve_max_num_reqs allows 512 per context that fits, from 2,048 to 4,096, and at most the flag."""
     name = "meta-llama__Meta-Llama-3.1-8B"
     for flags, running in (

@@ -173,7 +173,7 @@ def test_planned_activations_equal_autograd_for_several_batch_sizes_and_sequence
 
 
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
-def test_eager_attention_activations_of_one_sequence_equal_autograd(family, saved):
+def test_planned_activations_of_eager_attention_for_one_sequence_equal_autograd(family, saved):
     """With one sequence, batch and heads merge without a copy.
 
     Autograd then keeps views of fused projections.

@@ -294,7 +294,7 @@ def test_attention_score_activations_are_7_bytes_per_head_and_pair_of_tokens(con
     assert gpt_layer(config_of, "eager").score == (5 + 2) * 16
 
 
-def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
+def test_full_gradient_checkpointing_keeps_two_bytes_per_hidden_value_and_layer(planner):
     """Each layer keeps 2 s b h, and one layer its peak (arXiv 2205.05198, section 5)."""
     model = planner(LLAMA_8B)
     base = {"precision": "bf16", "checkpointing": "full", "sequence_length": 1024, "optimizer_kernel": "fused"}
@@ -305,7 +305,7 @@ def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
     assert more.line("activations") - some.line("activations") == 32 * 2 * 1024 * 4096 + ends
 
 
-def test_checkpointing_in_segments_keeps_fewer_activations_than_per_layer(planner):
+def test_gradient_checkpointing_in_segments_keeps_fewer_activations_than_per_layer(planner):
     model = planner(LLAMA_8B)
     setup = {"precision": "bf16", "checkpointing": "full", "micro_batch": 8, "sequence_length": 4096,
              "loss": "fused"}  # fmt: skip

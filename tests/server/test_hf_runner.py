@@ -77,7 +77,7 @@ def tiny(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models_of_each_family_equal_transformers_generate(family: str, tmp_path: Path) -> None:
+def test_tokens_of_tiny_models_of_each_family_equal_transformers_generate(family: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, family)
     runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4

@@ -205,7 +205,7 @@ def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
     return got
 
 
-def test_values_of_tonnages_scheduler_reach_the_logger_in_vllms_messages(made: Any) -> None:
+def test_statistics_of_tonnages_scheduler_reach_the_stat_logger_in_vllms_messages(made: Any) -> None:
     stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=9 / 21)
     write_stats(TOLD, stats.waiting_lora_adapters)
     stats.waiting_lora_adapters["an adapter"] = 1
@@ -242,7 +242,7 @@ def test_values_of_tonnages_scheduler_reach_the_logger_in_vllms_messages(made: A
     assert value(seen, "tonnage_admission_decisions_total", outcome="wait", reason="max_num_queued_reqs") == 1
 
 
-def test_auto_mode_statistics_reach_the_logger_as_integers_in_vllms_messages(made: Any) -> None:
+def test_auto_mode_statistics_reach_the_stat_logger_as_integers_in_vllms_messages(made: Any) -> None:
     """A plain ``vllm serve`` has the metrics of mode auto, and watch reads the same values."""
     auto = busy()
     auto.rule(64)
