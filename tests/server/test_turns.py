@@ -9,9 +9,7 @@ from contextlib import suppress
 from tonnage.server.http.turns import Turns, work_for
 
 
-async def test_api_keys_take_turns_at_work_with_limited_concurrency_and_requests_of_a_key_keep_their_order() -> (
-    None
-):
+async def test_api_keys_take_turns_at_work_of_limited_concurrency_and_requests_of_a_key_keep_order() -> None:
     turns, done = Turns(1), list[str]()
 
     async def request(name: str) -> None:
