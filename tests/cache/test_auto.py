@@ -168,7 +168,7 @@ def test_admission_rule_with_equal_ttft_is_chosen_only_for_a_large_throughput_ga
 
 
 @pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
-def test_admission_rule_with_little_better_inter_token_latency_is_chosen_only_for_a_large_throughput_gain(
+def test_admission_rule_with_slightly_better_inter_token_latency_is_chosen_only_for_a_large_throughput_gain(
     tokens: float, rule: Rule
 ) -> None:
     own = outcome(100)

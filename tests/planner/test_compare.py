@@ -250,7 +250,9 @@ def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
         }}, 2048),
     ],
 )  # fmt: skip
-def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_path, capsys):
+def test_vllm_0_33_plan_limits_max_model_len_to_the_context_of_the_draft_model(
+    draft, length, folder, tmp_path, capsys
+):
     """The rule is VllmConfig._limit_max_model_len_to_draft."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     config = json.loads((DATA / "configs/meta-llama__Meta-Llama-3.1-8B.json").read_text())

@@ -132,7 +132,7 @@ def test_error_for_a_broken_quantization_config_names_it(stored, field):
     assert field in str(caught.value)
 
 
-def test_config_list_of_a_million_layers_is_read_in_linear_time():
+def test_config_with_a_list_of_a_million_layers_is_read_in_linear_time():
     class Million(list):
         def __contains__(self, item: object) -> bool:
             pytest.fail("it is looked through for each layer")

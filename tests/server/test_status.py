@@ -287,7 +287,7 @@ async def test_api_documentation_pages_need_no_network(server: Any) -> None:
         assert (await server.http.get(f"/docs/{name}")).status_code == 404
 
 
-async def test_planner_page_is_served_at_plan_when_pyodide_is_present(
+async def test_planner_page_is_served_at_the_path_plan_once_pyodide_is_downloaded(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))

@@ -132,7 +132,7 @@ def test_fitted_step_costs_are_within_ten_percent_of_published_70b_measurements(
         assert ms == pytest.approx(row["tpot_ms"], rel=0.1)
 
 
-def test_cost_option_of_the_benchmark_needs_a_name_and_three_or_four_numbers(
+def test_cost_option_of_the_admission_benchmark_needs_a_name_and_three_or_four_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -312,7 +312,7 @@ def test_failure_of_tonnages_scheduler_is_counted_in_the_metrics(made: Any) -> N
     assert value(page(), "tonnage_plugin_errors_total") == 1
 
 
-def test_model_that_the_planner_rejects_still_has_the_other_metrics(
+def test_stat_logger_exports_the_other_metrics_for_a_model_that_the_planner_rejects(
     made: Any, monkeypatch: Any, said: list[str]
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -343,7 +343,9 @@ def test_exception_in_our_stat_logger_does_not_reach_vllm(made: Any, monkeypatch
     assert value(page(), "tonnage_plugin_errors_total") >= 3
 
 
-def test_exception_in_the_planner_leaves_the_other_metrics(made: Any, monkeypatch: Any) -> None:
+def test_stat_logger_exports_the_other_metrics_after_an_exception_in_the_planner(
+    made: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(module, "make_plan", None)
     TonnageStatLogger(made, [0])
     seen = page()
