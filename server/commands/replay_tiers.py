@@ -19,6 +19,7 @@ _NAMES = ("host", "disk")
 # PCI-SIG), and NVLink-C2C (NVIDIA's Grace Hopper and Grace Blackwell data sheets: 900 GB/s in both directions).
 _PCIE_3, _PCIE_4, _PCIE_5, _C2C = 15.75e9, 31.5e9, 63.0e9, 450e9
 _FIELD = "--tiers"
+OWN_SPEED = "leave it out to use the GPU's own value"
 
 
 def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | None:
@@ -37,8 +38,8 @@ def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | Non
     from tonnage.cache.replay.tiers import TierSetup
 
     sizes = _sizes(arguments.tiers)
-    host = _bandwidth(arguments.host_bandwidth, "--host-bandwidth")
-    disk = _bandwidth(arguments.disk_bandwidth, "--disk-bandwidth")
+    host = speed_of(arguments.host_bandwidth, 1e9, "--host-bandwidth", OWN_SPEED)
+    disk = speed_of(arguments.disk_bandwidth, 1e9, "--disk-bandwidth", "give GB/s")
     if host is None:
         host = _link(find_gpu(arguments.gpu) if arguments.gpu else None)
     token_bytes = token_bytes_of(plan)
@@ -103,10 +104,15 @@ def _sizes(text: str) -> dict[str, int]:
     return found
 
 
-def _bandwidth(value: float | None, field: str) -> float | None:
+def speed_of(value: float | None, unit: float, field: str, hint: str) -> float | None:
+    """Return a speed that an option gives, times its unit, or None if the option is absent.
+
+    Raises:
+        DeploymentError: the value is not a positive finite number; `field` names the option.
+    """
     if value is not None and not 0 < value < float("inf"):
-        raise DeploymentError(f"{value} is not a positive finite number", field=field)
-    return None if value is None else value * 1e9
+        raise DeploymentError(f"{value} is not a positive finite number", field=field, hint=hint)
+    return None if value is None else value * unit
 
 
 def _link(gpu: Gpu | None) -> float:
