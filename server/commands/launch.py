@@ -42,8 +42,6 @@ from tonnage.server.settings import Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
 
-_SECRETS = ("TONNAGE_API_KEY",)
-
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """Load the settings from flags, environment and file, and remove API keys from the environment.
@@ -56,7 +54,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     settings = load_settings(arguments.config, **given)
     # pydantic ignores the case of variable names, so every spelling is removed
-    for name in [name for name in os.environ if name.upper() in _SECRETS]:
+    for name in [name for name in os.environ if name.upper() == "TONNAGE_API_KEY"]:
         del os.environ[name]
     return settings
 
