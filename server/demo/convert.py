@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-HUB_FILES = (
+FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -60,7 +60,7 @@ def fetch(folder: Path, answers: TextIO) -> None:
     with urllib.request.urlopen(request, timeout=_REACH_SECONDS):
         pass
     print(json.dumps({"reachable": True}), file=answers)
-    for name in HUB_FILES:
+    for name in FILES:
         hf_hub_download(HUB_ID, name, local_dir=folder, etag_timeout=_REACH_SECONDS)
     # remove the metadata that the hub client left in the folder
     shutil.rmtree(folder / ".cache", ignore_errors=True)
