@@ -19,8 +19,8 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory
-from tonnage.server.observe.metrics import ADMISSIONS
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS, Trend
+from tonnage.server.observe.metrics.requests import ADMISSIONS
 from tonnage.server.observe.metrics.usage import MAX_TENANTS, OTHER_TENANTS, Usage
 from tonnage.server.requests.accounts import Accounts
 from tonnage.server.security.tenants import Tenant
