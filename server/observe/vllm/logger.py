@@ -86,9 +86,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         with self._guarded("at start"):
             self._name = served_name(vllm_config)
             self._register()
-            self._workers = (
-                figures.read()
-            )  # vLLM's workers have loaded the model and stored their measured bytes
+            # vLLM's workers have loaded the model and stored their measured bytes
+            self._workers = figures.read()
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
                 self._sampler.start()
