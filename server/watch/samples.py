@@ -78,9 +78,13 @@ class Samples:
                 part._found[name] = kept
         return part
 
-    def values_of(self, label: str, name: str) -> list[str]:
-        """Return the distinct values of the label `label` over all series of `name`, sorted."""
-        return sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
+    def by(self, label: str, name: str) -> list[Samples]:
+        """Return one part of the metrics page for each value of `label` in the series of `name`, in order.
+
+        If no series of `name` has the label, the whole page is the only part.
+        """
+        values = sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
+        return [self.where(**{label: value}) for value in values] or [self]
 
 
 def _natural(text: str) -> tuple[int, str]:

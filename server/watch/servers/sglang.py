@@ -80,14 +80,12 @@ class SGLangServer:
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the running requests, pools and counters of an SGLang server now."""
-        names = samples.values_of("dp_rank", "sglang:num_running_reqs") or [""]
-        parts = [samples.where(dp_rank=name) if name else samples for name in names]
-        started = samples.total("process_start_time_seconds")
+        replicas = samples.by("dp_rank", "sglang:num_running_reqs")
         return Reading(
-            replicas=tuple(_replica(part, facts) for part in parts),
+            replicas=tuple(_replica(part, facts) for part in replicas),
             counters=_counters(samples),
             measured=facts.measured,
-            started=None if started is None else str(started),
+            started=samples.total("process_start_time_seconds"),
             tier=_tier(samples),
         )
 
