@@ -105,12 +105,11 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
         _wait_ready(url, process)
         yield url, process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_STOPS_WITHIN)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        # neither signal is sent to a process that has ended
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOPS_WITHIN)
+        process.kill()
         process.wait()
 
 

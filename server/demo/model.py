@@ -286,8 +286,7 @@ class _Child:
 
     def kill(self) -> None:
         """Kill the child process if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.communicate()
 
 
