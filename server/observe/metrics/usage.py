@@ -74,12 +74,9 @@ class Usage:
     def tenant(self, name: str) -> TenantUsage:
         """Return the usage that counts requests of the tenant `name`; tenants beyond MAX_TENANTS share one."""
         label = name or NO_TENANT
-        known = self.tenants.get(label)
-        if known is None:
-            if len(self.tenants) >= MAX_TENANTS:
-                label = OTHER_TENANTS
-            known = self.tenants.setdefault(label, TenantUsage())
-        return known
+        if label not in self.tenants and len(self.tenants) >= MAX_TENANTS:
+            label = OTHER_TENANTS
+        return self.tenants.setdefault(label, TenantUsage())
 
     def _submitted(self, ticket: Ticket) -> None:
         submission = ticket.submission
