@@ -64,9 +64,8 @@ def pool_line(now: Observation) -> str | None:
     if used is None or not usable:
         return None
     size = next(one.pool.block_size for one in reading.replicas if one.pool is not None)
-    text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} blocks of {size} tokens"
-    if size == 1:
-        text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} tokens"
+    unit = "tokens" if size == 1 else f"blocks of {size} tokens"
+    text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} {unit}"
     cached = reading.blocks("cached")
     return text if cached is None else f"{text}, {cached:,} cached"
 
