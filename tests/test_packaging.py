@@ -221,6 +221,6 @@ def test_planner_commands_run_without_any_extra(installed: Path, tmp_path: Path)
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_list_of_packages_equals_the_generated_one() -> None:
+def test_committed_list_of_python_packages_equals_the_generated_one() -> None:
     done = run(sys.executable, ROOT / ".ci" / "packages.py", "--check", cwd=ROOT)
     assert done.returncode == 0, done.stderr

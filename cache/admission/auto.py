@@ -100,7 +100,7 @@ class Bounds:
 # The margins of START's first entry exceed the scatter of vLLM's rule: one more block of prompt in one of 300
 # requests changes its tokens/s by 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to
 # 1.4 % and its P99 time between tokens by 5 %
-# (test_margins_for_leaving_vllms_rule_exceed_its_random_variation).
+# (test_gain_required_to_leave_vllms_admission_rule_exceeds_the_random_variation_of_its_results).
 #
 # The second entry demands a larger gain in throughput but accepts times nearly equal to vLLM's, because steps
 # with long prompts can determine the P99 under every rule. Without the second entry, benchmarks/admission.py

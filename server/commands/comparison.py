@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from tonnage.planner.engines.runtime.api import LIMIT_BYTES
 from tonnage.server.observe.status import OK, OUTSIDE, PROCESS_BOUND
+from tonnage.server.watch.drawing import columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,8 @@ def process_row(engine: str, device: str, used: int, measured: int | None) -> Co
     return ComparisonRow("process", used - kept_free, measured, PROCESS_BOUND)
 
 
-def print_table(rows: Iterable[ComparisonRow], file: TextIO | None = None) -> None:
+def print_table(rows: Iterable[ComparisonRow]) -> None:
     """Print the comparison table in aligned columns: bytes exactly and in MiB (2^20), signed differences."""
-    out = sys.stdout if file is None else file
     table = [("", "planned", "measured", "difference", "")]
     for row in rows:
         if row.measured is None or row.difference is None:
@@ -74,12 +73,7 @@ def print_table(rows: Iterable[ComparisonRow], file: TextIO | None = None) -> No
                 verdict + limit,
             )
         )
-    widths = [max(len(line[column]) for line in table) for column in range(5)]
-    for name, planned, measured, difference, verdict in table:
-        line = (
-            f"{name:<{widths[0]}}  {planned:>{widths[1]}}  {measured:>{widths[2]}}  {difference:>{widths[3]}}"
-        )
-        print(f"{line}  {verdict}".rstrip(), file=out)
+    print("\n".join(columns(table)))
 
 
 def _bytes(value: int) -> str:

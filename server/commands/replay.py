@@ -26,10 +26,12 @@ from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import parse_count, parse_seconds
 from tonnage.server.commands.replay_tiers import (
+    OWN_SPEED,
     curve_dict,
     curve_rows,
     rank_token_bytes,
     setup_of_tiers,
+    speed_of,
     token_bytes_of,
 )
 from tonnage.server.engines.capacity import limits_of
@@ -65,7 +67,6 @@ def run(argv: list[str]) -> int:
             f"{arguments.scale} is not a positive finite factor", field="--scale", hint="for example 10"
         )
     # Imported here, because --help does not need these modules.
-    from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.page import page
     from tonnage.cache.replay.radix_tiers import hicache_hit_rate
     from tonnage.cache.replay.search import search_engines
@@ -73,17 +74,13 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.tier_curve import chunk_uses, optimum, tier_curve
     from tonnage.cache.replay.tier_verdict import TierVerdict
     from tonnage.cache.replay.tiers import chunk_tokens_of
-    from tonnage.cache.replay.trace import read_trace
 
-    limit = positive(arguments.limit, "--limit")
-    columns = None if arguments.columns is None else parse_columns(arguments.columns)
-    path, skip = Path(arguments.trace), arguments.skip_bad_lines
-    trace = read_trace(path, limit=limit, skip_bad_lines=skip, columns=columns)
+    trace = trace_of(arguments, skip_bad_lines=arguments.skip_bad_lines)
     plan = _plan(arguments)
     setup = setup_of(arguments, plan, trace)
     tiers = setup_of_tiers(arguments, plan)
     if tiers is not None and arguments.search_gpus:
-        raise DeploymentError("is for one engine, not for --search-gpus", field="--tiers")
+        raise DeploymentError("cannot be combined with --search-gpus", field="--tiers", hint="leave one out")
     curve, chunk_bytes = None, 0
     if tiers is not None or arguments.tier_curve:
         chunk_bytes = token_bytes_of(plan) * chunk_tokens_of(trace)
@@ -189,6 +186,21 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
+def trace_of(arguments: argparse.Namespace, *, skip_bad_lines: bool = False) -> Trace:
+    """Read the trace that the argument `trace` names, with the options --limit and --columns.
+
+    Raises:
+        TonnageError: an option or the trace is invalid.
+    """
+    # imported here, because --help does not need these modules
+    from tonnage.cache.replay.columns import parse_columns
+    from tonnage.cache.replay.trace import read_trace
+
+    limit = positive(arguments.limit, "--limit")
+    columns = None if arguments.columns is None else parse_columns(arguments.columns)
+    return read_trace(Path(arguments.trace), limit=limit, skip_bad_lines=skip_bad_lines, columns=columns)
+
+
 def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
     """Return the configuration of the replay's simulator for a plan and a trace."""
     # imported here, because it imports numba, which --help does not need
@@ -202,24 +214,20 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         max_model_len=limits.max_model_len,
         budget=limits.max_num_batched_tokens,
         max_tokens=trace.longest_output if most is None else most,
-        policy=_policy(arguments),
+        policy=Policy(AdmissionMode(arguments.policy), arguments.length_quantile, arguments.watermark),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
-        # make_plan has replaced a None in this field by the engine's default
+        # without this flag, make_plan has set the field to the engine's default
         enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
     )
-
-
-def _policy(arguments: argparse.Namespace) -> Policy:
-    return Policy(AdmissionMode(arguments.policy), arguments.length_quantile, arguments.watermark)
 
 
 def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
     # imported here, because it imports numba, which --help does not need
     from tonnage.cache.replay.step_time import StepTime
 
-    bandwidth = _speed(arguments.memory_bandwidth, 1e9, "--memory-bandwidth")
-    flops = _speed(arguments.flops, 1e12, "--flops")
+    bandwidth = speed_of(arguments.memory_bandwidth, 1e9, "--memory-bandwidth", OWN_SPEED)
+    flops = speed_of(arguments.flops, 1e12, "--flops", OWN_SPEED)
     if arguments.gpu is not None:
         device = find_gpu(arguments.gpu)
         bandwidth = device.bandwidth if bandwidth is None else bandwidth
@@ -248,16 +256,6 @@ def positive(text: str | None, field: str) -> int | None:
         DeploymentError: the text is no integer of at least one; the error names `field`.
     """
     return None if text is None else parse_count(text, field)
-
-
-def _speed(value: float | None, unit: float, field: str) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise DeploymentError(
-            f"{value} is not a positive finite number",
-            field=field,
-            hint="leave it out to use the GPU's own value",
-        )
-    return None if value is None else value * unit
 
 
 def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:

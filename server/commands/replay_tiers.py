@@ -19,6 +19,7 @@ _NAMES = ("host", "disk")
 # PCI-SIG), and NVLink-C2C (NVIDIA's Grace Hopper and Grace Blackwell data sheets: 900 GB/s in both directions).
 _PCIE_3, _PCIE_4, _PCIE_5, _C2C = 15.75e9, 31.5e9, 63.0e9, 450e9
 _FIELD = "--tiers"
+OWN_SPEED = "leave it out to use the GPU's own value"
 
 
 def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | None:
@@ -37,13 +38,13 @@ def setup_of_tiers(arguments: argparse.Namespace, plan: Plan) -> TierSetup | Non
     from tonnage.cache.replay.tiers import TierSetup
 
     sizes = _sizes(arguments.tiers)
-    host = _bandwidth(arguments.host_bandwidth, "--host-bandwidth")
-    disk = _bandwidth(arguments.disk_bandwidth, "--disk-bandwidth")
+    host = speed_of(arguments.host_bandwidth, 1e9, "--host-bandwidth", OWN_SPEED)
+    disk = speed_of(arguments.disk_bandwidth, 1e9, "--disk-bandwidth", "give GB/s")
     if host is None:
         host = _link(find_gpu(arguments.gpu) if arguments.gpu else None)
     token_bytes = token_bytes_of(plan)
     if sizes.get("disk") and disk is None:
-        raise DeploymentError("the speed of the disk is not known", field="--disk-bandwidth", hint="GB/s")
+        raise DeploymentError("the speed of the disk is not known", field="--disk-bandwidth", hint="give GB/s")
     return TierSetup(
         host_bytes=sizes["host"],
         disk_bytes=sizes.get("disk", 0),
@@ -94,7 +95,7 @@ def _sizes(text: str) -> dict[str, int]:
             hint = did_you_mean(name, _NAMES) or "host or disk"
             raise DeploymentError(f"{name[:60]!r} is not a tier", field=_FIELD, hint=hint)
         if name in found:
-            raise DeploymentError(f"{name} is given twice", field=_FIELD)
+            raise DeploymentError(f"the tier {name} is given twice", field=_FIELD, hint="give it once")
         found[name] = parse_size(size, _FIELD)
     if "host" not in found:
         raise DeploymentError(
@@ -103,10 +104,15 @@ def _sizes(text: str) -> dict[str, int]:
     return found
 
 
-def _bandwidth(value: float | None, field: str) -> float | None:
+def speed_of(value: float | None, unit: float, field: str, hint: str) -> float | None:
+    """Return a speed that an option gives, times its unit, or None if the option is absent.
+
+    Raises:
+        DeploymentError: the value is not a positive finite number; `field` names the option.
+    """
     if value is not None and not 0 < value < float("inf"):
-        raise DeploymentError(f"{value} is not a positive finite number", field=field)
-    return None if value is None else value * 1e9
+        raise DeploymentError(f"{value} is not a positive finite number", field=field, hint=hint)
+    return None if value is None else value * unit
 
 
 def _link(gpu: Gpu | None) -> float:
@@ -115,15 +121,18 @@ def _link(gpu: Gpu | None) -> float:
         return _C2C
     if gpu is None or gpu.capability is None:
         raise DeploymentError(
-            "the bandwidth from host memory to the device is not known", field="--host-bandwidth", hint="GB/s"
+            "the bandwidth from host memory to the device is not known",
+            field="--host-bandwidth",
+            hint="give GB/s",
         )
     return _PCIE_3 if gpu.capability < (8, 0) else _PCIE_4 if gpu.capability < (9, 0) else _PCIE_5
 
 
 def curve_rows(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> list[tuple[str, str]]:
-    """Return the curve of KV hit rate by cache size as (size, hit rate) texts, then its knee and HiCache.
+    """Return the curve of KV hit rate by cache size as rows of text (size, hit rate).
 
-    ``hicache`` is the hit rate of SGLang's HiCache with the pool and the host tier of the flags, or None.
+    The rows end with the curve's knee, the smallest cache with 95 % of the highest hit rate, and with ``hicache``,
+    the hit rate of SGLang's HiCache with the pool and the host tier of the flags (no row for None).
     """
     rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
     rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]

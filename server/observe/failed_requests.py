@@ -39,8 +39,9 @@ class FailedRequestLog:
     """Logger of one app's failed requests, with a limit of lines per ten seconds; runs on the event loop."""
 
     def __init__(self) -> None:
-        self._lines = 0  # number of lines logged in this window
-        self._more: Counter[str] = Counter()  # failures in this window without a line, counted by error code
+        self._lines = 0  # number of lines logged in the current ten seconds
+        # error code -> number of failures in the current ten seconds for which no line was logged
+        self._more: Counter[str] = Counter()
         self._end: asyncio.TimerHandle | None = None
 
     def finished(self, ticket: Ticket) -> None:
@@ -49,8 +50,9 @@ class FailedRequestLog:
             self.refused(ticket.error, ticket.endpoint, ticket.request_id, ticket.tenant.name)
 
     def refused(self, error: ApiError, path: str, request_id: str, tenant: str = "") -> None:
-        """Log the error of a rejected or failed request; above the limit of lines per window, only count it."""
-        if path in PUBLIC_PATHS:  # not logged: a health probe comes every few seconds while a model loads
+        """Log the error of a rejected or failed request; above the limit of lines per ten seconds, count it."""
+        # failed health probes are not logged, because one comes every few seconds while a model loads
+        if path in PUBLIC_PATHS:
             return
         if self._end is None:
             self._end = asyncio.get_running_loop().call_later(WINDOW_SECONDS, self._window_ends)

@@ -21,6 +21,11 @@ _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) 
 _STANDARD |= {"vllm_process_name"}
 
 
+def _extra(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields that the caller of the logger added to a record with `extra`."""
+    return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+
+
 class JsonFormatter(logging.Formatter):
     """A log formatter that writes one JSON object per line and record, with the caller's `extra` as fields."""
 
@@ -32,7 +37,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        entry |= {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+        entry |= _extra(record)
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
@@ -53,11 +58,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return a log record's message, followed by the caller's `extra` as `key=value` pairs."""
-        more = [
-            f"{name}={printable(str(value))}"
-            for name, value in record.__dict__.items()
-            if name not in _STANDARD
-        ]
+        more = [f"{name}={printable(str(value))}" for name, value in _extra(record).items()]
         return " ".join([super().formatMessage(record), *more])
 
 

@@ -203,17 +203,15 @@ def _memory(report: Mapping[str, Any]) -> list[Row]:
     planned = {name: rank[key] for name, key in COMPONENTS.items()}
     held = {name: size for name in planned if (size := measured.get(f"{name}_bytes")) is not None}
     peak, used = measured["process_peak_bytes"], rank["total_bytes"] - rank["free_bytes"]
-    whole = [] if peak is None else [_row("all processes", used, peak)]
-    if whole:
-        word = OK if peak <= used * (1 + PROCESS_BOUND) else OUTSIDE
-        whole = [(*whole[0][:4], f"{word}, at most +{100 * PROCESS_BOUND:.0f} %")]
-    intervals = plan.get("intervals", {})
-    bounds = {name: (planned[name], planned[name]) for name in planned}
+    intervals, bounds = plan.get("intervals", {}), {}
     for name, key in COMPONENTS.items():
-        if key in intervals:
-            low, high = intervals[key]
-            bounds[name] = int(low), int(high)
-    return memory_rows(planned, held, bounds) + whole
+        low, high = intervals.get(key, (rank[key], rank[key]))
+        bounds[name] = int(low), int(high)
+    rows = memory_rows(planned, held, bounds)
+    if peak is not None:
+        word = OK if peak <= used * (1 + PROCESS_BOUND) else OUTSIDE
+        rows.append((*_row("all processes", used, peak)[:4], f"{word}, at most +{100 * PROCESS_BOUND:.0f} %"))
+    return rows
 
 
 def _pool(blocks: Mapping[str, Any]) -> dict[str, int]:

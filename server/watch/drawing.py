@@ -11,9 +11,11 @@ from tonnage.server.observe.status import TITLES, Row
 
 def aligned(rows: Sequence[Row]) -> list[str]:
     """Return the lines of a memory table as text, with a title row and aligned columns; empty without rows."""
-    if not rows:
-        return []
-    table = [titles_of(rows), *rows]
+    return columns([titles_of(rows), *rows]) if rows else []
+
+
+def columns(table: Sequence[Row]) -> list[str]:
+    """Return the lines of a table of five columns as text; the three in the middle are aligned right."""
     widths = [max(len(row[column]) for row in table) for column in range(5)]
     lines = []
     for row in table:

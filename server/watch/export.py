@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tonnage.cache.disk.metrics import METRICS
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.observe.metrics.auto import auto_families
+from tonnage.server.observe.metrics.config import PLAN_LABELS
 from tonnage.server.observe.metrics.families import Page
-from tonnage.server.observe.metrics.tier import HOST_GAUGES, HOST_METRICS
+from tonnage.server.observe.metrics.tier import write_tier
 from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.records import TierReading
 from tonnage.server.watch.watcher import Observation
@@ -125,16 +125,8 @@ def families(page: Page, now: Observation) -> None:
         page.info(
             "tonnage_plan_info",
             "The plan of the watched server; always 1.",
-            ("plan_id", "revision", "engine", "architecture", "quantization"),
-            [
-                (
-                    planned.plan_id,
-                    str(planned.revision),
-                    planned.engine,
-                    planned.architecture,
-                    planned.quantization,
-                )
-            ],
+            PLAN_LABELS,
+            [tuple(str(getattr(planned, label)) for label in PLAN_LABELS)],
         )
     _pool(page, now)
     states = {(name,): reading.sum_of(name) for name in ("running", "waiting")}
@@ -169,22 +161,17 @@ def families(page: Page, now: Observation) -> None:
         )
 
 
-# Field of TierReading -> metric of the KV tier, as the server's own page names it
+# Field of TierReading -> name of the KV tier's metric on the /metrics page of a Tonnage server
 _TIER_METRICS = {
     "host_size": "host_size", "host_used": "host_used", "hit_tokens": "host_hit_tokens",
     "saved_seconds": "saved_seconds", "spent_seconds": "spent_seconds",
+    "disk_size": "size", "disk_used": "used",
 }  # fmt: skip
 
 
 def _tier(page: Page, tier: TierReading) -> None:
     """Write the metrics of KV tiers that the watched server reports."""
-    for name, metric in _TIER_METRICS.items():
-        if (value := getattr(tier, name)) is not None:
-            write = page.gauge if metric in HOST_GAUGES else page.counter
-            write(f"tonnage_tier_{metric}", HOST_METRICS[metric], value)
-    for name, metric in (("disk_size", "size"), ("disk_used", "used")):
-        if (value := getattr(tier, name)) is not None:
-            page.gauge(f"tonnage_tier_{metric}", METRICS[metric], value)
+    write_tier(page, {metric: getattr(tier, name) for name, metric in _TIER_METRICS.items()})
 
 
 def _memory(page: Page, now: Observation) -> None:

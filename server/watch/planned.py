@@ -125,7 +125,9 @@ def _merged(facts: ServerFacts, given: Mapping[str, Any]) -> tuple[dict[str, Any
 
 def _source(facts: ServerFacts, model: str | None) -> ModelSource:
     if model is None and facts.model is None:
-        raise ModelNotFound("the server does not report its model", field="--model", hint="give it")
+        raise ModelNotFound(
+            "the server does not report its model", field="--model", hint="give the model's path or hub id"
+        )
     try:
         return resolve_model(model or cast(str, facts.model))
     except ModelNotFound as error:

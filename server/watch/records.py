@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from tonnage.cache.admission import Limits
-from tonnage.server.engines.stats import AutoStats
+from tonnage.server.engines.stats import AutoStats, added
 from tonnage.server.observe.metrics.headroom import Headroom
 
 
@@ -56,11 +56,6 @@ class Pool:
     block_size: int
     used: int | None = None
     cached: int | None = None
-
-    @property
-    def open(self) -> int | None:
-        """Return the number of usable KV blocks that no running request holds."""
-        return None if self.used is None else max(0, self.usable - self.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +175,7 @@ class Reading:
     replicas: tuple[Replica, ...]
     counters: Counters = field(default_factory=Counters)
     measured: Mapping[str, int] = field(default_factory=dict)
-    started: str | None = None
+    started: float | str | None = None
     typical: tuple[float, float] | None = None
     headroom: Headroom | None = None
     auto: AutoStats | None = None
@@ -195,7 +190,7 @@ class Reading:
     def blocks(self, name: str) -> int | None:
         """Return the field `name` of Pool, summed over all replicas, or None when one does not report it."""
         values = [None if one.pool is None else getattr(one.pool, name) for one in self.replicas]
-        return None if not values or None in values else sum(value for value in values if value is not None)
+        return added(values) if values else None
 
 
 @dataclass(frozen=True, slots=True)

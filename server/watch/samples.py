@@ -65,7 +65,7 @@ class Samples:
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """Return the page's samples with the given label values; series that lack a label are kept, too."""
+        """Return the page's samples whose labels have the values in `labels`, or lack these labels."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():
@@ -78,9 +78,13 @@ class Samples:
                 part._found[name] = kept
         return part
 
-    def values_of(self, label: str, name: str) -> list[str]:
-        """Return the distinct values of the label `label` over all series of `name`, sorted."""
-        return sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
+    def by(self, label: str, name: str) -> list[Samples]:
+        """Return one part of the metrics page for each value of `label` in the series of `name`, in order.
+
+        If no series of `name` has the label, the whole page is the only part.
+        """
+        values = sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
+        return [self.where(**{label: value}) for value in values] or [self]
 
 
 def _natural(text: str) -> tuple[int, str]:

@@ -11,7 +11,9 @@ from tonnage.server.observe.status import POOL_STATES, Status, status_of
 from tonnage.server.watch.client import Client, WatchError
 from tonnage.server.watch.drawing import MemoryTable, aligned
 
-_BAR = 48  # width of the bar in characters; together with a line's name it fits a terminal of 60 columns
+# Width of the bar in characters. Together with the name before the bar it fits a terminal of 60 columns.
+_BAR = 48
+
 # Colours of the KV pool's states. Without colours, the characters of the bar distinguish the states.
 _COLOURS = dict(zip(POOL_STATES, ("blue", "yellow", "cyan", "dim"), strict=True))
 _STATE_COLOURS = {

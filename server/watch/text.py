@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from tonnage.planner.bars import cells
@@ -12,7 +12,7 @@ from tonnage.planner.units import gib
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS
 from tonnage.server.observe.status import Row, auto_text, memory_rows
 from tonnage.server.watch.drawing import MemoryTable, aligned
-from tonnage.server.watch.records import Counters, TierReading
+from tonnage.server.watch.records import TierReading
 from tonnage.server.watch.watcher import Observation
 
 _BAR, _NEARLY_FULL = 40, 0.9
@@ -64,9 +64,8 @@ def pool_line(now: Observation) -> str | None:
     if used is None or not usable:
         return None
     size = next(one.pool.block_size for one in reading.replicas if one.pool is not None)
-    text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} blocks of {size} tokens"
-    if size == 1:
-        text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} tokens"
+    unit = "tokens" if size == 1 else f"blocks of {size} tokens"
+    text = f"KV {100 * used / usable:.0f} %: {used:,} of {usable:,} {unit}"
     cached = reading.blocks("cached")
     return text if cached is None else f"{text}, {cached:,} cached"
 
@@ -186,18 +185,16 @@ def to_dict(now: Observation) -> dict[str, Any]:
             "model": facts.served,
             "plan": None
             if planned is None
-            else _known(
-                {
-                    "plan_id": planned.plan_id,
-                    "model": planned.model,
-                    "architecture": planned.architecture,
-                    "engine": planned.engine,
-                    "bytes": dict(planned.components),
-                    "num_blocks": planned.num_blocks,
-                    "tokens": planned.tokens,
-                    "bytes_per_block": planned.bytes_per_block,
-                }
-            ),
+            else {
+                "plan_id": planned.plan_id,
+                "model": planned.model,
+                "architecture": planned.architecture,
+                "engine": planned.engine,
+                "bytes": dict(planned.components),
+                "num_blocks": planned.num_blocks,
+                "tokens": planned.tokens,
+                "bytes_per_block": planned.bytes_per_block,
+            },
             "measured_bytes": dict(now.measured),
             "requests": {"running": reading.sum_of("running"), "waiting": reading.sum_of("waiting")},
             "pool": pool | {"block_size": next(iter(sizes), None)},
@@ -206,13 +203,10 @@ def to_dict(now: Observation) -> dict[str, Any]:
             else asdict(now.headroom) | {"full_in_seconds": now.full_in},
             "tier": None if reading.tier is None else _tier(reading.tier),
             "admission": None if reading.auto is None else {"auto": reading.auto.to_dict()},
-            "counters": {part.name: getattr(reading.counters, part.name) for part in fields(Counters)},
+            "counters": asdict(reading.counters),
             "per_second": None
             if now.change is None or now.seconds <= 0
-            else {
-                part.name: None if (count := getattr(now.change, part.name)) is None else count / now.seconds
-                for part in fields(Counters)
-            },
+            else {name: count / now.seconds for name, count in asdict(now.change).items() if count is not None},
             "restarts": now.restarts,
             "notes": list(now.notes),
         }

@@ -21,7 +21,7 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-# Window in seconds over which token rates and the average request are computed. `Trend` uses it, too.
+# Token rates and the average request are computed over this many seconds, like the headroom's `Trend`.
 _WINDOW_SECONDS = 120.0
 
 
@@ -127,7 +127,11 @@ class Watcher:
         if own is not None:
             return _Run(server, facts, own, (*facts.notes, *self._unused_flags(facts)))
         if self._kv_unified is not None and facts.title != "llama.cpp":
-            raise DeploymentError(f"is for llama.cpp, and this is {facts.title}", field="--kv-unified")
+            raise DeploymentError(
+                f"applies only to llama.cpp; the server is {facts.title}",
+                field="--kv-unified",
+                hint="leave it out",
+            )
         planned, notes = plan_of(facts, self._given, self._model)
         return _Run(server, facts, planned, notes)
 

@@ -124,7 +124,7 @@ def test_output_lengths_are_forecast_once_per_step_for_all_waiting_requests(
     assert len(forecasts) == 2
 
 
-def test_admission_tells_requests_that_fit_now_later_or_never_apart() -> None:
+def test_admission_distinguishes_requests_that_fit_now_or_later_or_never() -> None:
     first, second = AdmissionRequest(1600, 3200), AdmissionRequest(8000, 1600)
     assert beside().decide_early(first) == Admit(300)
     assert beside(first).decide_early(second) == Wait(WaitReason.BLOCKS, blocks_short=300 + 600 - 805)

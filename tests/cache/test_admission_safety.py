@@ -40,7 +40,7 @@ def snapshot_of(
     )
 
 
-def test_committed_peak_is_capacity_minus_the_least_free_blocks_in_finishing_order() -> None:
+def test_committed_peak_is_the_capacity_minus_the_fewest_free_blocks_while_requests_finish_in_order() -> None:
     draw = random.Random(0)
     for _ in range(200):
         count = draw.randrange(1, 9)
@@ -115,7 +115,7 @@ def test_granting_blocks_keeps_the_pool_safe_and_at_least_one_request_progresses
             assert left == 0 or not some_order_works(left - 1, more_need, more_held)
 
 
-def test_partially_granted_block_requests_are_multiples_of_the_given_size() -> None:
+def test_part_of_a_block_request_is_granted_only_in_multiples_of_the_required_number() -> None:
     # 12 available: the second must still find its 5 when the first has taken a part of the 14 it needs.
     snapshot = snapshot_of(20, [4, 4], [14, 5])
     assert grant(snapshot, ints(0), ints(13), multiple=1).tolist() == [7]
@@ -123,7 +123,7 @@ def test_partially_granted_block_requests_are_multiples_of_the_given_size() -> N
     assert grant(snapshot, ints(1), ints(5), multiple=2).tolist() == [5]
 
 
-def test_exact_peak_of_merged_blocks_is_below_the_upper_bound() -> None:
+def test_requests_with_merged_blocks_are_safe_by_exact_count_although_not_by_the_upper_bound() -> None:
     """Compare the bound and the exact count for two requests that share four merged blocks.
 
     Each request computed the blocks itself before they were found equal. The bound counts them as never
@@ -151,7 +151,7 @@ def test_exact_peak_of_merged_blocks_is_below_the_upper_bound() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_committed_peak_equals_the_maximum_of_held_blocks_over_all_steps(data: st.DataObject) -> None:
+def test_forecast_peak_of_held_blocks_equals_their_maximum_over_all_steps(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 6))
     size = data.draw(st.sampled_from([1, 2, 4, 8, 16, 64]))
 

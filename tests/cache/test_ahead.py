@@ -172,7 +172,7 @@ def test_code_precompiled_for_a_lower_instruction_set_level_runs_on_this_cpu(
 
 
 @pytest.mark.parametrize("name", ["CPU_NAME", "CPU_FEATURES", "ENABLE_AVX"])
-def test_archive_is_not_used_when_numba_is_configured_for_another_processor(
+def test_precompiled_archive_is_not_used_when_numba_is_configured_for_another_processor(
     name: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archived(sources)
@@ -192,7 +192,7 @@ def test_functions_of_a_damaged_precompiled_archive_are_compiled_again(sources: 
     assert "all" not in compiler
 
 
-def test_compiling_by_signature_does_not_call_the_function(
+def test_compiling_a_function_for_a_signature_does_not_call_it(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = Compiler(sources)

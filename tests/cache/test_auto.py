@@ -83,7 +83,7 @@ def test_single_long_pause_does_not_change_the_fitted_step_cost() -> None:
     assert fit.cost.fixed == pytest.approx(CPU.fixed, rel=0.05)
 
 
-def test_step_costs_are_unknown_before_a_prompt_and_never_negative() -> None:
+def test_fitted_step_costs_are_unknown_before_the_first_prompt_step_and_never_negative() -> None:
     fit = CostFit()
     for _ in range(500):
         fit.observe(8, 8, 100, 0.01)
@@ -159,14 +159,16 @@ def test_chosen_admission_rule_worsens_neither_ttft_nor_inter_token_latency() ->
 
 
 @pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
-def test_large_throughput_gain_permits_a_rule_with_equal_ttft(tokens: float, rule: Rule) -> None:
+def test_admission_rule_with_equal_ttft_is_chosen_only_for_a_large_throughput_gain(
+    tokens: float, rule: Rule
+) -> None:
     own = outcome(100)
     held = Choice(Rule(0.7), outcome(tokens, first=1.0, between=0.05), own)
     assert best([Choice(VLLM, own, own), held], None).rule == rule
 
 
 @pytest.mark.parametrize(("tokens", "rule"), [(106, VLLM), (114, Rule(0.7))])
-def test_large_throughput_gain_permits_a_rule_with_smaller_inter_token_latency_margin(
+def test_admission_rule_with_slightly_better_inter_token_latency_is_chosen_only_for_a_large_throughput_gain(
     tokens: float, rule: Rule
 ) -> None:
     own = outcome(100)
@@ -175,7 +177,9 @@ def test_large_throughput_gain_permits_a_rule_with_smaller_inter_token_latency_m
 
 
 @pytest.mark.parametrize("cost", [CPU, StepCost(0.040, 0.003, 0.0002, 5e-7)])
-def test_margins_for_leaving_vllms_rule_exceed_its_random_variation(cost: StepCost) -> None:
+def test_gain_required_to_leave_vllms_admission_rule_exceeds_the_random_variation_of_its_results(
+    cost: StepCost,
+) -> None:
     ratios = []
     for seed in range(24):
         load, more = load_of(64, 300, seed), load_of(64, 300, seed)
@@ -219,7 +223,7 @@ def taught(cost: StepCost, in_system: int, target: float | None = None) -> Auto:
     return auto
 
 
-def test_auto_mode_starts_with_vllms_rule() -> None:
+def test_auto_admission_mode_starts_with_vllms_admission_rule() -> None:
     auto = Auto(ENGINE, background=False)
     assert auto.rule(100) == VLLM
     auto.ended(10, 10, 100)
@@ -227,7 +231,7 @@ def test_auto_mode_starts_with_vllms_rule() -> None:
     assert auto.choice is None
 
 
-def test_auto_mode_delays_admission_when_recompute_is_costly_and_requests_wait() -> None:
+def test_auto_admission_mode_delays_admission_when_recompute_is_costly_and_requests_wait() -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128).share is not None
     assert auto.choice is not None
@@ -235,7 +239,7 @@ def test_auto_mode_delays_admission_when_recompute_is_costly_and_requests_wait()
     assert auto.rule(14) == VLLM  # a queue that is nearly empty
 
 
-def test_auto_mode_uses_vllms_rule_in_a_short_burst_unless_target_itl_is_set() -> None:
+def test_auto_admission_mode_uses_vllms_rule_in_a_short_burst_unless_target_itl_is_set() -> None:
     auto = taught(CPU, 128)
     assert auto.rule(128).share is not None
     assert auto.rule(220) == VLLM
@@ -246,7 +250,7 @@ def test_auto_mode_uses_vllms_rule_in_a_short_burst_unless_target_itl_is_set() -
 
 
 @pytest.mark.parametrize(("count", "known"), [(200, False), (60, True)])
-def test_auto_mode_chooses_no_rule_while_many_running_requests_exceed_all_known_lengths(
+def test_auto_admission_mode_chooses_no_rule_while_many_running_requests_exceed_all_known_lengths(
     count: int, known: bool
 ) -> None:
     auto = taught(CPU, 128)
@@ -268,7 +272,7 @@ def test_admission_rule_does_not_alternate_when_the_load_is_between_two_levels()
     assert auto.rule(between - 1) == auto.rule(between + 1)
 
 
-def test_auto_mode_uses_vllms_rule_when_recompute_is_cheap() -> None:
+def test_auto_admission_mode_uses_vllms_rule_when_recompute_is_cheap() -> None:
     assert taught(GPU, 128).rule(128) == VLLM
 
 
@@ -302,7 +306,7 @@ def test_outputs_too_long_to_simulate_are_left_out_of_the_simulation() -> None:
         assert len(auto._load(100, lengths).output) == simulated
 
 
-def test_auto_mode_uses_vllms_rule_after_an_exception_in_a_simulation(
+def test_auto_admission_mode_uses_vllms_rule_after_an_exception_in_a_simulation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     auto = taught(CPU, 128)
@@ -316,7 +320,7 @@ def test_auto_mode_uses_vllms_rule_after_an_exception_in_a_simulation(
     assert "a rehearsal failed" in caplog.text
 
 
-def test_auto_mode_returns_to_vllms_rule_when_throughput_is_below_the_forecast(
+def test_auto_admission_mode_returns_to_vllms_rule_when_throughput_is_below_the_forecast(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     auto = taught(CPU, 128)

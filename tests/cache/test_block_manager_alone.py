@@ -109,7 +109,9 @@ def run(scheduler: Scheduler[Known], seed: int) -> list[object]:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, SLIDING)], ids=["full", "sliding"])
-def test_minimal_block_manager_decides_like_the_full_one_with_sum_admission_and_lru(groups: tuple) -> None:
+def test_minimal_block_manager_decides_like_the_full_one_with_no_evict_admission_and_lru_eviction(
+    groups: tuple,
+) -> None:
     layout = KVLayout(groups, 4, 1, kv_heads=1, head_size=8, dtype="float32", dtype_bytes=4)
     alone = BlockManager(layout, 40, admission=BySum, **LIMITS)
     full = KVCacheManager(layout, 40, policy=Policy(AdmissionMode.NO_EVICT), eviction="lru", **LIMITS)

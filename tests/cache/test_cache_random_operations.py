@@ -326,13 +326,13 @@ def test_ten_thousand_random_operations_keep_the_content_of_every_kv_slot(groups
 
 
 @pytest.mark.parametrize(("groups", "blocks"), WITH_STATES.values(), ids=WITH_STATES.keys())
-def test_random_operations_never_corrupt_kv_slots_with_states_chunked_attention_and_mla_latents(
+def test_random_operations_never_corrupt_kv_slots_of_models_with_states_chunked_attention_or_mla(
     groups: tuple[KVGroup, ...], blocks: int
 ) -> None:
     many_operations(groups, blocks, seeds=3)
 
 
-def test_random_operations_never_corrupt_kv_slots_with_cached_states_and_sliding_windows() -> None:
+def test_random_operations_never_corrupt_kv_slots_of_models_with_cached_states_and_sliding_windows() -> None:
     many_operations((FULL, KVGroup("sliding", (1,), window=5), KVGroup("state", (2,))), 40, seeds=1)
 
 

@@ -66,7 +66,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, int]:
     return int(hits), int(misses)
 
 
-def test_compiled_code_of_processes_that_compile_at_the_same_time_is_all_cached(tmp_path: Path) -> None:
+def test_processes_that_compile_at_the_same_time_all_cache_their_compiled_code(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(SOURCE)
     processes = [start(tmp_path, kind) for kind in KINDS]
     for process in processes:

@@ -110,7 +110,7 @@ def test_cached_blocks_whose_continuation_is_in_use_are_evicted_last(order: Evic
     assert order.pop(3) == [5, 4, 3]
 
 
-def test_block_whose_content_was_forgotten_is_evicted_first_unless_others_extend_it(
+def test_block_removed_from_the_prefix_cache_is_evicted_first_unless_cached_blocks_extend_it(
     order: EvictionOrder,
 ) -> None:
     live(order, "abc", [1, 2, 3])()

@@ -38,7 +38,7 @@ def _oldest(manager: KVCacheManager, block: int) -> None:
     manager.core.stamp[block] -= 1000
 
 
-def test_request_id_used_again_resolves_to_its_current_row() -> None:
+def test_reused_request_id_refers_to_the_new_request_and_not_to_the_freed_one() -> None:
     manager = make()
     start(manager, 1, [1] * 6)
     start(manager, 2, [2] * 6)
@@ -132,7 +132,7 @@ def test_fork_at_a_block_boundary_copies_no_block() -> None:
     assert blocks_of(manager, 1)[2] != blocks_of(manager, 2)[2]
 
 
-def test_slots_allocated_before_a_fork_must_be_extended_again_after_it() -> None:
+def test_slots_allocated_before_a_fork_cannot_be_written_until_the_sequence_is_extended_again() -> None:
     """Extend again after a fork: a write at position 10 without it would hit the child's block."""
     manager = make()
     start(manager, 1, list(range(10)), n=2)
@@ -268,7 +268,7 @@ def test_prefix_hit_needs_only_the_last_window_of_sliding_window_layers() -> Non
     check_invariants(manager)
 
 
-def test_prefix_hit_ends_where_the_whole_sliding_window_is_cached() -> None:
+def test_prefix_hit_ends_where_all_blocks_of_the_sliding_window_are_cached() -> None:
     manager = make(FULL, SLIDING, blocks=40, budget=8)
     start(manager, 1, list(range(8)))
     manager.free([1])
@@ -449,7 +449,7 @@ REFUSALS: dict[str, tuple[type[CacheError], Callable[[KVCacheManager], object]]]
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_invalid_call_raises_its_error_class_and_changes_nothing(case: str) -> None:
+def test_invalid_block_manager_call_raises_the_expected_error_class_and_changes_nothing(case: str) -> None:
     manager = make(FULL, SLIDING, blocks=129)
     start(manager, 1, list(range(10)), n=2)
     start(manager, 2, list(range(10)))
@@ -476,7 +476,7 @@ def test_pool_without_usable_block_is_rejected(blocks: int) -> None:
         make(blocks=blocks)
 
 
-def test_slots_of_positions_are_right_for_a_block_size_that_is_no_power_of_two() -> None:
+def test_token_positions_get_the_right_slots_if_the_block_size_is_no_power_of_two() -> None:
     manager = make(block_size=12)
     start(manager, 1, list(range(30)))
     slots, blocks = manager.slots(1, 0, 0, 30), manager.tables[0][manager.row(1)]

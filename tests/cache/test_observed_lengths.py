@@ -45,7 +45,7 @@ def test_length_estimate_soon_after_a_start_includes_requests_still_running(step
 
 
 @pytest.mark.parametrize("window", [200, 400, 2000])
-def test_length_estimate_from_a_window_of_a_busy_server_has_the_true_mean(window: int) -> None:
+def test_output_lengths_estimated_from_a_time_window_of_a_busy_server_have_the_true_mean(window: int) -> None:
     outputs, clients, begin = exponential(1, 40_000), 300, 3000
     chance = random.Random(2)
     finished, ages, running = [], [], []
@@ -71,7 +71,7 @@ def test_length_estimate_continues_after_a_step_with_very_few_running_requests()
     assert found.weights[1:].sum() == pytest.approx(0.5)
 
 
-def test_longest_request_that_ends_in_the_first_step_of_the_window_is_counted() -> None:
+def test_long_request_that_ends_in_the_first_step_of_the_time_window_is_counted_with_full_weight() -> None:
     assert weigh(rows([3, 300]), np.array([50, 0]), NONE, 80).weights == pytest.approx([0.5, 0.5])
 
 

@@ -67,7 +67,7 @@ def answers(queue: WaitingQueue, waits: dict[int, Wait], start: int, step: int) 
     return (None if taken is None else taken[0].id), behind
 
 
-def test_no_request_overtakes_the_queue_head_after_its_forecast_start() -> None:
+def test_no_request_overtakes_the_queue_head_after_the_forecast_start_of_the_head() -> None:
     queue = WaitingQueue(lookahead=2)
     for id in range(5):
         queue.push(entry(id, float(id)))

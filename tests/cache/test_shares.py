@@ -69,7 +69,9 @@ def running(scheduler: Scheduler[Numbered]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_short_request_starts_at_once_although_another_key_has_filled_the_queue(mode: AdmissionMode) -> None:
+def test_short_request_starts_at_once_although_another_api_key_has_filled_the_queue(
+    mode: AdmissionMode,
+) -> None:
     scheduler = scheduler_of(mode, keys=2)
     for _ in range(200):
         arrive(scheduler, "many")
@@ -84,7 +86,9 @@ def test_short_request_starts_at_once_although_another_key_has_filled_the_queue(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_short_request_finds_free_blocks_although_another_key_has_filled_the_pool(mode: AdmissionMode) -> None:
+def test_short_request_finds_free_blocks_although_another_api_key_has_filled_the_pool(
+    mode: AdmissionMode,
+) -> None:
     scheduler = scheduler_of(mode, keys=2)
     for _ in range(40):
         arrive(scheduler, "large", prompt=400, most=100)  # 32 blocks of 640
@@ -96,7 +100,9 @@ def test_short_request_finds_free_blocks_although_another_key_has_filled_the_poo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_batch_places_go_to_the_key_below_its_share_until_both_have_half(mode: AdmissionMode) -> None:
+def test_batch_places_go_to_the_api_key_below_its_fair_share_until_both_keys_have_half(
+    mode: AdmissionMode,
+) -> None:
     scheduler = scheduler_of(mode, keys=2)
     for at in range(100):
         arrive(scheduler, "first", most=60 + at)
@@ -109,7 +115,7 @@ def test_batch_places_go_to_the_key_below_its_share_until_both_have_half(mode: A
     assert min(running(scheduler).values()) >= 15
 
 
-def test_batch_places_are_divided_by_the_weights_of_keys() -> None:
+def test_batch_places_are_divided_in_proportion_to_the_weights_of_api_keys() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=2)
     for _ in range(300):
         arrive(scheduler, "one", weight=1.0)
@@ -121,7 +127,7 @@ def test_batch_places_are_divided_by_the_weights_of_keys() -> None:
     assert seen["three"] / seen["one"] == pytest.approx(3, rel=0.2)
 
 
-def test_single_active_key_uses_all_batch_places() -> None:
+def test_single_active_api_key_uses_all_batch_places() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=1)
     for _ in range(100):
         arrive(scheduler, "alone")
@@ -129,7 +135,7 @@ def test_single_active_key_uses_all_batch_places() -> None:
     assert running(scheduler) == {"alone": 32}
 
 
-def test_request_with_as_many_outputs_as_the_batch_runs_without_a_large_one_beside_it() -> None:
+def test_request_with_as_many_outputs_as_max_num_seqs_starts_after_a_large_request_has_ended() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=2)
     whole = arrive(scheduler, "large", prompt=1800, most=200)  # 125 of 640 blocks
     parallel = arrive(scheduler, "large", forks=31)
@@ -142,7 +148,7 @@ def test_request_with_as_many_outputs_as_the_batch_runs_without_a_large_one_besi
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_long_prompts_of_one_key_leave_a_part_of_each_step_to_other_keys(
+def test_long_prompts_of_one_api_key_leave_a_part_of_each_step_to_other_keys(
     mode: AdmissionMode,
 ) -> None:
     scheduler = scheduler_of(mode, keys=2)
@@ -161,7 +167,7 @@ def test_long_prompts_of_one_key_leave_a_part_of_each_step_to_other_keys(
     assert taken <= 6  # 600 tokens at half of 256 a step
 
 
-def test_requests_of_every_key_finish_under_fair_shares() -> None:
+def test_requests_of_every_api_key_finish_with_fair_sharing() -> None:
     scheduler = scheduler_of(AdmissionMode.GUARANTEED, keys=3, blocks=200)
     for at in range(60):
         arrive(scheduler, f"key-{at % 3}", prompt=1 + 37 * at % 700, most=1 + 13 * at % 90, forks=at % 4)
@@ -175,7 +181,7 @@ def test_requests_of_every_key_finish_under_fair_shares() -> None:
     assert scheduler.idle
 
 
-def test_prompts_of_a_hybrid_model_finish_although_many_keys_share_the_token_budget() -> None:
+def test_prompts_of_a_hybrid_model_finish_although_many_api_keys_share_the_token_budget() -> None:
     """A part of the budget would be below a block, while another key's stream decodes."""
     manager = KVCacheManager(
         HYBRID, 400, max_num_seqs=32, max_model_len=2048, max_num_batched_tokens=128,
@@ -195,7 +201,7 @@ def test_prompts_of_a_hybrid_model_finish_although_many_keys_share_the_token_bud
     assert running(scheduler) == {"stream": 1}
 
 
-def test_one_share_of_the_batch_stays_free_for_a_key_without_requests() -> None:
+def test_batch_places_stay_free_for_an_api_key_that_has_no_requests_yet() -> None:
     shares, wish = Shares(3, LIMITS), AdmissionRequest(1, 1, tenant="a")
     assert shares.within({"a": KeyUse(15, 0)}, wish, 1)
     assert not shares.within({"a": KeyUse(16, 0)}, wish, 1)
@@ -214,7 +220,7 @@ def test_api_keys_of_equal_priority_are_served_in_order_of_use_divided_by_weight
     assert shares.rank(uses, better, 1) < shares.rank(uses, AdmissionRequest(1, 1, tenant="b"), 1)
 
 
-def test_key_must_leave_batch_places_free_only_when_it_uses_its_share() -> None:
+def test_api_key_must_leave_batch_places_free_only_when_it_uses_its_fair_share() -> None:
     wish = AdmissionRequest(1, 1, tenant="a")
     assert Shares(1, LIMITS).kept({"a": KeyUse(31, 639)}, wish, 1) == (0, 0)
     assert Shares(2, LIMITS).kept({}, AdmissionRequest(1, 1, 32, "a"), 640) == (0, 0)
@@ -237,6 +243,6 @@ def test_token_budget_of_a_step_is_divided_by_max_min_fairness(
     assert divided(budget, wanted) == parts
 
 
-def test_admission_policy_with_zero_keys_is_rejected() -> None:
+def test_admission_policy_for_zero_api_keys_is_rejected() -> None:
     with pytest.raises(CacheConfigError, match="0 is below 1"):
         Policy(keys=0)

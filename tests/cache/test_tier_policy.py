@@ -74,7 +74,7 @@ def test_conversation_longer_than_the_tier_still_hits_its_first_chunks_in_every_
     assert [serve(store, range(length)) for length in range(12, 40)] == [0, *range(12, 16), *[16] * 23]
 
 
-def test_chunks_of_running_requests_do_not_shrink_the_lru_tier_simulated_for_learning() -> None:
+def test_chunks_of_running_requests_do_not_shrink_the_lru_tier_that_learned_eviction_simulates() -> None:
     """LRU would also evict chunks of running requests, so these do not make its simulated tier smaller."""
     store, long = ChunkStore(100, "learned"), ChunkUse(tuple(range(60)))
     serve(store, long.keys)
@@ -132,7 +132,7 @@ def test_chunks_of_running_requests_and_pinned_chunks_are_not_evicted() -> None:
     assert len(order) == 0
 
 
-def test_chunks_that_are_too_late_in_a_prompt_to_be_learned_from_can_be_evicted(
+def test_chunks_beyond_the_longest_learned_prompt_length_can_be_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tonnage.cache.eviction.chunk_order._LONGEST", 4)
@@ -166,7 +166,7 @@ def best(uses: tuple[int, ...], size: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_optimal_hits_equal_an_exhaustive_search_over_all_policies(seed: int) -> None:
+def test_optimal_tier_hits_equal_an_exhaustive_search_over_all_eviction_decisions(seed: int) -> None:
     draw = random.Random(seed)
     prompts = [[10 * draw.randrange(3) + place for place in range(draw.randrange(1, 3))] for _ in range(12)]
     trace = trace_of(*prompts)

@@ -113,7 +113,7 @@ def test_disk_tier_returns_chunks_that_host_memory_evicted() -> None:
     assert counts.load_seconds == pytest.approx(counts.host_loaded_bytes * (1e-9 + 1e-8))
 
 
-def test_learned_policy_orders_the_disk_tier_while_host_memory_stores_every_chunk() -> None:
+def test_learned_policy_applies_to_the_disk_tier_while_host_memory_stores_every_chunk() -> None:
     draw, tiers = random.Random(1), Tiers(TierSetup(8 * CHUNK, TOKEN, 40 * CHUNK, "learned"), 64)
     for number in range(600):
         ids = (

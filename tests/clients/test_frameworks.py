@@ -20,7 +20,7 @@ class Weather(BaseModel):
 # -- litellm -------------------------------------------------------------------------------------------------
 
 
-def test_litellm_calls_tools_and_streams(url: str) -> None:
+def test_litellm_client_calls_tools_and_streams_answers(url: str) -> None:
     import litellm
 
     same: dict[str, Any] = {

@@ -100,7 +100,7 @@ def test_responses_endpoint_treats_a_string_input_as_a_user_message(api: Api) ->
 
 
 @pytest.mark.parametrize("tokens", [None, 3], ids=["completed", "incomplete"])
-def test_message_stream_has_all_events_in_order(api: Api, tokens: int | None) -> None:
+def test_responses_stream_of_a_message_has_all_events_in_order(api: Api, tokens: int | None) -> None:
     *events, last = api.events(max_output_tokens=tokens)
     status = "completed" if tokens is None else "incomplete"
     assert last["type"] == f"response.{status}"
@@ -125,7 +125,7 @@ def test_message_stream_has_all_events_in_order(api: Api, tokens: int | None) ->
     assert (last["response"]["incomplete_details"] is None) == (last["response"]["completed_at"] is not None)
 
 
-def test_tool_call_stream_has_all_events_in_order(api: Api) -> None:
+def test_responses_stream_of_a_tool_call_has_all_events_in_order(api: Api) -> None:
     """Repeat the test tool-calling-streaming; the model may call any of the tools."""
     *events, last = api.events(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     (item,) = last["response"]["output"]
@@ -144,7 +144,7 @@ def test_tool_call_stream_has_all_events_in_order(api: Api) -> None:
     jsonschema.validate(json.loads(item["arguments"]), tool["parameters"])
 
 
-def test_output_of_a_tool_call_can_be_sent_back(api: Api) -> None:
+def test_output_of_a_tool_call_can_be_sent_back_to_the_responses_endpoint(api: Api) -> None:
     """Repeat the test function-call-roundtrip."""
     called = api.ask(tools=TOOLS, tool_choice=NAMED)
     (call,) = called["output"]

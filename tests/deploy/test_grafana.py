@@ -104,7 +104,9 @@ def test_dashboard_shows_counters_as_rates_and_never_sums_ratios(dashboards: Das
 WITH_A_SENTINEL = ("tonnage_time_to_full_seconds", "tonnage_drain_seconds")
 
 
-def test_panel_shows_the_metric_value_that_means_never_as_text(dashboards: Dashboards) -> None:
+def test_dashboard_panel_shows_a_text_instead_of_the_metric_value_that_stands_for_never(
+    dashboards: Dashboards,
+) -> None:
     for title, panel in panels(dashboards):
         for target in panel["targets"]:
             if not any(name in target["expr"] for name in WITH_A_SENTINEL):
@@ -124,7 +126,9 @@ def test_panel_shows_the_metric_value_that_means_never_as_text(dashboards: Dashb
             assert mapped["result"]["text"].startswith("not ")
 
 
-def test_every_single_value_panel_has_thresholds_and_a_text_for_zero(dashboards: Dashboards) -> None:
+def test_every_single_value_dashboard_panel_has_thresholds_and_a_text_for_the_value_zero(
+    dashboards: Dashboards,
+) -> None:
     """A figure that may be 0 has a text for 0; thresholds are ordered and each changes the colour."""
     figures = [(title, panel) for title, panel in panels(dashboards) if panel["type"] in ("stat", "bargauge")]
     assert len(figures) > 30

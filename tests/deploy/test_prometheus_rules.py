@@ -47,7 +47,7 @@ def test_prometheus_configuration_and_rules_are_valid() -> None:
     assert output.count("SUCCESS") == len(RULES) == 3
 
 
-def test_rules_pass_promtool_unit_tests() -> None:
+def test_prometheus_rules_pass_promtool_unit_tests() -> None:
     output = promtool("test", "rules", "alerts_test.yml", "recording_test.yml", cwd=PROMETHEUS / "tests")
     assert output.count("SUCCESS") == 2
 
@@ -90,7 +90,7 @@ SHARES = {
 @pytest.mark.parametrize("title", SHARES)
 @pytest.mark.parametrize("limits", [(2,), (2, 1), ()], ids=["one limit", "two", "none"])
 @pytest.mark.parametrize("servers", [1, 2, 0])
-def test_panel_of_limit_usage_uses_the_strictest_of_several_limits(
+def test_dashboard_panel_of_limit_usage_uses_the_lowest_of_several_configured_limits(
     title: str, limits: tuple[int, ...], servers: int, dashboards: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     """With several limits, the panel uses the strictest, as the alerts do.

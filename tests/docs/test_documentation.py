@@ -81,7 +81,7 @@ def test_figures_in_the_readme_equal_the_plan() -> None:
         assert figure in text, figure
 
 
-def test_readme_model_count_equals_test_data() -> None:
+def test_number_of_models_in_the_readme_equals_that_in_the_test_data() -> None:
     counted = (documented.ROOT / "tests/data/configs/param_truth.tsv").read_text().splitlines()[1:]
     assert how_exact("weights") == (
         f"parameters of {len(counted)} models, built by transformers",

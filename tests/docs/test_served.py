@@ -40,7 +40,7 @@ def test_documented_client_examples_print_the_documented_output(
     assert doctest.DocTestRunner().run(example).failed == 0, capsys.readouterr().out
 
 
-def test_documentation_pages_with_server_commands_are_found() -> None:
+def test_tests_find_the_documentation_pages_with_server_commands() -> None:
     asked = {page.name for page in PAGES}
     assert asked >= {"index.md", "install.md", "operations.md", "admit.md", "measure.md"}
 

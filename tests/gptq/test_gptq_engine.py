@@ -53,7 +53,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return parent / "model"
 
 
-def test_hf_engine_with_a_gptq_model_equals_transformers_within_the_planned_bytes(folder: Path) -> None:
+def test_hf_engine_generates_the_tokens_of_transformers_for_a_gptq_model_within_the_planned_bytes(
+    folder: Path,
+) -> None:
     plan = make_plan(
         str(folder),
         Deployment(

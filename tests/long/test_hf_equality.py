@@ -151,7 +151,9 @@ def blocks_of(tokens: int) -> int:
     return -(-tokens // 16)
 
 
-def test_generation_equals_transformers_in_chunks_of_128_with_prefix_hits(subject: Subject) -> None:
+def test_tokens_generated_with_prefill_chunks_of_128_and_prefix_hits_equal_transformers(
+    subject: Subject,
+) -> None:
     subject.loop.scheduler = HFScheduler(plan_for(subject.folder, max_num_batched_tokens=128))
     run(subject, [0])  # leaves its blocks in the cache
     scheduler = run(subject, list(range(len(LENGTHS))))
@@ -159,7 +161,9 @@ def test_generation_equals_transformers_in_chunks_of_128_with_prefix_hits(subjec
     assert not scheduler.counters.preemptions
 
 
-def test_generation_equals_transformers_in_chunks_of_16_with_waiting_requests(subject: Subject) -> None:
+def test_tokens_generated_with_prefill_chunks_of_16_and_waiting_requests_equal_transformers(
+    subject: Subject,
+) -> None:
     room = blocks_of(LENGTHS[0] + TOKENS) + 3  # for the longest and hardly more
     subject.loop.scheduler = HFScheduler(plan_with(subject, room, 16))
     scheduler = run(subject, SHORT)
@@ -167,7 +171,9 @@ def test_generation_equals_transformers_in_chunks_of_16_with_waiting_requests(su
     assert not scheduler.counters.preemptions
 
 
-def test_generation_equals_transformers_in_chunks_of_2048_with_preemption(subject: Subject) -> None:
+def test_tokens_generated_with_prefill_chunks_of_2048_and_preemption_equal_transformers(
+    subject: Subject,
+) -> None:
     # Room for the prompts, not for their answers, under vLLM's rule, which does not look that far. Without the
     # second prompt, whose beginning is the first one's: what they share would be room.
     order = [number for number in SHORT if number != 1]

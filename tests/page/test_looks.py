@@ -28,7 +28,7 @@ def printed(page: Any) -> tuple[int, str]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("device", "width", "height"), DEVICES)
-def test_page_is_accessible_on_devices_and_colour_schemes(
+def test_planner_page_is_accessible_on_every_device_and_in_every_colour_scheme(
     browser: Any, site: str, axe: str, device: str, width: int, height: int, scheme: str
 ) -> None:
     """There is no serious axe-core finding and no horizontal scrolling.
@@ -64,7 +64,7 @@ def test_page_is_accessible_on_devices_and_colour_schemes(
     context.close()
 
 
-def test_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
+def test_planner_page_is_usable_by_keyboard_alone(sight: Sight) -> None:
     """The keyboard leads from the address line to a term, its formula and another GPU."""
     page = sight.open().settle().page
     press = page.keyboard.press

@@ -71,7 +71,9 @@ def test_pasted_config_is_planned_and_can_be_shared_by_link(sight: Sight, browse
     sight.picture("refused")
 
 
-def test_dropped_checkpoint_index_is_planned_with_its_own_or_the_shown_config(sight: Sight) -> None:
+def test_checkpoint_index_dropped_on_the_page_is_planned_with_the_config_dropped_beside_it_or_the_shown_one(
+    sight: Sight,
+) -> None:
     opened(sight)
     sight.page.set_input_files(
         "#file", [file("config.json", CONFIG), file("tokenizer_config.json", b"{}"), index()]
@@ -96,7 +98,9 @@ def test_dropped_checkpoint_index_is_planned_with_its_own_or_the_shown_config(si
     sight.refused("do not belong together")
 
 
-def test_large_dropped_files_are_planned_from_headers(sight: Sight, tmp_path: Path, models: Path) -> None:
+def test_large_checkpoint_files_dropped_on_the_page_are_planned_from_their_headers(
+    sight: Sight, tmp_path: Path, models: Path
+) -> None:
     """The files have their stated length but are empty, so that only their headers can be read in time."""
     spans, at = {}, 0
     for one in SPECS:
@@ -175,7 +179,7 @@ def gguf(path: Path) -> int:
     return size
 
 
-def test_incomplete_dropped_files_are_rejected(sight: Sight) -> None:
+def test_incomplete_checkpoint_files_dropped_on_the_page_are_rejected(sight: Sight) -> None:
     opened(sight)
     sight.page.set_input_files("#file", file("notes.txt", b"hello"))
     sight.refused("None of these")

@@ -53,7 +53,7 @@ def test_plan_on_the_page_equals_the_commands_output(sight: Sight, models: Path)
         assert (found["code"], found["out"], found["err"]) == commanded("train", asked, models), argv
 
 
-def test_link_with_parameters_reproduces_the_plan_on_the_page(sight: Sight, models: Path) -> None:
+def test_link_to_the_page_with_parameters_reproduces_the_plan(sight: Sight, models: Path) -> None:
     sight.open("?model=Qwen/Qwen3-32B&gpu=a100-80g&engine=vllm&engine-version=0.33.0&max-model-len=8192")
     asked = sight.page.evaluate("() => window.tonnage.argv()")
     assert sight.page.evaluate("() => window.tonnage.out") == commanded("plan", asked, models)[1]

@@ -104,7 +104,7 @@ def test_page_link_with_invalid_flags_shows_an_error(sight: Sight, query: str, w
     assert sight.page.inner_text("#result") == ""
 
 
-def test_page_link_with_a_boolean_flag_is_read_and_its_output_file_flag_is_dropped(sight: Sight) -> None:
+def test_link_to_the_page_keeps_a_boolean_flag_and_drops_a_flag_for_an_output_file(sight: Sight) -> None:
     sight.open(f"?model=Qwen/Qwen3-8B&gpu=h100-80g{VLLM}&enforce-eager=true&html=/tmp/x.html").settle()
     assert sight.plan()["deployment"]["enforce_eager"] is True
     line = sight.page.inner_text("#asked code")

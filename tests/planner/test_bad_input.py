@@ -140,7 +140,7 @@ def error_of(folder: str) -> ConfigError | None:
     return None
 
 
-def test_missing_config_field_gives_plan_or_error_naming_it(config_of, folder_with):
+def test_config_without_one_field_gives_a_plan_or_an_error_that_names_the_field(config_of, folder_with):
     for name in ("meta-llama/Llama-3.2-1B", "google/gemma-2-2b", "transformers-default/gpt_bigcode"):
         config = config_of(name)
         for field in config:

@@ -85,7 +85,7 @@ def test_train_command_accepts_any_positive_lora_rank(tiny_llama, folder_with, c
 
 
 @pytest.mark.parametrize("field", ["device_memory", "cpu_memory", "nvme", "intra_node", "inter_node"])
-def test_training_setup_rejects_zero_bytes_or_speed(field):
+def test_training_setup_with_a_memory_size_or_link_speed_of_zero_is_rejected(field):
     with pytest.raises(DeploymentError) as caught:
         check_setup(TrainingSetup(**{field: 0}))
     assert caught.value.field == "--" + field.replace("_", "-")

@@ -250,7 +250,9 @@ def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
         }}, 2048),
     ],
 )  # fmt: skip
-def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_path, capsys):
+def test_vllm_0_33_plan_limits_max_model_len_to_the_context_of_the_draft_model(
+    draft, length, folder, tmp_path, capsys
+):
     """The rule is VllmConfig._limit_max_model_len_to_draft."""
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     config = json.loads((DATA / "configs/meta-llama__Meta-Llama-3.1-8B.json").read_text())
@@ -265,7 +267,7 @@ def test_vllm_0_33_limits_length_to_draft_context(draft, length, folder, tmp_pat
     assert ("the draft's own, not 16,384" in capsys.readouterr().out) == (length < 16384)
 
 
-def test_differences_between_vllm_versions_are_listed_in_order_and_add_up(folder, capsys):
+def test_memory_changes_between_two_vllm_versions_are_listed_per_version_in_order_and_add_up(folder, capsys):
     model = folder("configs/meta-llama__Meta-Llama-3.1-8B.json")
     flags = ("--max-model-len", "8192")
     out = compared(capsys, model, "0.10.2", "0.32.0", *flags)

@@ -54,7 +54,7 @@ def test_plan_with_gpu_cpu_uses_the_instruction_sets_of_this_machine(features, s
         ("0.8.0", 8192, {}, 2048),  # V1
     ],
 )
-def test_default_max_num_batched_tokens_equals_vllm_releases_before_v1(version, length, flags, tokens):
+def test_default_max_num_batched_tokens_equals_that_of_the_planned_vllm_version(version, length, flags, tokens):
     """SchedulerConfig of 0.7 uses max(max_model_len, 2048) unless prompts are chunked (vllm/config.py)."""
     made = Deployment(engine="vllm", engine_version=version, gpu="a100-80g", max_model_len=length, **flags)
     found = plan_source(source("meta-llama__Meta-Llama-3.1-8B"), made)

@@ -163,7 +163,7 @@ def test_helm_chart_example_values_equal_the_output_of_emit() -> None:
     assert stable(written) == stable(example)
 
 
-def test_serve_rejects_environment_memory_below_pool() -> None:
+def test_serve_rejects_a_kv_pool_larger_than_the_device_memory_when_both_come_from_the_environment() -> None:
     """Compose passes less memory to the server than the pool needs."""
     env = {
         "TONNAGE_DEVICE_MEMORY": "256MiB",

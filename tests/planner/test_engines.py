@@ -22,7 +22,7 @@ from tonnage.planner.planning.build import make_plan
 PLANNER = Path(registry.__file__).parents[1]
 
 
-def test_function_engine_of_returns_the_engine_with_the_given_name():
+def test_engine_of_a_plan_is_found_by_its_name():
     for name in ENGINES:
         engine = engine_of(name)
         assert engine.name == name

@@ -124,7 +124,7 @@ def test_plan_that_predicts_a_failed_start_quotes_vllms_error_message(model, fla
         assert is_vllm_message(plan.stops_with, root)
 
 
-def test_check_for_vllm_messages_does_not_find_an_altered_message():
+def test_altered_error_message_is_not_found_in_vllms_sources():
     """The message check of this file can fail."""
     root = installed()
     if root is None:
@@ -242,7 +242,7 @@ def test_plan_predicts_that_a_model_newer_than_the_vllm_version_does_not_start(t
     assert new.fits
 
 
-def test_model_newer_than_required_transformers_adds_note(tmp_path):
+def test_plan_notes_a_model_that_is_newer_than_the_transformers_version_that_vllm_requires(tmp_path):
     """vLLM 0.19 has a class for Gemma 4 but requires transformers below 5, which lacks it.
 
     Some installations have a newer transformers, so that the plan only notes it.

@@ -138,7 +138,7 @@ def test_default_sizes_equal_those_of_transformers_config_classes():
         assert sizes == {name: getattr(config, name) for name in sizes}, model_type
 
 
-def test_text_config_with_few_fields_has_the_sizes_of_its_config_class():
+def test_sizes_missing_in_a_text_config_are_the_defaults_of_its_transformers_config_class():
     """The text_config of llava-v1.6-mistral-7b has neither hidden_size nor a number of layers."""
     text = {
         "model_type": "mistral", "architectures": ["MistralForCausalLM"], "intermediate_size": 14336,
@@ -158,7 +158,7 @@ def test_text_config_with_few_fields_has_the_sizes_of_its_config_class():
 
 
 @pytest.mark.parametrize("model_type", ["ernie4_5", "ernie4_5_moe"])
-def test_missing_max_position_embeddings_has_the_config_classs_default(model_type):
+def test_missing_max_position_embeddings_gets_the_default_of_the_transformers_config_class(model_type):
     config = CONFIG_MAPPING[model_type]().to_dict()
     config.pop("max_position_embeddings")
     assert build_architecture(config).max_model_len == 131072

@@ -298,7 +298,7 @@ def test_config_that_transformers_cannot_build_is_rejected(field: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_config_in_its_originally_published_form_gives_the_same_tensors(
+def test_config_with_the_fields_and_class_name_of_the_first_release_gives_the_same_tensors_as_today(
     name: str, class_name: str, change: dict[str, Any]
 ) -> None:
     """The config has the fields and class name of the code that the model was first published with."""
@@ -312,6 +312,6 @@ def test_config_in_its_originally_published_form_gives_the_same_tensors(
     [("brand_new", "'brand_new' is not supported"), ("dots3_note", "latents of another width"),
      ("inkling2_text", "four convolution states"), ("pp_doclayout_v4", "generates no text")],
 )  # fmt: skip
-def test_unsupported_model_type_error_states_reason(model_type: str, why: str) -> None:
+def test_error_for_an_unsupported_model_type_states_the_reason(model_type: str, why: str) -> None:
     with pytest.raises(UnsupportedArchitecture, match=why):
         build_architecture({"model_type": model_type})

@@ -60,7 +60,7 @@ def answers() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_parameters_and_cache_equal_vllm(name):
+def test_planned_parameters_and_kv_cache_layers_equal_vllms_classes(name):
     config = config_of(name)
     says = ORACLE.says(name, config, lambda: answers()[name])
     runner = config.pop("_runner", "auto")
@@ -98,7 +98,7 @@ def row(name: str) -> dict[str, Any]:
         ("Eagle2_5_VLForConditionalGeneration", 8), ("GLM4VForCausalLM", 13.9),
     ],
 )  # fmt: skip
-def test_parameters_are_near_the_size_that_models_are_named_after(name, billions):
+def test_planned_parameter_count_is_within_3_percent_of_the_published_model_size(name, billions):
     assert build_architecture(row(name)).parameters == pytest.approx(billions * 1e9, rel=0.03)
 
 
@@ -110,20 +110,20 @@ def plan(config: dict[str, Any], **flags: Any) -> Plan:
 @pytest.mark.parametrize(
     "name", ["LlamaBidirectionalModel", "VoyageQwen3BidirectionalEmbedModel", "GteNewModel"]
 )
-def test_attention_in_both_directions_has_no_cache(name):
+def test_model_with_bidirectional_attention_is_planned_without_a_kv_cache(name):
     found = plan(row(name))
     assert build_architecture(row(name)).kind == "encoder"
     assert found.rank.kv_pool_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["Qwen2ForProcessRewardModel", "JinaForRanking", "ColQwen3"])
-def test_decoder_with_pooled_head_is_run_as_pooling_model(name):
+def test_decoder_class_with_a_pooling_head_is_planned_with_the_pooling_runner(name):
     found = plan(row(name))
     assert found.deployment.runner == "pooling"
     assert found.rank.kv_pool_bytes > 0
 
 
-def test_pooled_head_has_the_stated_width_or_a_noted_one():
+def test_pooling_head_has_the_width_in_the_config_or_an_assumed_width_that_the_plan_notes():
     stated, bare = build_architecture(row("ColQwen3")), build_architecture(row("Qwen3VLNemotronEmbedModel"))
     assert stated.parameters - bare.parameters == (320 - 128) * stated.hidden_size
     assert not stated.assumed
@@ -132,7 +132,7 @@ def test_pooled_head_has_the_stated_width_or_a_noted_one():
 
 @pytest.mark.parametrize("engine", ["hf", "sglang", "llama.cpp"])
 @pytest.mark.parametrize("name", ["LlamaBidirectionalModel", "InternLM2ForRewardModel"])
-def test_other_engines_refuse_pooled_class(engine, name):
+def test_engines_other_than_vllm_reject_model_classes_with_a_pooling_head(engine, name):
     with pytest.raises(UnsupportedArchitecture):
         plan(row(name), engine=engine, engine_version=None)
 
@@ -163,13 +163,13 @@ _TEXT = {
         ("DeepseekOCRForCausalLM", {}, 95_569_152 + 303_177_728),  # SAM and CLIP of models/deepencoder.py
     ],
 )  # fmt: skip
-def test_tower_parameters_equal_vllm(name, fields, parameters):
+def test_planned_vision_tower_parameters_equal_vllms_modules(name, fields, parameters):
     found = build_architecture({**row(name), **fields}).tower_parameters
     merged = found["projector"] if name == "DotsOCRForCausalLM" else 0  # dots.ocr's tower includes its merger
     assert found["vision"] + merged == parameters
 
 
-def test_empty_experts_take_no_memory_in_vllm():
+def test_experts_without_weights_take_no_memory_in_a_vllm_plan():
     """LongCat-Flash-Lite has 68.5 B parameters; transformers also allocates a matrix for its empty experts."""
     config = row("LongcatFlashNgramForCausalLM")
     weights = plan(config, gpu="b300-288g").rank.weights_bytes
@@ -177,7 +177,7 @@ def test_empty_experts_take_no_memory_in_vllm():
     assert build_architecture(config).parameters > 79e9
 
 
-def test_pooled_class_on_another_model_is_refused():
+def test_pooling_class_of_another_model_family_is_rejected():
     with pytest.raises(UnsupportedArchitecture, match="Qwen2ForRewardModel"):
         build_architecture({**row("LlamaBidirectionalModel"), "architectures": ["Qwen2ForRewardModel"]})
 
@@ -197,6 +197,8 @@ def test_pooled_class_on_another_model_is_refused():
         ("ColBERTJinaRobertaModel", "lora_adaptations", ["retrieval.query"]),
     ],
 )  # fmt: skip
-def test_form_that_no_adapter_builds_is_refused(name, field, value):
+def test_unsupported_config_field_of_a_model_that_only_vllm_has_is_rejected_naming_the_field(
+    name, field, value
+):
     with pytest.raises(UnsupportedArchitecture):
         build_architecture({**row(name), field: value})

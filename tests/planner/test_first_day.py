@@ -61,7 +61,7 @@ def test_option_name_of_another_tool_gets_a_suggestion(capsys, word, meant):
     assert f"did you mean {meant}?" in said(capsys, run, "demo", word, "8")
 
 
-def test_train_option_lora_gets_the_suggestion_method(capsys):
+def test_train_option_lora_gets_a_hint_to_use_the_option_method(capsys):
     assert "did you mean --method?" in said(capsys, train, "demo", "--lora", "16")
 
 
@@ -92,7 +92,7 @@ def test_memory_size_without_a_unit_gets_a_hint_to_add_one(capsys, option):
     assert f"{option}: '80' is 80 bytes (write 80GiB for gibibytes)" in said(capsys, run, "demo", option, "80")
 
 
-def test_number_with_commas_or_in_percent_gets_a_hint_how_to_write_it(capsys):
+def test_number_with_commas_or_a_percent_sign_gets_a_hint_how_to_write_it(capsys):
     assert "(write 32768)" in said(capsys, run, "demo", "--max-model-len", "32,768")
     assert "(90 % is 0.9)" in said(capsys, run, "demo", "--gpu", "h100", "--gpu-memory-utilization", "90")
 

@@ -53,7 +53,7 @@ def test_memory_figures_parsed_from_vllm_logs_equal_recorded_values(figure, obse
         assert read / unit == pytest.approx(row["observed"][observed], abs=0.006), row["source"]
 
 
-def test_sglang_and_llama_cpp_log_pools_are_read():
+def test_kv_pool_sizes_are_read_from_sglang_and_llama_cpp_logs():
     sglang = quoted(lambda r: r["engine"] == "SGLang" and r["observed"].get("kv_pools"))[0]
     found = parse_log(sglang["quote"])
     assert found.engine == "sglang"
@@ -103,7 +103,9 @@ def test_figures_of_a_real_vllm_log_are_within_the_plans_bounds(tmp_path, model,
     ("engine", "arguments", "term"),
     [("SGLang", ["--tensor-parallel-size", "2"], "tokens"), ("llama.cpp", [], "kv_pool_bytes")],
 )
-def test_sliding_window_log_of_sglang_and_llama_cpp_agrees_with_plan(engine, arguments, term, tmp_path, capsys):
+def test_sglang_and_llama_cpp_logs_of_a_sliding_window_model_agree_with_the_plan(
+    engine, arguments, term, tmp_path, capsys
+):
     """Gemma 4 has two pools under SGLang, and two caches with two streams under llama.cpp.
 
     The weights have another format than the config's, so that the output says "weights not compared".
@@ -237,7 +239,7 @@ def test_gpu_of_a_log_is_inferred_from_published_memory_totals(total, gpu):
     assert found[0].name == gpu
 
 
-def test_log_of_fp8_quantization_at_load_agrees_with_plan(llama, capsys):
+def test_log_of_a_start_that_quantizes_to_fp8_while_loading_agrees_with_the_plan(llama, capsys):
     (log,) = fit_log_json(capsys, FP8_WEIGHTS, "--model", llama, "--gpu", "h100-80g")["logs"]
     assert log["terms"]["weights_bytes"]["verdict"] == "agrees"
     assert "its weights were quantized to fp8 while loading" in json.dumps(log)

@@ -207,7 +207,7 @@ def test_figures_are_read_from_the_last_start_in_a_log_with_several_starts():
     assert found.flags["kv_cache_dtype"] == "auto"
 
 
-def test_sglang_log_ranks_pools_and_options_are_read():
+def test_ranks_kv_pools_and_options_are_read_from_an_sglang_log():
     start = (
         "[2026-02-26 16:20:01] server_args=ServerArgs(model_path='org/name', tokenizer_path='org/name', tp_size=2, "
         "dp_size=1, mem_fraction_static=0.85, page_size=64, max_running_requests=48, chunked_prefill_size=4096, "
@@ -245,7 +245,7 @@ def test_sglang_log_ranks_pools_and_options_are_read():
     assert hybrid.figures["kv_pool_bytes"] == pytest.approx(6.25 * GIB)
 
 
-def test_sglang_0_5_23_log_pool_is_read_after_graph_capture():
+def test_kv_pool_of_an_sglang_0_5_23_log_is_read_from_the_line_after_the_graph_capture():
     """0.5.23 logs options as a dict, an upper bound of addresses, and the pool after the graph capture."""
     found = parse_log(
         "[2026-11-02 10:00:00] server_args={'model_path': 'org/name', 'tp_size': 1, 'page_size': 64, 'disable_cuda_graph': "
@@ -268,7 +268,7 @@ def test_sglang_0_5_23_log_pool_is_read_after_graph_capture():
     assert found.figures["cuda_graph_bytes"] == pytest.approx(1.66 * GIB)
 
 
-def test_llama_cpp_log_buffers_and_memory_table_are_read():
+def test_buffers_and_memory_table_are_read_from_a_llama_cpp_log():
     found = parse_log(
         "0.00.363.687 I llama_model_loader: loaded meta data with 33 key-value pairs and 291 tensors from m.gguf (v 3)\n"
         "print_info: file size   = 4.33 GiB (4.64 BPW)\n"
@@ -294,7 +294,7 @@ def test_llama_cpp_log_buffers_and_memory_table_are_read():
     assert found.figures["CUDA1_KV_bytes"] == 397 * (1 << 20)
 
 
-def test_llama_cpp_log_tells_separate_from_unified_kv_cache():
+def test_log_parser_distinguishes_separate_from_unified_kv_caches_of_llama_cpp():
     """4/4 sequences mean one cache each; 4/1 means one cache for all."""
     size = "llama_kv_cache: size = 180.00 MiB ( {} cells,  30 layers,  4/{} seqs), K (f16): 90.00 MiB, V (f16): 90.00 MiB"
     apart, shared = (parse_log(size.format(*each) + "\n") for each in ((2048, 4), (8192, 1)))

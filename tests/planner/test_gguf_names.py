@@ -45,7 +45,7 @@ def test_gguf_file_types_are_recognized_in_model_names():
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m", "q8_0", "iq4_xs"])
-def test_quantization_by_file_type_is_planned_for_llama_cpp(config_of, folder_with, kind):
+def test_gguf_file_type_given_as_quantization_selects_the_llama_cpp_engine(config_of, folder_with, kind):
     folder = folder_with(config_of("Qwen/Qwen3-8B"))
     found = plan(folder, quantization=kind, gpu="rtx4090-24g", max_model_len=8192)
     assert found.deployment.engine == "llama.cpp"

@@ -235,7 +235,7 @@ def test_compute_capability_is_found_by_driver_name():
     assert capability_of("mi300x") is capability_of("brand new") is capability_of(None) is None
 
 
-def test_gpu_names_cpu_and_auto_select_this_machine():
+def test_values_cpu_and_auto_of_the_gpu_flag_select_this_machine():
     assert find_gpu("cpu").memory_bytes == host_memory()
     assert find_gpu("auto").memory_bytes > 0
 

@@ -269,7 +269,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("name", "flags", "why"), UNKNOWN)
-def test_plan_gives_no_host_memory_but_the_reason_where_it_is_unknown(plan_of, name, flags, why) -> None:
+def test_plan_states_why_host_memory_is_unknown_instead_of_a_figure(plan_of, name, flags, why) -> None:
     plan = plan_of(name, **flags)
     told = plan_to_dict(plan)["host"]
     assert {told[key] for key in told if key.endswith("bytes") or key == "interval"} == {None}
@@ -319,7 +319,7 @@ def test_host_memory_flag_of_other_engine_is_rejected(flags, said, capsys) -> No
     assert error.count("\n") == 1
 
 
-def test_serve_line_contains_host_memory_flags(plan_of) -> None:
+def test_printed_serve_command_contains_the_host_memory_flags(plan_of) -> None:
     from tonnage.planner.planning.advice import serve_lines
 
     asked = {"kv_offloading_bytes": 10 * GIB, "mm_processor_cache_bytes": GIB, "enable_sleep_mode": True,

@@ -40,7 +40,7 @@ def planned(folder):
     return found, {term.name: term for term in found.terms}, [note for note in found.notes if "index" in note]
 
 
-def test_tensors_in_published_indexes_equal_those_planned_from_the_config(folder):
+def test_tensors_in_published_checkpoint_indexes_equal_those_planned_from_the_config(folder):
     found, terms, notes = planned(folder())
     assert (found.model.via, len(NAMES)) == ("index", 195)
     assert terms["checkpoint_bytes"].value == TOTAL
@@ -49,7 +49,7 @@ def test_tensors_in_published_indexes_equal_those_planned_from_the_config(folder
     assert make_plan(str(folder() / "model.safetensors.index.json"), H100).model.via == "index"
 
 
-def test_unused_tensors_in_an_index_add_a_note_and_no_weight_bytes(folder):
+def test_unused_tensors_in_a_checkpoint_index_add_a_note_and_no_weight_bytes(folder):
     inverse = [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(32)]
     drafts = ["model.layers.32.eh_proj.weight", "model.layers.32.enorm.weight"]
     (alone := folder() / "model.safetensors.index.json").unlink()
@@ -65,12 +65,12 @@ def test_unused_tensors_in_an_index_add_a_note_and_no_weight_bytes(folder):
     assert "no total_size" in planned(folder(None))[2][0]
 
 
-def test_planned_page_cache_bytes_equal_the_total_size_in_the_index(folder):
+def test_planned_page_cache_bytes_follow_the_total_size_in_the_checkpoint_index(folder):
     cached = {planned(folder(total))[0].host.page_cache_bytes for total in (TOTAL, TOTAL + 6144)}
     assert max(cached) - min(cached) == 6144
 
 
-def test_index_with_a_copy_of_the_tied_lm_head_widens_the_interval_of_weight_bytes(folder):
+def test_checkpoint_index_with_a_copy_of_the_tied_lm_head_widens_the_interval_of_weight_bytes(folder):
     """The stored head's values may differ from the embedding's, so that it may be loaded separately."""
     head = 32_064 * 3072 * 2
     found, terms, notes = planned(folder(tie_word_embeddings=True))
@@ -93,12 +93,12 @@ def test_index_with_a_copy_of_the_tied_lm_head_widens_the_interval_of_weight_byt
         (NAMES, {"num_hidden_layers": 33}, r"model\.layers\.32\."),
     ],
 )
-def test_index_not_matching_config_is_rejected(folder, names, config, match):
+def test_checkpoint_index_that_does_not_match_the_config_is_rejected(folder, names, config, match):
     with pytest.raises(CheckpointError, match=match):
         planned(folder(TOTAL, names, **config))
 
 
-def test_index_with_missing_shard_is_rejected(folder):
+def test_checkpoint_index_that_lacks_a_shard_is_rejected(folder):
     path = folder()
     (path / "model-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):

@@ -153,7 +153,7 @@ def test_gpus_and_engines_without_start_up_logs_have_wider_intervals():
     assert min(small) >= 0.32002 * GiB  # an RTX 3090's start, report 41 of tests/data/field_reports.jsonl
 
 
-def test_interval_of_vllm_0_10_0_to_0_11_0_covers_the_flashinfer_sampler():
+def test_planned_memory_interval_of_vllm_0_10_0_to_0_11_0_covers_the_flashinfer_sampler():
     """Qwen2-7B on 0.10.1.1 logs "Using FlashInfer for top-p & top-k sampling": 0.5 GiB, not 1.4 for a sort.
 
     0.11.1 needs VLLM_USE_FLASHINFER_SAMPLER=1 for it (v1/sample/ops/topk_topp_sampler.py).

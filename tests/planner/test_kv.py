@@ -56,7 +56,7 @@ SPARSE_MLA = sorted(
 
 @pytest.mark.parametrize("on", [{"device": "cpu"}, {"device": "cuda", "gpu": "h100"}], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", SPARSE_MLA)
-def test_tokens_of_a_sparse_mla_pool_times_bytes_per_token_equal_the_pool(name, on, config_of):
+def test_tokens_of_a_sparse_mla_pool_times_bytes_per_token_equal_the_pool_bytes(name, on, config_of):
     """One group has layers of different size: latents, and the keys of layers with an indexer."""
     config = config_of(name)
     cache = plan_source(source(config), replace(VLLM, **on)).kv_cache
@@ -77,7 +77,7 @@ def test_planned_pool_tokens_of_the_demo_model_equal_vllms_start_up_log():
     assert (cache.tokens, cache.max_concurrency) == (93_184, 45.5)
 
 
-def test_llama_2_7b_kv_bytes_equal_worked_example(config_of):
+def test_llama_2_7b_has_524288_kv_bytes_per_token_and_1_gib_per_2048_tokens(config_of):
     """Hidden size 4096 and 32 layers in fp16 take 1 GiB for batch 1 with 2,048 tokens.
 
     Batch 64 takes 68,719,476,736 bytes.
@@ -91,7 +91,7 @@ def test_llama_2_7b_kv_bytes_equal_worked_example(config_of):
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang", "llama.cpp"])
-def test_llama_2_7b_bytes_per_token_equal_for_every_engine(engine, config_of):
+def test_llama_2_7b_has_equal_kv_bytes_per_token_with_every_engine(engine, config_of):
     flags = Deployment(engine=engine, dtype="float16", max_model_len=2048, max_num_seqs=1, gpu="h100-80g")
     layout = plan_source(source(config_of("meta-llama/Llama-2-7b-hf")), flags).kv_cache.layout
     assert layout.bytes_per_token == 524_288

@@ -175,7 +175,7 @@ def test_vllm_version_and_gpu_decide_the_kv_cache_dtype_of_sparse_mla():
         assert planned(glm, engine_version=version, gpu=gpu).kv_cache_dtype == kept
 
 
-def test_kv_cache_dtype_auto_follows_checkpoint():
+def test_kv_cache_dtype_auto_is_the_dtype_that_the_checkpoint_requests():
     """auto follows ModelOpt's algorithm or compressed-tensors' scheme; a flag takes precedence."""
     model = config_of(LLAMA, 4)
     plain = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -236,7 +236,9 @@ DYNAMIC = {**STATIC, "dynamic": True}
         ({"quant_method": "gptq"}, "0.5.23", "bfloat16"),
     ],
 )
-def test_sglang_auto_takes_fp8_cache_of_checkpoint(quantization, version, dtype):
+def test_sglang_kv_cache_dtype_auto_is_fp8_if_the_checkpoint_requests_it_and_the_release_reads_that(
+    quantization, version, dtype
+):
     """configure_kv_cache_dtype of SGLang reads the checkpoint's request from these releases on."""
     architecture = build_architecture(config_of(LLAMA, 32))
     flags = Deployment(engine="sglang", gpu="h100-80g", engine_version=version)
@@ -246,7 +248,7 @@ def test_sglang_auto_takes_fp8_cache_of_checkpoint(quantization, version, dtype)
     assert complete(given, architecture, "bfloat16", stored).flags.kv_cache_dtype == "bfloat16"
 
 
-def test_sglang_fp8_cache_of_checkpoint_holds_twice_the_tokens():
+def test_sglang_pool_of_a_checkpoint_that_requests_an_fp8_kv_cache_holds_twice_the_tokens():
     config = json.loads((CONFIGS / "Qwen__Qwen3-32B-FP8-Static-PerTensor.json").read_text())
     source = ModelSource("m", "m", config, "folder")
     flags = Deployment(engine="sglang", engine_version="0.5.23", gpu="h200-141g", max_model_len=4096)

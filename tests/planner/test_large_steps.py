@@ -64,7 +64,7 @@ def test_interval_of_the_activation_peak_covers_logs_with_large_steps(model, fla
     assert low <= rest <= high
 
 
-def test_interval_grows_only_for_steps_with_more_tokens_than_any_log():
+def test_interval_of_the_activation_peak_grows_only_for_steps_with_more_tokens_than_any_log():
     def width(tokens):
         low, high = runtime_of(
             "Qwen__Qwen3-8B", gpu="h100-80g", engine_version="0.19.0", max_num_batched_tokens=tokens

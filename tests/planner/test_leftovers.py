@@ -159,7 +159,7 @@ def test_config_fields_listed_as_unused_are_read_by_no_transformers_code(model_t
         ("llama", "use_shared_norm", True),
     ],
 )
-def test_unused_config_field_is_rejected_with_another_value_or_in_another_family(
+def test_config_field_that_one_family_ignores_is_rejected_in_other_families_or_with_other_values(
     model_type, field, value, folder_with
 ):
     with pytest.raises(UnsupportedArchitecture) as caught:

@@ -70,7 +70,9 @@ MADE = {
 
 
 @pytest.mark.parametrize("case", MADE, ids=str)
-def test_compute_buffer_of_a_model_with_a_large_mlp_equals_llama_cpp(case, folder_with, tiny_llama) -> None:
+def test_planned_compute_buffer_of_a_model_with_a_large_mlp_equals_llama_cpp(
+    case, folder_with, tiny_llama
+) -> None:
     (hidden, inner, vocab, heads, kv_heads), context = case
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab, "num_hidden_layers": 3,
              "num_attention_heads": heads, "num_key_value_heads": kv_heads,
@@ -105,7 +107,7 @@ SERVED = {
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
-def test_compute_buffer_follows_widest_tensor_of_layer(case) -> None:
+def test_planned_llama_cpp_compute_buffer_follows_the_widest_tensor_of_a_layer(case) -> None:
     (family, hidden, inner, heads, kv_heads, head, experts, chosen), cells, flash = case
     name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}[
         family
@@ -138,7 +140,7 @@ LATENT = {
 
 
 @pytest.mark.parametrize("case", LATENT, ids=str)
-def test_compute_buffer_of_mla_queries_equals_llama_cpp(case) -> None:
+def test_planned_compute_buffer_of_mla_queries_equals_llama_cpp(case) -> None:
     (hidden, inner, heads, latent, rotated, plain, value), flash = case
     config = {
         "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": hidden,
@@ -161,7 +163,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("case", STATES, ids=str)
-def test_compute_buffer_of_recurrent_layers_equals_llama_cpp(case) -> None:
+def test_planned_compute_buffer_of_recurrent_layers_equals_llama_cpp(case) -> None:
     (keys, values), sequences = case
     config = {
         "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 1024,
@@ -189,7 +191,7 @@ WINDOWS = {(1, False): (12 + 11.25, 19.02), (4, False): (12 + 45, 13.02), (4, Tr
 
 
 @pytest.mark.parametrize("case", WINDOWS, ids=str)
-def test_separate_and_unified_kv_caches_equal_llama_cpp(case) -> None:
+def test_planned_separate_and_unified_kv_caches_equal_llama_cpp(case) -> None:
     (sequences, shared), (cache, compute) = case, WINDOWS[case]
     config = {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_size": 512,
@@ -209,7 +211,7 @@ def test_separate_and_unified_kv_caches_equal_llama_cpp(case) -> None:
     assert plan.kv_cache.max_concurrency == (1 if shared else sequences)
 
 
-def test_unified_kv_cache_is_shared_by_sequences() -> None:
+def test_unified_kv_cache_of_llama_cpp_is_planned_as_shared_by_all_sequences() -> None:
     flags = Deployment(engine="llama.cpp", device="cpu", max_model_len=4096, max_num_seqs=4)
     apart, shared = (make_plan(str(demo_gguf()), replace(flags, kv_unified=each)) for each in (False, True))
     assert apart.rank.kv_pool_bytes == 4 * shared.rank.kv_pool_bytes
@@ -264,7 +266,7 @@ def test_llama_cpp_plan_counts_the_inputs_of_a_step_in_host_memory(name, cells, 
     assert abs(part.value - said * MiB) <= 8.2 * MiB
 
 
-def test_quantized_v_cache_needs_flash_attention() -> None:
+def test_llama_cpp_plan_with_a_quantized_v_cache_needs_flash_attention() -> None:
     flags = Deployment(
         engine="llama.cpp", device="cpu", flash_attn="off", kv_cache_dtype="q8_0", max_model_len=512
     )
@@ -280,7 +282,7 @@ def test_llama_cpp_kv_cache_dtype_with_more_than_two_types_is_rejected(types) ->
         make_plan(str(demo_gguf()), Deployment(engine="llama.cpp", device="cpu", kv_cache_dtype=types))
 
 
-def test_cpu_process_memory_grows_with_prompt_cache() -> None:
+def test_planned_process_memory_of_llama_cpp_on_a_cpu_grows_with_the_prompt_cache() -> None:
     """The prompt cache of 8 GiB fills gradually."""
     flags = Deployment(engine="llama.cpp", device="cpu", device_memory=1 << 35, max_model_len=512)
     plan = make_plan(str(demo_gguf()), flags)

@@ -107,7 +107,7 @@ def test_weights_and_kv_cache_planned_from_the_meta_device_equal_the_loaded_mode
 
 
 @pytest.mark.parametrize("model_type", SHARED)
-def test_shared_kv_layers_match_transformers_modules(model_type):
+def test_layers_that_share_the_kv_cache_of_earlier_layers_match_transformers_modules(model_type):
     """The adapter and transformers' modules have equal parameters and cache layers."""
     config = config_of(model_type, SHARED[model_type])
     ours, oracle = build_architecture(config), meta_architecture(config, REFUSAL)

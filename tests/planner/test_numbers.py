@@ -177,7 +177,7 @@ def test_number_below_the_range_of_double_underflows(capsys):
     assert "Underflow: the smallest value is" in capsys.readouterr().out
 
 
-def test_decimal_number_is_rounded_to_the_format_without_a_detour_over_double(capsys):
+def test_decimal_number_is_rounded_to_the_number_format_without_first_rounding_to_double(capsys):
     """A double rounds a decimal slightly above 2^24 to 2^24."""
     assert run(["16777216.000000000000001", "--json"]) == 0
     rows = {r["format"]: r for r in json.loads(capsys.readouterr().out)["rows"]}

@@ -17,7 +17,7 @@ COUNTS = Oracle("families_pictures", "transformers", "torch")
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("model", MADE)
-def test_vision_model_parameters_equal_transformers(model):
+def test_planned_vision_model_parameters_equal_transformers(model):
     def ask():
         import torch
         import transformers
@@ -118,7 +118,7 @@ def test_planned_tensors_of_gemma_4_with_audio_equal_transformers():
     assert {n: s for n, s in shapes.items() if ".layers." not in n or ".layers.0." in n} == said
 
 
-def test_tensor_parallelism_divides_tower_keys_and_values():
+def test_tensor_parallelism_divides_keys_and_values_of_a_vision_tower():
     """Keys and values have as many heads as queries (QKVParallelLinear in vLLM's towers)."""
     for model in MADE:
         whole = architecture_of(MADE[model])

@@ -167,7 +167,7 @@ def test_vllm_version_decides_how_many_gemma_4_video_frames_are_encoded_at_once(
         ('{"image": 0, "video": 0, "audio": 0}', set()),
     ],
 )
-def test_tower_of_disabled_modality_is_not_loaded(limit, left):
+def test_tower_of_a_disabled_modality_such_as_images_is_not_planned(limit, left):
     """vLLM marks each tower and its projector with its own modalities (_mark_tower_model)."""
     held = tensors_of(architecture_of(GEMMA4_SOUND), Deployment(**ON_GPU, limit_mm_per_prompt=limit))
     names = {name for name in ("vision", "audio") for tensor in held if f"{name}_tower" in tensor.name}

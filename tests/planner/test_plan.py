@@ -155,14 +155,14 @@ def test_planning_again_from_the_resolved_settings_gives_the_same_plan_id():
     assert make_plan("demo", plan.deployment).plan_id == plan.plan_id
 
 
-def test_weights_larger_than_memory_do_not_fit():
+def test_plan_with_weights_larger_than_memory_does_not_fit():
     plan = make_plan("demo", replace(FLAGS, device_memory=200 * MIB))
     assert not plan.fits
     assert "the weights alone take 256.6 MiB (269,030,272 bytes) of 200.0 MiB" in plan.reasons[0]
     assert plan.rank.free_bytes < 0
 
 
-def test_no_memory_left_for_kv_pool_does_not_fit():
+def test_plan_without_memory_left_for_the_kv_pool_does_not_fit():
     plan = make_plan("demo", Deployment(device_memory=600 * MIB))
     assert not plan.fits
     assert "nothing is left for the KV cache" in plan.reasons[0]

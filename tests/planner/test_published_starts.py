@@ -82,7 +82,7 @@ def test_first_start_on_amd_needs_memory_for_a_copy_of_the_embedding():
         assert abs(plan.rank.kv_pool_bytes - copied - pool) <= 0.005 * plan.rank.total_bytes
 
 
-def test_lower_bound_covers_the_first_start_on_consumer_gpus():
+def test_lower_bound_of_the_kv_pool_covers_the_first_start_on_consumer_gpus():
     """Qwen3-32B-AWQ on two 4090s has 0.47 GiB less per GPU on its first start (vLLM's pull request 54479)."""
     config = json.loads((ROOT / "tests/data/configs/Qwen__Qwen3-32B.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
@@ -102,7 +102,7 @@ def test_lower_bound_covers_the_first_start_on_consumer_gpus():
     assert below(flags) >= 0.47 * GiB
 
 
-def test_fit_without_a_devices_logs_predicts_its_published_starts_almost_as_well(scores):
+def test_coefficients_fitted_without_a_devices_logs_predict_its_published_starts_almost_as_well(scores):
     without = scores["device_left_out"]
     assert without["rows"] == scores["rows"]
     assert without["inside"] >= scores["covered"]

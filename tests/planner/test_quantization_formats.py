@@ -178,7 +178,7 @@ def test_vllm_quantization_name_selects_a_format_for_16_bit_checkpoints(name, sc
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors", "modelopt", "modelopt_mixed", "moe_wna16"])
-def test_vllm_name_of_a_quantization_tool_needs_a_quantized_checkpoint(name):
+def test_quantization_flag_that_names_a_quantization_tool_needs_a_quantized_checkpoint(name):
     with pytest.raises(DeploymentError, match=f"{name} names the tool of a quantized checkpoint"):
         read_quantization({}, name)
 
@@ -197,7 +197,9 @@ NVFP4_FILE = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_
         ("fp4", GPTQ_FILE, False), ("compressed-tensors", NVFP4_FILE, False),
     ],
 )  # fmt: skip
-def test_vllm_name_of_a_quantization_tool_is_accepted_only_for_its_checkpoints(name, stored, fits):
+def test_quantization_flag_that_names_a_quantization_tool_is_accepted_only_for_checkpoints_of_that_tool(
+    name, stored, fits
+):
     if fits:
         assert read_quantization({"quantization_config": stored}, name).method == stored["quant_method"]
         return
@@ -212,7 +214,7 @@ def test_vllm_name_of_a_quantization_tool_is_accepted_only_for_its_checkpoints(n
         ("fp8_per_block", "0.20.2", True), ("awq_marlin", "0.8.5", True), ("ptpc_fp8", "0.19.1", False),
     ],
 )  # fmt: skip
-def test_quantization_that_vllm_version_does_not_name_is_refused(name, version, known):
+def test_quantization_name_that_the_vllm_version_lacks_is_rejected(name, version, known):
     flags = Deployment(
         engine="vllm", engine_version=version, gpu="h100-80g", max_model_len=512, quantization=name
     )

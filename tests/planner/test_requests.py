@@ -55,7 +55,7 @@ def test_plan_of_a_hybrid_model_prints_bytes_per_request(hybrid, capsys):
     assert hits == f"Prefix hits: multiples of 1,056 tokens; {most}"
 
 
-def test_requests_that_fit_are_equal_in_text_json_table_and_page(hybrid, capsys, tmp_path):
+def test_number_of_requests_that_fit_is_equal_in_text_json_table_and_page(hybrid, capsys, tmp_path):
     flags = (hybrid, "--gpu", "h100-80g", "--quantization", "fp8", "--engine-version", "0.32.0")
     asked = ("--request", "2000+300", "--request", "100+20")
     out = json.loads("\n".join(lines_of(capsys, *flags, *asked, "--json", "--explain")))
@@ -82,7 +82,7 @@ def test_requests_that_fit_are_equal_in_text_json_table_and_page(hybrid, capsys,
     assert f"requests of 100+20,{second['at_once']},{' to '.join(map(str, second['bounds']))}" in rows
 
 
-def test_plan_of_a_dense_model_prints_requests_that_fit_only_with_the_flag(model, capsys):
+def test_plan_of_a_dense_model_prints_requests_that_fit_only_with_the_request_flag(model, capsys):
     flags = (model("meta-llama/Llama-3.2-1B"), "--engine", "vllm", "--engine-version", "0.32.0")
     flags += ("--kv-cache-memory-bytes", "1GiB", "--device-memory", "64GiB", "--max-model-len", "8192")
     assert not [line for line in lines_of(capsys, *flags) if line.startswith(("A request", "Requests"))]
@@ -171,7 +171,7 @@ def test_plan_notes_the_vllm_version_of_the_block_manager_used_for_requests(
     assert words is None or words in notes[0]
 
 
-def test_python_method_plan_hold_rejects_invalid_request_lengths(model):
+def test_method_hold_of_a_python_plan_rejects_invalid_request_lengths(model):
     found = plan(model("meta-llama/Llama-3.2-1B"), engine="vllm", max_model_len=4096, device_memory=24 << 30)
     assert found.hold(4000, 96).blocks.last == 4095 // 128 + 1
     for lengths in ((4000, 97), (0, 1), (1, 0)):

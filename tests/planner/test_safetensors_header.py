@@ -119,7 +119,7 @@ def test_sharded_checkpoint_headers_are_merged(sharded):
         ({"a": 3}, "no weight_map"),
     ],
 )
-def test_index_contradicting_shards_is_rejected(sharded, weight_map, match):
+def test_checkpoint_index_that_contradicts_the_shards_is_rejected(sharded, weight_map, match):
     index(sharded, **weight_map)
     with pytest.raises(CheckpointError, match=match):
         read_folder(sharded)
@@ -132,7 +132,7 @@ def test_folder_without_safetensors_has_no_headers(tmp_path):
 @pytest.mark.parametrize(
     ("stated", "total"), [(24, 24), (24.0, 24), (None, None), (True, None), ("24", None), (-1, None)]
 )
-def test_index_without_shards_gives_names_and_total_size(tmp_path, stated, total):
+def test_checkpoint_index_without_shards_gives_tensor_names_and_total_size(tmp_path, stated, total):
     content = {"metadata": {"total_size": stated}, "weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
     assert read_folder(tmp_path) == Checkpoint(index=CheckpointIndex({"a": "model-1.safetensors"}, total))

@@ -138,7 +138,7 @@ def test_sglang_hybrid_request_takes_tokens_and_state_slots(folder):
     assert plan.deployment.max_num_seqs == 13 == plan.kv_cache.max_concurrency
 
 
-def test_too_few_state_slots_do_not_fit(folder):
+def test_sglang_plan_does_not_fit_if_no_request_gets_slots_for_its_recurrent_states(folder):
     asked = Deployment(engine="sglang", gpu="h100-80g", kv_cache_memory_bytes=GiB // 2)
     plan = make_plan(folder(QWEN), asked)
     assert not plan.fits
@@ -181,7 +181,7 @@ def test_sglang_draft_weights_reduce_the_pool(folder):
         make_plan(folder(name), Deployment(**asked, speculative_model="mtp", engine_version="0.5.9"))
 
 
-def test_sglang_running_request_limit_follows_context_and_flag(folder):
+def test_sglang_limit_of_running_requests_follows_context_length_and_max_num_seqs(folder):
     """resolve_max_num_reqs allows 512 per context that fits, from 2,048 to 4,096, and at most the flag."""
     name = "meta-llama__Meta-Llama-3.1-8B"
     for flags, running in (
@@ -217,7 +217,7 @@ _OWN = {
         ("meta-llama__Meta-Llama-3.1-8B", {"enable_lora": True, "max_loras": 4, "max_lora_rank": 32}),
     ],
 )  # fmt: skip
-def test_sglang_serve_line_reproduces_plan(name, flags, folder):
+def test_printed_sglang_serve_command_reproduces_the_plan(name, flags, folder):
     """SGLang's serve line, read back as our flags, gives the same plan."""
     base = {"engine": "sglang", "gpu": "h100-80g", "engine_version": "0.5.23"}
     plan = make_plan(folder(name), Deployment(**base, max_model_len=8192, **flags))
@@ -238,7 +238,7 @@ def test_sglang_serve_line_reproduces_plan(name, flags, folder):
     assert again.deployment.max_num_batched_tokens == plan.deployment.max_num_batched_tokens
 
 
-def test_sglang_serve_line_contains_switches(folder):
+def test_printed_sglang_serve_command_contains_boolean_flags(folder):
     asked = {"engine": "sglang", "gpu": "h100-80g", "max_model_len": 8192, "enforce_eager": True}
     name = "meta-llama__Meta-Llama-3.1-8B"
     flags = Deployment(
@@ -259,7 +259,7 @@ def test_sglang_serve_line_contains_switches(folder):
     assert "--tp-size 2 --ep-size 2" in line
 
 
-def test_settings_missing_in_sglang_serve_line_add_notes(folder):
+def test_plan_notes_the_settings_that_the_printed_sglang_serve_command_cannot_contain(folder):
     flags = Deployment(
         engine="sglang", gpu="h100-80g", max_model_len=8192, kv_cache_memory_bytes=8 << 30, dtype="bfloat16",
         gpu_memory_utilization=0.5, cpu_offload_bytes=3 << 29,

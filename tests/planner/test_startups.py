@@ -96,7 +96,7 @@ def held(name: str, **flags) -> framework.NonTorchMemory:
 LLAMA = "meta-llama__Llama-3.1-8B-Instruct"
 
 
-def test_fused_all_reduce_memory_depends_on_ranks_version_and_gpu():
+def test_planned_fused_all_reduce_memory_depends_on_ranks_vllm_version_and_gpu():
     """0.19.0 with two and four ranks holds 2.06 to 2.13 GiB outside PyTorch; pipeline stages hold 0.07."""
     assert held(LLAMA, tensor_parallel_size=2).fused == held(LLAMA, tensor_parallel_size=4).fused == 1536 * MiB
     assert held(LLAMA, tensor_parallel_size=2, enforce_eager=True).fused == 0
@@ -126,13 +126,13 @@ def test_vllm_version_decides_the_samplers_part_of_the_activation_peak(version, 
     )
 
 
-def test_pooling_model_has_no_sampler_memory():
+def test_plan_of_a_pooling_model_has_no_sampler_memory():
     assert peak(LLAMA, runner="pooling").sampler == 0
     assert peak(LLAMA, runner="pooling").total < peak(LLAMA).total
     assert peak("BAAI__bge-large-en", max_model_len=512).sampler == 0
 
 
-def test_second_model_runner_profile_has_no_sampler_memory():
+def test_profile_run_of_vllms_second_model_runner_has_no_sampler_memory():
     logits = 1024 * 128256
     for version in ("0.21.0", "0.25.0"):
         found = peak(LLAMA, engine_version=version)

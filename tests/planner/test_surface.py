@@ -99,7 +99,7 @@ def test_importing_planner_package_imports_no_submodule() -> None:
         (["--kv-cache-memory-bytes", "1MiB"], {"kv_cache_memory_bytes": 1 << 20}),  # does not fit: advice too
     ],
 )  # fmt: skip
-def test_plan_function_equals_command_output(flags, fields, capsys) -> None:
+def test_plan_function_gives_the_same_plan_as_the_plan_command(flags, fields, capsys) -> None:
     code = run(["demo", *flags, "--json"])
     found = plan("demo", **fields)
     assert plan_to_dict(found) == json.loads(capsys.readouterr().out)
@@ -145,7 +145,7 @@ def test_plan_function_rejects_unknown_model_and_keyword() -> None:
 
 
 @pytest.mark.parametrize("name", ["meta-llama__Meta-Llama-3.1-8B", "google__gemma-3-27b-it"])
-def test_plan_repr_is_short(config_of, folder_with, name) -> None:
+def test_repr_of_a_plan_is_short(config_of, folder_with, name) -> None:
     found = make_plan(
         folder_with(config_of(name)), Deployment(engine="vllm", gpu="h100-80g", max_model_len=8192)
     )

@@ -149,7 +149,7 @@ def test_sweep_row_of_gguf_file_equals_plan(tmp_path):
             assert (row.weights_bytes, row.free_bytes) == (plan.rank.weights_bytes, plan.rank.free_bytes)
 
 
-def test_sweep_rejects_broken_checkpoint_like_plan(llama, tmp_path, capsys):
+def test_sweep_rejects_a_broken_checkpoint_with_the_error_of_the_plan_command(llama, tmp_path, capsys):
     shutil.copy(Path(llama) / "config.json", tmp_path / "config.json")
     header = b'{"a":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(2))
@@ -199,7 +199,7 @@ def test_sweep_table_marks_rows_whose_start_would_fail(tmp_path, capsys):
     assert "so would --enforce-eager" in page.read_text()
 
 
-def test_sweep_row_states_indivisible_parallel_size(llama):
+def test_sweep_row_states_that_its_parallel_size_does_not_divide_the_model(llama):
     (row,) = sweep(resolve_model(llama), FLAGS, Grid((find_gpu("h100"),), ("as is",), ("auto",), (3,)))
     assert not row.fits
     assert "tensor-parallel-size" in row.refused
@@ -235,12 +235,12 @@ def test_advice_for_long_context_is_largest_length_that_fits(llama):
     assert not plan_source(source, replace(flags, max_model_len=length + 512)).fits
 
 
-def test_advice_raises_memory_share_that_is_too_small(llama):
+def test_advice_suggests_a_larger_gpu_memory_utilization_if_it_is_too_small(llama):
     source, flags = resolve_model(llama), replace(FLAGS, gpu="h100", gpu_memory_utilization=5e-324)
     assert advise(source, flags)[0].startswith("--gpu-memory-utilization ")
 
 
-def test_vllm_serve_line_reproduces_plan(llama):
+def test_printed_vllm_serve_command_reproduces_the_plan(llama):
     """vLLM's serve line, read back as our flags, gives the same plan."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", tensor_parallel_size=2, kv_cache_dtype="fp8"))
     ours, theirs = serve_lines(plan)
@@ -329,7 +329,7 @@ def test_cpu_offload_reduces_device_weights(llama):
     assert moved.kv_cache.num_blocks > plain.kv_cache.num_blocks
 
 
-def test_vllm_environment_variable_adds_note(llama, monkeypatch):
+def test_plan_notes_an_environment_variable_that_changes_vllms_memory(llama, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
     plan = make_plan(llama, replace(FLAGS, kv_cache_memory_bytes=1 << 30, device_memory=64 << 30))
     assert any("VLLM_CPU_KVCACHE_SPACE=3" in note for note in plan.notes)
@@ -351,7 +351,7 @@ def test_draft_model_weights_and_kv_layers_are_counted(llama, tmp_path):
         make_plan(llama, flags)
 
 
-def test_pipeline_stages_have_same_number_of_blocks(llama):
+def test_pipeline_stages_have_the_same_number_of_kv_blocks(llama):
     """Two stages hold 16 layers with the embedding, and 16 layers with the head."""
     plan = make_plan(llama, replace(FLAGS, gpu="h100", pipeline_parallel_size=2))
     first, last = plan.ranks
@@ -458,7 +458,7 @@ def test_sweep_with_top_but_without_sort_states_the_number_of_all_rows(llama, ca
     assert "... the first 2 of 3 (--sort, --top; --json lists all)" in capsys.readouterr().out.splitlines()
 
 
-def test_price_flag_overrides_list_and_missing_price_is_none(llama, capsys):
+def test_price_flag_overrides_the_price_list_and_a_missing_price_is_none(llama, capsys):
     flags = [llama, "--gpu", "h100-80g,gaudi3", "--max-model-len", "8192"]
     assert run([*flags, "--price", "h100=2.10", "--json"]) == 0
     own, none = json.loads(capsys.readouterr().out)["rows"]
@@ -470,7 +470,7 @@ def test_price_flag_overrides_list_and_missing_price_is_none(llama, capsys):
     assert "Hyperstack, on demand, 2026-08-26" in out
 
 
-def test_missing_model_is_sweep_row_with_error(models, capsys):
+def test_sweep_row_of_a_missing_model_has_an_error_instead_of_figures(models, capsys):
     assert run([models[1], "no-such-model", "--gpu", "h100", "--max-model-len", "4096", "--json"]) == 0
     found, missing = json.loads(capsys.readouterr().out)["rows"]
     assert found["fits"]
@@ -486,7 +486,7 @@ def test_several_models_without_gpu_are_planned_for_cpu(models, capsys):
     assert [line.split()[0] for line in lines[4:7:2]] == ["cpu", "cpu"]
 
 
-def test_sweep_table_fits_the_width(models, capsys, monkeypatch):
+def test_sweep_table_fits_the_terminal_width(models, capsys, monkeypatch):
     """A narrow terminal gets the models as titles, then fewer columns; values that never differ have a line."""
     flags = [*models, "--gpu", "h100-80g,l40s,2xa100-80g", "--max-model-len", "8192"]
     for width in (80, 60, 400):
@@ -538,7 +538,7 @@ def test_sweep_rejects_invalid_or_incompatible_flags(llama, capsys, flags, field
     assert f"{field}: " in capsys.readouterr().err
 
 
-def test_plan_prints_the_pools_concurrency_and_the_lower_limit_max_num_seqs(tmp_path, capsys):
+def test_plan_prints_the_concurrency_of_the_pool_and_max_num_seqs_if_that_is_lower(tmp_path, capsys):
     """LFM2's state is small: its pool holds ten times --max-num-seqs, and the plan prints both."""
     shutil.copy(CONFIGS / "LiquidAI__LFM2-1.2B.json", tmp_path / "config.json")
     flags = replace(FLAGS, gpu="h100-80g", max_model_len=512, max_num_seqs=None)

@@ -131,7 +131,7 @@ def test_requests_of_a_model_with_compressed_kv_layers_count_as_full_sequences(c
     assert "200 sequences of 4,500 tokens at once, max_model_len 4,500:" in capsys.readouterr().out
 
 
-def test_target_beyond_every_gpu_prints_that_none_fits(config_of, folder_with, capsys):
+def test_concurrency_target_beyond_every_gpu_prints_that_no_layout_fits(config_of, folder_with, capsys):
     folder = folder_with(config_of("moonshotai/Kimi-K2-Instruct"))
     assert run([folder, *ASKED, "--gpu", "t4"]) == 1
     assert "No layout of up to 8 GPUs of one type holds a single request" in capsys.readouterr().out
@@ -141,7 +141,7 @@ def _offer(gpus: int, usd: float, seconds: float, kv: str = "auto") -> Offer:
     return Offer(SweepRow("g", gpus, "as is", kv, True), 1, 1, usd, Speed(seconds, 1 / seconds))
 
 
-def test_layouts_nearly_equal_to_a_better_one_are_left_out():
+def test_layout_for_a_concurrency_target_is_left_out_if_a_better_one_is_nearly_equal():
     small, faster, equal = _offer(1, 4, 0.05), _offer(2, 8, 0.02), _offer(2, 4 / (1 + FOLD), 0.05 / (1 + FOLD))
     lossy = _offer(1, 4, 0.05, "fp8")
     assert pareto([small, lossy, faster, equal]) == [small, faster]
@@ -214,7 +214,7 @@ def test_each_layout_with_pipeline_stages_equals_its_own_plan(qwen, capsys):
         assert row.replica_pool_bytes == sum(stage.rank.kv_pool_bytes for stage in size.stages) * row.tensor
 
 
-def test_given_number_of_pipeline_stages_is_kept(qwen, capsys):
+def test_layouts_for_a_concurrency_target_keep_the_given_number_of_pipeline_stages(qwen, capsys):
     assert run([qwen, *ASKED, "--gpu", "a40", "-pp", "2", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert {layout["pipeline_parallel_size"] for layout in layouts} == {2}

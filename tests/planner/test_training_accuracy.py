@@ -25,7 +25,7 @@ def ask(*flags: object) -> tuple[int, dict]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_training_plan_within_3_percent_of_public_runs():
+def test_training_plan_is_within_3_percent_of_published_training_runs():
     code, found = run(RECEIPTS)
     training = sum("(train)" in line for line in RECEIPTS.read_text().splitlines())
     assert (code, found["rows"], found["scored"], found["misses"]) == (0, training, training, 0)

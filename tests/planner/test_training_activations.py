@@ -71,7 +71,7 @@ def routes(row: str) -> bool:
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.ROWS)
-def test_full_training_activations_equal_autograd(family, precision, attention, saved):
+def test_planned_activations_of_full_training_equal_autograd(family, precision, attention, saved):
     def real():
         return models.real_model(family, attention, "bfloat16" if precision == "bf16" else "float32")
 
@@ -94,7 +94,7 @@ def test_training_parameter_count_equals_real_model(row):
     assert planned == ORACLE.says(f"parameters of {row}", models.config_of(row), counted)
 
 
-def test_at_least_60_model_types_have_exact_activations():
+def test_training_activations_of_at_least_60_model_types_are_planned_exactly():
     """A type counts if all its rows are exact, as in benchmarks/training_accuracy.py --activations."""
     types = {True: set(), False: set()}
     for row in models.ROWS:
@@ -105,7 +105,7 @@ def test_at_least_60_model_types_have_exact_activations():
 @pytest.mark.parametrize("method", ["lora", "ia3"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_adapter_activations_equal_autograd(family, precision, method, saved):
+def test_planned_activations_of_adapter_training_equal_autograd(family, precision, method, saved):
     def real():
         import peft
 
@@ -125,7 +125,7 @@ def test_adapter_activations_equal_autograd(family, precision, method, saved):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row) and not routes(row)])
-def test_lora_on_every_linear_layer_activations_equal_autograd(family, precision, saved):
+def test_planned_activations_of_lora_on_every_linear_layer_equal_autograd(family, precision, saved):
     def real():
         import peft
 
@@ -145,7 +145,7 @@ def test_lora_on_every_linear_layer_activations_equal_autograd(family, precision
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen2_moe", "phimoe", "ernie4_5_moe", "glm4_moe", "hunyuan_v1_moe", "gpt_oss"]
 )
-def test_lora_on_attention_of_moe_layers_activations_equal_autograd(family, precision, saved):
+def test_planned_activations_of_lora_on_the_attention_of_moe_layers_equal_autograd(family, precision, saved):
     """Experts and routers are frozen; gradients pass through them."""
 
     def real():
@@ -163,7 +163,9 @@ def test_lora_on_attention_of_moe_layers_activations_equal_autograd(family, prec
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize(("batch", "length"), [(1, 24), (3, 160)])
-def test_activations_equal_autograd_for_other_batch_and_length(family, batch, length, saved):
+def test_planned_activations_equal_autograd_for_several_batch_sizes_and_sequence_lengths(
+    family, batch, length, saved
+):
     """The tape is symbolic; these sizes are new to it, with windows both used and unused."""
     measured = saved(lambda: models.real_model(family), family, batch=batch, length=length)
     setup = TrainingSetup(precision="fp32", attention="sdpa")
@@ -171,7 +173,7 @@ def test_activations_equal_autograd_for_other_batch_and_length(family, batch, le
 
 
 @pytest.mark.parametrize("family", [row for row in models.ROWS if exact(row)])
-def test_eager_attention_activations_of_one_sequence_equal_autograd(family, saved):
+def test_planned_activations_of_eager_attention_for_one_sequence_equal_autograd(family, saved):
     """With one sequence, batch and heads merge without a copy.
 
     Autograd then keeps views of fused projections.
@@ -202,7 +204,7 @@ def test_frozen_lower_layers_keep_no_activations(family, saved):
     assert planned(family, setup, frozenset(), BATCH, LENGTH) == near(measured)
 
 
-def test_attention_dropout_keeps_mask(saved):
+def test_planned_activations_include_the_mask_of_attention_dropout(saved):
     """With eager attention, the CPU keeps a full-width mask beside the dropped weights."""
     measured = saved(
         lambda: models.real_model("gpt_bigcode", "eager", attn_pdrop=0.1), "gpt_bigcode", attn_pdrop=0.1
@@ -214,7 +216,7 @@ def test_attention_dropout_keeps_mask(saved):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
-def test_attention_dropout_under_autocast_is_before_cast(precision, saved):
+def test_planned_attention_dropout_under_autocast_applies_to_scores_before_their_cast(precision, saved):
     """Under autocast, dropout applies to fp32 scores, because q has the rotary tables' dtype."""
 
     def real():
@@ -243,7 +245,7 @@ def test_gradient_checkpointing_keeps_layer_inputs(saved):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
-def test_activation_estimate_interval_contains_exact_bytes(precision):
+def test_interval_of_estimated_activations_contains_the_exact_bytes(precision):
     """Families without a tape are estimated from shapes.
 
     For families with a tape, on real configs, the exact bytes lie within the estimate's interval. Every other

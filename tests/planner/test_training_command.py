@@ -159,7 +159,7 @@ def test_row_of_a_training_sweep_equals_the_plan_or_states_the_rejection(planner
             assert row.gpu_bytes == planner.plan(setup).total()
 
 
-def test_train_sweep_flag_prints_rows(folder, capsys):
+def test_train_command_with_sweep_flags_prints_one_row_per_combination(folder, capsys):
     assert run([folder, "--sweep", "micro-batch=1,2", "--sweep", "checkpointing=none,full", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fields"] == ["micro_batch", "checkpointing"]

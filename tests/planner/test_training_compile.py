@@ -39,7 +39,7 @@ def kept(row: str, setup: TrainingSetup, kernels: Kernels) -> int:
 @pytest.mark.oracle
 @pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
 @pytest.mark.parametrize("row", EXACT + OTHERS)
-def test_compiled_layer_activations_match_torch_partitioner(row, precision, request):
+def test_planned_activations_of_compiled_layers_match_torchs_partitioner(row, precision, request):
     def ask() -> int:
         real = models.real_model(row, "sdpa", "bfloat16" if precision == "bf16" else "float32")
         for layer in real.model.layers:
@@ -57,7 +57,7 @@ def test_compiled_layer_activations_match_torch_partitioner(row, precision, requ
 
 
 @pytest.mark.parametrize("row", SAID["compiled"], ids=lambda row: row["method"])
-def test_torchtune_compiled_layer_activations_are_exact(row):
+def test_planned_activations_of_torchtunes_compiled_layers_are_exact(row):
     """Torchtune's layers, with and without LoRA, are exact to the byte."""
     asked = SAID["torchtune"]
     config = {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5}

@@ -52,7 +52,7 @@ def test_printed_deepspeed_tables_equal_deepspeeds_stored_output(says):
     assert ours.tables_of(*counted, says["gpus"], says["nodes"]) == theirs.strip("\n")
 
 
-def test_deepspeed_estimates_equal_installed_functions():
+def test_deepspeed_estimates_equal_the_functions_of_the_installed_deepspeed():
     zero2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason=REASON)
     zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason=REASON)
     for row in STORED["rows"]:

@@ -118,7 +118,7 @@ def run(world: int, cases: tuple) -> list[list[tuple[int, ...]]]:
         (4, (("qwen3", 2, 4), ("llama", 2, 2))),
     ],
 )
-def test_fsdp_shard_bytes_equal_torch(world, cases):
+def test_planned_fsdp_shard_bytes_equal_torch(world, cases):
     """FSDP2 gives the remaining rows to the first rank; FSDP1 pads each unit to equal shards.
 
     Hybrid sharding (the last case) divides by the group and replicates across groups.

@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_full_adamw_state_bytes_equal_real_training(family, precision):
+def test_planned_bytes_of_full_adamw_training_states_equal_real_training(family, precision):
     real = models.real_model(family, dtype={"fp32": "float32", "bf16": "bfloat16"}[precision])
     optimizer = OPTIMIZERS["adamw"](real.parameters())
     train(real, optimizer)
@@ -54,7 +54,7 @@ def test_full_adamw_state_bytes_equal_real_training(family, precision):
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adafactor"])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "falcon"])
-def test_optimizer_state_bytes_equal_real_training(family, name):
+def test_planned_optimizer_state_bytes_equal_real_training(family, name):
     real = models.real_model(family)
     optimizer = OPTIMIZERS[name](real.parameters())
     train(real, optimizer)
@@ -62,7 +62,7 @@ def test_optimizer_state_bytes_equal_real_training(family, name):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_muon_and_adamw_state_bytes_equal_real_training(family):
+def test_planned_muon_and_adamw_state_bytes_equal_real_training(family):
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("torch before 2.9 has no Muon")
     real = models.real_model(family)
@@ -79,7 +79,7 @@ def test_muon_and_adamw_state_bytes_equal_real_training(family):
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_autocast_keeps_fp32_weights_gradients_and_states(family):
+def test_planned_bytes_of_fp32_states_in_autocast_training_equal_real_training(family):
     real = models.real_model(family)
     optimizer = OPTIMIZERS["adamw"](real.parameters())
     ids = torch.randint(0, 500, (1, 16))
@@ -93,7 +93,7 @@ def test_autocast_keeps_fp32_weights_gradients_and_states(family):
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 @pytest.mark.parametrize("method", ["lora", "ia3", "all-linear"])
-def test_adapter_state_bytes_equal_peft(family, method):
+def test_planned_adapter_state_bytes_equal_peft(family, method):
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     extra = {}
     if method == "ia3":
@@ -125,7 +125,7 @@ def test_frozen_layers_have_no_gradients_or_states():
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-def test_8bit_adamw_state_bytes_equal_bitsandbytes(family):
+def test_planned_8bit_adamw_state_bytes_equal_bitsandbytes(family):
     """On the CPU, states of 4,096 values and more are block-wise, with two shared maps of 1 KiB."""
     bnb = pytest.importorskip("bitsandbytes", reason="8-bit AdamW is bitsandbytes'")
     real = models.real_model(family)
@@ -139,7 +139,7 @@ def test_8bit_adamw_state_bytes_equal_bitsandbytes(family):
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "nf4-double"])
-def test_qlora_base_and_adapter_bytes_equal_bitsandbytes(scheme, held_bytes):
+def test_planned_qlora_base_and_adapter_bytes_equal_bitsandbytes(scheme, held_bytes):
     """The base has 4 bits by bitsandbytes, the adapters are PEFT's; the bytes are equal."""
     peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     bnb = pytest.importorskip("bitsandbytes", reason="NF4 is bitsandbytes'")

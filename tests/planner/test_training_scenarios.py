@@ -103,5 +103,5 @@ def test_8b_model_fits_8_a100_with_zero3_but_not_ddp():
     assert model.plan(TrainingSetup(strategy="ddp", gpus=8, device_memory=memory)).fits is False
 
 
-def test_training_plan_without_device_memory_says_neither_fits_nor_not():
+def test_training_plan_without_device_memory_has_no_verdict():
     assert planner(GPT_1_4B).plan(TrainingSetup()).fits is None

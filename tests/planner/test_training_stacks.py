@@ -35,7 +35,7 @@ TORCHTUNE = {"stack": "torchtune", "precision": "bf16", "attention": "sdpa"}
 
 
 @pytest.mark.parametrize("row", SAID["kept"], ids=lambda row: "-".join(map(str, list(row.values())[:4])))
-def test_torchtune_activations_equal_plan(row):
+def test_planned_activations_equal_those_of_torchtune(row):
     asked = SAID["torchtune"]
     config = {"model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
     lora = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -51,7 +51,7 @@ def test_torchtune_activations_equal_plan(row):
     assert abs(total.at(asked["batch"], asked["length"]) - row["kept"]) <= SCALARS
 
 
-def test_galore_state_bytes_equal_galore_torch():
+def test_planned_galore_state_bytes_equal_galore_torch():
     """AdamW's states are exact; bitsandbytes keeps a counter of 4 more bytes per tensor."""
     assert len(SAID["galore"]) == 16
     for row in SAID["galore"]:
@@ -67,7 +67,7 @@ def test_galore_state_bytes_equal_galore_torch():
         assert row["bytes"] - counters <= found <= row["bytes"], row
 
 
-def test_nf4_bytes_equal_torchao():
+def test_planned_nf4_bytes_equal_torchao():
     for row in SAID["nf4"]:
         rows, columns = row["shape"]
         assert nf4_torchao_bytes(rows * columns) == row["bytes"]
@@ -157,7 +157,7 @@ def test_defaults_of_each_training_stack_give_a_plan_for_every_method(planner):
             assert shared.setup.optimizer == "adamw"
 
 
-def test_sweep_over_stacks_uses_their_defaults(folder, capsys):
+def test_training_sweep_over_stacks_uses_the_defaults_of_each_stack(folder, capsys):
     assert run([folder, "--method", "lora", "--sweep", "stack=transformers,torchtune,unsloth", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
     sizes = [row["gpu_bytes"] for row in found]
@@ -212,7 +212,7 @@ def test_emitted_trainer_arguments_follow_the_stack(planner):
         emit("trainer", planner.plan(TrainingSetup(**TORCHTUNE)), planner.model.architecture)
 
 
-def test_compiled_training_has_fewer_activations_with_an_interval(planner):
+def test_compiled_training_is_planned_with_fewer_activation_bytes_and_an_interval(planner):
     setup = TrainingSetup(stack="transformers", precision="bf16", micro_batch=4, sequence_length=4096)
     eager, compiled = planner.plan(setup), planner.plan(replace(setup, compile=True))
     low, high = compiled.bounds()

@@ -104,7 +104,7 @@ def test_llama_8b_training_states_are_128_484_179_968_bytes(planner, convention)
     assert sum(plan.line(name) for name in STATES) == 128_484_179_968 == 16 * 8_030_261_248
 
 
-def test_llama_8b_training_states_split_into_48_16_and_64_gb(planner):
+def test_llama_8b_training_has_48_gb_of_weights_16_gb_of_gradients_and_64_gb_of_optimizer_states(planner):
     plan = planner(LLAMA_8B).plan(TrainingSetup(convention="master-with-weights"))
     assert [plan.line(name) // 8_030_261_248 for name in STATES] == [6, 2, 8]
     assert [round(plan.line(name) / 1e9) for name in STATES] == [48, 16, 64]
@@ -117,7 +117,7 @@ def test_each_optimizer_has_the_expected_state_bytes_per_parameter(optimizer, pe
     assert state_bytes(optimizer, (4096, 4096), "mlp", 4) == per_parameter * 4096 * 4096
 
 
-def test_8bit_adamw_is_two_bytes_only_for_large_tensors():
+def test_8bit_adamw_states_have_two_bytes_per_parameter_only_in_large_tensors():
     assert state_bytes("adamw-8bit", (4096,), "norm", 4) == 2 * 4096 + 8 * 16
     assert state_bytes("adamw-8bit", (4095,), "norm", 4) == 8 * 4095
     assert state_bytes("adamw-8bit", (257, 17), "mlp", 4) == 2 * 4369 + 8 * 18
@@ -133,7 +133,7 @@ def test_training_states_of_a_7_5b_model_on_64_gpus_equal_the_zero_paper(config_
     assert [round(x, 1) for x in found] == [120.0, 31.4, 16.6, 1.9]
 
 
-def test_fsdp_full_shard_equals_zero_3_and_hybrid_divides_by_group(config_of):
+def test_fsdp_full_shard_equals_zero_3_and_hybrid_shard_divides_only_within_a_group(config_of):
     states = one_tensor(7_500_000_000, build_architecture(config_of(LLAMA_8B)))
     base = {"gpus": 8, "nodes": 8, "convention": "zero"}
     full = states(TrainingSetup(strategy="fsdp", fsdp_version=1, **base)).total
@@ -277,7 +277,7 @@ def gpt_layer(config_of, attention):
     return kept.total
 
 
-def test_transformer_layer_activations_are_34_bytes_per_value(config_of):
+def test_transformer_layer_activations_are_34_bytes_per_hidden_value(config_of):
     """The formula is s b h (34 + 5 a s / h) (arXiv 2205.05198, equation 1).
 
     FlashAttention drops the second term. The first is exact, beside 4 bytes of log-sum-exp per head and of mean
@@ -286,7 +286,7 @@ def test_transformer_layer_activations_are_34_bytes_per_value(config_of):
     assert gpt_layer(config_of, "flash").token == 34 * 1024 + 4 * 16 + 2 * 8
 
 
-def test_attention_score_activations_are_7_bytes_per_head_and_pair(config_of):
+def test_attention_score_activations_are_7_bytes_per_head_and_pair_of_tokens(config_of):
     """The paper counts 5 a s^2 b: softmax 2, dropout mask 1 and dropped weights 2.
 
     With transformers' fp32 softmax it is 7.
@@ -294,7 +294,7 @@ def test_attention_score_activations_are_7_bytes_per_head_and_pair(config_of):
     assert gpt_layer(config_of, "eager").score == (5 + 2) * 16
 
 
-def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
+def test_full_gradient_checkpointing_keeps_two_bytes_per_hidden_value_and_layer(planner):
     """Each layer keeps 2 s b h, and one layer its peak (arXiv 2205.05198, section 5)."""
     model = planner(LLAMA_8B)
     base = {"precision": "bf16", "checkpointing": "full", "sequence_length": 1024, "optimizer_kernel": "fused"}
@@ -305,7 +305,7 @@ def test_full_checkpointing_keeps_two_bytes_per_value_and_layer(planner):
     assert more.line("activations") - some.line("activations") == 32 * 2 * 1024 * 4096 + ends
 
 
-def test_checkpointing_in_segments_keeps_fewer_activations_than_per_layer(planner):
+def test_gradient_checkpointing_in_segments_keeps_fewer_activations_than_per_layer(planner):
     model = planner(LLAMA_8B)
     setup = {"precision": "bf16", "checkpointing": "full", "micro_batch": 8, "sequence_length": 4096,
              "loss": "fused"}  # fmt: skip

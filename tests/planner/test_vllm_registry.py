@@ -32,7 +32,7 @@ def run(option: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_page_of_vllms_model_registry_equals_the_generated_one():
+def test_documentation_page_of_vllms_model_registry_equals_the_generated_one():
     assert run("--check").returncode == 0, "python benchmarks/vllm_registry.py writes it"
 
 

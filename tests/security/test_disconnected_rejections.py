@@ -27,7 +27,7 @@ async def answered(app: RequestId, status: int, seconds: float) -> bool:
     return True
 
 
-async def test_disconnected_client_neither_waits_for_the_limit_nor_uses_it_up() -> None:
+async def test_disconnected_client_neither_waits_for_nor_counts_towards_the_rate_limit_of_rejections() -> None:
     async def respond(scope: Any, receive: Any, send: Any) -> None:
         await Response(status_code=scope["status"])(scope, receive, send)
 

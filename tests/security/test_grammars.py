@@ -125,7 +125,7 @@ def test_grammar_compilation_blocks_no_other_request_and_stops_on_disconnect(
     assert tokens_of(until(loop, lambda chunks: loop.idle), "again") == 4
 
 
-def test_sequences_whose_grammar_masks_exceed_the_step_budget_end_alone(
+def test_only_sequences_whose_grammar_masks_exceed_the_time_budget_of_a_step_are_ended(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "STEP_SECONDS", -1.0)
@@ -139,7 +139,7 @@ def test_sequences_whose_grammar_masks_exceed_the_step_budget_end_alone(
     assert tokens_of(chunks, "victim") == 20
 
 
-def test_sequences_whose_grammars_exceed_the_memory_limit_end_alone(
+def test_only_sequences_whose_grammars_exceed_the_memory_limit_are_ended(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "HELD_BYTES", -1)

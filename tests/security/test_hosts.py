@@ -12,7 +12,9 @@ KEY = "first-key-of-the-tests"
 
 
 @pytest.mark.parametrize("path", ["/", "/memory", "/v1/models", "/openapi.json", "/health"])
-async def test_host_header_of_another_site_is_rejected_naming_the_flag(server, checked, path: str) -> None:
+async def test_host_header_of_another_site_is_rejected_naming_the_flag_allowed_hosts(
+    server, checked, path: str
+) -> None:
     error = checked(await server.http.get(path, headers={"host": "evil.example:8000"}))
     assert error.code == ErrorCode.PERMISSION_DENIED
     assert "--allowed-hosts evil.example" in error.message
@@ -37,7 +39,7 @@ async def test_server_with_api_keys_accepts_every_host_header(run_server, small_
         assert (await server.http.get("/memory", headers=headers)).status_code == 200
 
 
-def test_host_header_is_not_checked_on_a_non_loopback_address_without_the_flag() -> None:
+def test_host_header_is_not_checked_on_a_non_loopback_address_without_the_flag_allowed_hosts() -> None:
     assert allowed_hosts("0.0.0.0", (), keys=False) is None
     assert allowed_hosts("127.0.0.1", (), keys=True) is None
     assert allowed_hosts("127.0.0.2", (), keys=False) == {"127.0.0.2", "localhost", "127.0.0.1", "::1"}

@@ -132,7 +132,7 @@ def test_error_for_a_broken_quantization_config_names_it(stored, field):
     assert field in str(caught.value)
 
 
-def test_config_list_of_a_million_layers_is_read_in_linear_time():
+def test_config_with_a_list_of_a_million_layers_is_read_in_linear_time():
     class Million(list):
         def __contains__(self, item: object) -> bool:
             pytest.fail("it is looked through for each layer")
@@ -185,7 +185,7 @@ def test_checkpoint_index_with_too_many_tensors_is_rejected(tmp_path):
         read_folder(tmp_path)
 
 
-def test_tensor_shape_beyond_float_range_is_refused(tmp_path):
+def test_tensor_shape_beyond_float_range_is_rejected(tmp_path):
     header = {"a": {"dtype": "F32", "shape": [1 << 62] * 64, "data_offsets": [0, 4]}}
     path = tmp_path / "model.safetensors"
     path.write_bytes(mutated_models.packed(header) + bytes(4))
@@ -194,7 +194,7 @@ def test_tensor_shape_beyond_float_range_is_refused(tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_endless_gguf_header_is_refused(tmp_path):
+def test_endless_gguf_header_is_rejected(tmp_path):
     """Ten gigabytes of empty strings, none of which is stored."""
     path = tmp_path / "model.gguf"
     start = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")

@@ -38,7 +38,7 @@ async def generate(engine: SupervisedEngine) -> None:
         pass
 
 
-async def test_engine_restart_is_retried_after_creating_the_engine_raised(plan: Plan) -> None:
+async def test_engine_restart_is_retried_after_an_exception_while_creating_the_engine(plan: Plan) -> None:
     made = 0
 
     def make() -> FakeEngine:

@@ -26,7 +26,7 @@ async def test_openapi_document_is_serialised_once(server, monkeypatch: pytest.M
     assert (await server.http.get("/openapi.json")).content == first.content
 
 
-async def test_documentation_files_are_rejected_while_too_many_are_being_sent(
+async def test_request_for_a_documentation_file_is_rejected_while_too_many_files_are_being_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel can hold a whole file of the documentation, so clients that do not read are made here."""

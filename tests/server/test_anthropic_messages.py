@@ -162,7 +162,9 @@ def test_tool_runner_of_the_anthropic_package_calls_the_tool(client: anthropic.A
     assert sum(tokens(second)) > sum(tokens(first))
 
 
-def test_anthropic_tool_with_a_name_longer_than_openais_limit_is_used(client: anthropic.Anthropic) -> None:
+def test_anthropic_tool_with_a_name_longer_than_openais_limit_can_be_called(
+    client: anthropic.Anthropic,
+) -> None:
     tool = WEATHER | {"name": "mcp__server__" + "x" * 110}
     answer = ask(client, tools=[tool], tool_choice={"type": "tool", "name": tool["name"]}, max_tokens=40)
     assert answer.content[0].name == tool["name"]
@@ -180,7 +182,7 @@ def test_anthropic_count_tokens_includes_the_tools(client: anthropic.Anthropic, 
     assert counted.input_tokens == same["usage"]["prompt_tokens"]
 
 
-def test_answer_continues_the_conversation_if_its_last_turn_is_the_assistants(
+def test_anthropic_message_continues_the_last_message_of_the_conversation_if_it_is_the_assistants(
     client: anthropic.Anthropic, url: str
 ) -> None:
     turns = [*ASK, {"role": "assistant", "content": "In Paris the weather"}]

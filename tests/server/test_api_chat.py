@@ -82,7 +82,7 @@ async def test_chat_completion_equals_the_completion_of_the_rendered_prompt(serv
     assert response.output_text == plain.choices[0].text
 
 
-async def test_developer_message_and_content_parts_render_as_system_text(server) -> None:
+async def test_developer_message_with_content_parts_is_rendered_like_a_system_message(server) -> None:
     async def text(**body: Any) -> str:
         tokens = (await server.http.post("/tokenize", json=body)).json()["tokens"]
         return (await server.http.post("/detokenize", json={"tokens": tokens})).json()["prompt"]
@@ -129,7 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_invalid_chat_fields_are_rejected_before_the_engine(server, stream: bool) -> None:
+async def test_invalid_chat_fields_are_rejected_before_they_reach_the_engine(server, stream: bool) -> None:
     valid = {"model": "demo", "messages": CONVERSATIONS[0], "max_tokens": 2, "stream": stream}
     for change, code, param in REFUSED:
         body = valid | change

@@ -210,7 +210,7 @@ async def test_equal_seeds_give_equal_outputs(server) -> None:
         (["dog", "lazy dog"], "The quick brown fox jumps over the "),
     ],
 )
-async def test_output_ends_before_the_stop_string_without_it(
+async def test_output_ends_before_a_stop_string_and_does_not_contain_it(
     run_server, small_plan, tokenizer, stop: Any, expected: str, stream: bool
 ) -> None:
     engine = FakeEngine(small_plan(), reply=saying(SECRET.rstrip(), tokenizer))

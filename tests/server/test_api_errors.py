@@ -91,7 +91,7 @@ async def test_invalid_field_error_names_code_and_parameter(server, checked) -> 
     assert server.engine.stats().admissions == ()  # nothing of it reached the engine
 
 
-async def test_missing_required_field_is_named(server, checked) -> None:
+async def test_error_for_a_missing_required_request_field_names_it(server, checked) -> None:
     for name in ("model", "prompt"):
         body = {key: value for key, value in VALID.items() if key != name}
         error = checked(await server.http.post("/v1/completions", json=body))

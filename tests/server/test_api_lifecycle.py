@@ -153,7 +153,9 @@ async def test_openai_sdk_raises_on_a_streamed_error_event(run_server, small_pla
             await read_and_kill(stream, server.engine)
 
 
-async def test_full_queue_is_rejected_with_retry_after(run_server, small_plan) -> None:
+async def test_request_to_a_server_with_a_full_queue_is_rejected_with_retry_after(
+    run_server, small_plan
+) -> None:
     engine = Held(small_plan(), token_rate=200)
     async with run_server(engine, max_num_queued_reqs=4) as server:
         long = [asyncio.create_task(server.complete(max_tokens=100)) for _ in range(2)]
@@ -367,7 +369,7 @@ async def test_requests_aborted_by_a_server_shutdown_are_counted(
     assert "Traceback" not in capsys.readouterr().err  # an orderly stop is no error in the log
 
 
-async def test_references_in_the_openapi_document_resolve_and_it_forbids_unknown_fields(server) -> None:
+async def test_openapi_document_has_only_valid_references_and_forbids_unknown_fields(server) -> None:
     document = (await server.http.get("/openapi.json")).json()
     text = json.dumps(document)
     for name in re.findall(r'"\$ref": "([^"]+)"', text):

@@ -66,7 +66,7 @@ async def test_auto_mode_without_learned_step_costs_delays_no_request(
     }  # fmt: skip
 
 
-async def test_other_admission_modes_than_auto_report_no_auto_statistics(server: Any) -> None:
+async def test_admission_modes_other_than_auto_report_no_statistics_of_the_auto_mode(server: Any) -> None:
     report = (await server.http.get("/memory")).json()
     assert report["admission"] == {"mode": "guaranteed", "auto": None}
     found = await asyncio.to_thread(Watcher(Client(server.url), {}, None).observe)

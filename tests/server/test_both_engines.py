@@ -326,7 +326,7 @@ async def test_instructor_receives_the_requested_pydantic_model(served: Served) 
 
 
 @needs_vllm
-async def test_gptq_pool_and_weights_equal_the_plan_on_vllm(
+async def test_kv_pool_and_weights_of_a_gptq_model_served_by_vllm_equal_the_plan(
     vllm: Served, gptq: Path, bare: dict[str, Any]
 ) -> None:
     async with vllm.client() as http:
@@ -343,7 +343,9 @@ async def test_gptq_pool_and_weights_equal_the_plan_on_vllm(
 
 
 @needs_vllm
-async def test_gptq_greedy_outputs_equal_plain_vllm(vllm: Served, bare: dict[str, Any]) -> None:
+async def test_greedy_outputs_of_a_gptq_model_equal_those_of_plain_vllm(
+    vllm: Served, bare: dict[str, Any]
+) -> None:
     assert len(set(bare["texts"])) == len(PROMPTS)
     async with vllm.client() as http:
         for prompt, expected in zip(PROMPTS, bare["texts"], strict=True):

@@ -405,7 +405,7 @@ def test_printed_settings_contain_no_secret() -> None:
         ("OtherForSequenceClassification", "hf"),
     ],
 )
-def test_backend_auto_selects_vllm_for_a_classifier_if_vllm_has_the_base_model(
+def test_backend_auto_selects_vllm_for_a_classifier_if_vllm_has_a_class_for_its_base_model(
     monkeypatch, name, backend
 ) -> None:
     installed = choice.VLLMInstallation("0.32.0", "cpu", frozenset({"LlamaForCausalLM"}))

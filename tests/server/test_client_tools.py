@@ -45,7 +45,7 @@ def message(http: httpx.Client, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
-def test_forced_call_takes_precedence_over_response_format(http: httpx.Client, choice: Any) -> None:
+def test_forced_tool_call_takes_precedence_over_response_format(http: httpx.Client, choice: Any) -> None:
     found = message(http, tool_choice=choice, response_format=FORMAT)
     assert [call["function"]["name"] for call in found["tool_calls"]] == ["get_weather"]
     flat = {"type": "function", **WEATHER["function"]}
@@ -103,7 +103,7 @@ def test_allowed_tools_choice_restricts_the_called_tools(http: httpx.Client, mod
     assert "get_weather is not among the tools" in refused.json()["error"]["message"]
 
 
-def test_stream_of_a_forced_tool_call_contains_no_empty_text(http: httpx.Client) -> None:
+def test_streamed_forced_tool_call_contains_no_empty_text(http: httpx.Client) -> None:
     for more in ({}, {"logprobs": True}):
         text = http.post("/v1/chat/completions", json=body(tool_choice=NAMED, stream=True, **more)).text
         lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
@@ -137,7 +137,7 @@ def test_instructor_gets_its_pydantic_model_by_a_forced_tool_call(http: httpx.Cl
     assert isinstance(found, Weather)
 
 
-def test_openai_client_parses_a_format_beside_a_forced_call(http: httpx.Client) -> None:
+def test_openai_client_parses_a_response_format_beside_a_forced_tool_call(http: httpx.Client) -> None:
     client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
     flat = {"type": "function", "strict": True, **WEATHER["function"]}
     answer = client.responses.parse(

@@ -79,7 +79,7 @@ async def test_openai_messages_can_be_sent_back_as_objects_and_dicts(server) -> 
         await server.openai.responses.create(input=sent, max_output_tokens=6, **same)
 
 
-async def test_openai_errors_are_typed(server) -> None:
+async def test_openai_client_raises_the_error_class_of_each_http_status(server) -> None:
     async def ask(**more: Any) -> None:
         await server.openai.chat.completions.create(
             **({"model": "demo", "messages": MESSAGES, "max_tokens": 2} | more)
@@ -94,7 +94,7 @@ async def test_openai_errors_are_typed(server) -> None:
         await ask(extra_body={"foo": 1})
 
 
-async def test_openai_retries_only_when_retry_after_is_sent(run_server, small_plan) -> None:
+async def test_openai_client_retries_only_when_retry_after_is_sent(run_server, small_plan) -> None:
     async with run_server(FakeEngine(small_plan(), token_rate=200), max_num_queued_reqs=2) as server:
         client = server.openai.with_options(max_retries=20)
         answers = await asyncio.gather(*(
@@ -108,7 +108,7 @@ async def test_openai_retries_only_when_retry_after_is_sent(run_server, small_pl
         assert server.state.accounts.outcomes["rejected"] == rejected + 1
 
 
-async def test_langchain_invokes_and_streams(server) -> None:
+async def test_langchain_client_gets_whole_and_streamed_answers(server) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is in the dev extra")
     model = langchain.ChatOpenAI(
         model="demo", base_url=f"{server.url}/v1", api_key="none", max_tokens=6, temperature=0, max_retries=0
@@ -146,7 +146,7 @@ print(json.dumps([whole.choices[0].message.content, "".join(parts), whole.usage.
 """
 
 
-async def test_litellm_completes_streams_and_maps_errors(server) -> None:
+async def test_litellm_client_gets_whole_and_streamed_answers_and_its_own_error_classes(server) -> None:
     """In a process of its own: it is imported with a price list for the whole world."""
     done = await in_thread(
         subprocess.run,

@@ -101,7 +101,7 @@ def test_short_flags_of_vllm_are_accepted() -> None:
             PARSERS["plan"].parse_args(["demo", cut, "2"])
 
 
-def test_short_flags_equal_installed_vllms() -> None:
+def test_short_flags_equal_those_of_the_installed_vllm() -> None:
     """Read in its source: importing it takes ten seconds."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
@@ -248,7 +248,7 @@ def test_port_variable_set_by_kubernetes_is_ignored(monkeypatch: pytest.MonkeyPa
         ("engine", "VLLM", "vllm"), ("engine", "llama_cpp", "llama.cpp"),
     ],
 )  # fmt: skip
-def test_option_value_aliases_work_on_the_command_line_in_environment_file_and_python(
+def test_aliases_of_option_values_work_in_flags_environment_config_file_and_python(
     name: str, text: str, value: str
 ) -> None:
     """On a command line, in the environment, in a file, from Python."""
@@ -264,7 +264,7 @@ def test_server_setting_values_are_case_insensitive() -> None:
     assert (settings.backend, settings.log_level, settings.admission_mode) == ("hf", "warning", "greedy")
 
 
-def test_every_command_uses_the_shared_argument_parser_class() -> None:
+def test_every_command_uses_the_argument_parser_class_that_all_share() -> None:
     assert all(isinstance(parser, Parser) for parser in PARSERS.values())
 
 

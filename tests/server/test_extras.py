@@ -52,7 +52,7 @@ def test_each_extra_installs_the_modules_its_command_requires(extra: str) -> Non
         assert brought(other) <= brought(extra)
 
 
-def test_extra_all_includes_every_compatible_extra() -> None:
+def test_package_extra_named_all_installs_every_compatible_extra() -> None:
     one = {extra for extra in MODULES if extra != "all"}
     assert all(brought(extra) <= brought("all") for extra in one)
     assert not {"gptqmodel", "ray"} & brought("all")  # they pin what the others cannot have

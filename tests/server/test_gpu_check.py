@@ -47,7 +47,7 @@ def check(*flags: str, path: str = "") -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_gpu_check_runs_every_step_on_the_cpu_uninstalled_and_agrees_with_the_plan(tmp_path: Path) -> None:
+def test_gpu_check_of_a_source_tree_runs_every_step_on_the_cpu_and_agrees_with_the_plan(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     (tmp_path / "sitecustomize.py").write_text(NOT_INSTALLED)
     done = check("--device", "cpu", "--json", "--html", str(page), path=str(tmp_path))
@@ -75,7 +75,7 @@ def test_gpu_check_prints_its_results_even_if_its_html_page_cannot_be_written(tm
     assert "absent" in done.stderr
 
 
-def test_gpu_check_without_a_gpu_names_the_flag_that_needs_none() -> None:
+def test_gpu_check_without_a_gpu_names_the_flag_for_a_run_on_the_cpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     done = check("--device", "cuda")

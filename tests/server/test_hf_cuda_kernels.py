@@ -137,7 +137,9 @@ def flex_attention(batch: Batch, pool: PagedPool) -> FlexAttention:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_equals_reference(case: tuple[Any, ...], eager: None) -> None:
+def test_output_of_flex_attention_equals_the_reference_implementation(
+    case: tuple[Any, ...], eager: None
+) -> None:
     compare(
         case, lambda batch, pool: FlexAttention(batch, pool, Buffers(pool, limits_for(pool.layout, LENGTHS)))
     )

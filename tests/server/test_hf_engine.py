@@ -152,7 +152,7 @@ def most(count: int) -> int | None:
 
 
 @pytest.mark.oracle
-async def test_concurrent_prompts_with_shared_prefix_equal_transformers_generate(
+async def test_tokens_of_concurrent_prompts_with_a_shared_prefix_equal_transformers_generate(
     engine: HFEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     prompts, expected = prompts[: most(32)], expected[: most(32)]

@@ -140,7 +140,7 @@ def test_missing_quantization_package_error_names_the_extra_to_install(monkeypat
         require_loadable(plan_for("demo", quantization="nf4"), {})
 
 
-def test_fused_gemma_norm_adds_one_to_large_weights() -> None:
+def test_fused_gemma_norm_equals_the_unfused_one_for_large_weights() -> None:
     norm = Gemma3RMSNorm(64, eps=1e-6)
     with torch.no_grad():
         norm.weight.uniform_(50, 300, generator=torch.Generator().manual_seed(0))

@@ -113,7 +113,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("size", "kv_heads", "ratio", "window", "block_size", "softcap", "threads"), CASES)
-def test_in_place_attention_kernel_equals_the_reference(
+def test_output_of_the_in_place_attention_kernel_equals_the_reference(
     size: int,
     kv_heads: int,
     ratio: int,

@@ -77,7 +77,7 @@ def tiny(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tiny_models_of_each_family_equal_transformers_generate(family: str, tmp_path: Path) -> None:
+def test_tokens_of_tiny_models_of_each_family_equal_transformers_generate(family: str, tmp_path: Path) -> None:
     folder = tiny(tmp_path, family)
     runner = ModelRunner(tiny_plan(folder))
     assert self_check(runner) < 1e-4
@@ -232,7 +232,7 @@ def test_unsupported_model_families_are_rejected_by_name() -> None:
         require_supported(name)
 
 
-def test_self_check_rejects_a_model_some_of_whose_layers_bypass_paged_attention(tmp_path: Path) -> None:
+def test_self_check_rejects_a_model_if_some_of_its_layers_bypass_paged_attention(tmp_path: Path) -> None:
     folder = tiny(tmp_path, "llama")
     runner = ModelRunner(tiny_plan(folder))
     layers = runner.model.model.layers
@@ -244,7 +244,9 @@ def test_self_check_rejects_a_model_some_of_whose_layers_bypass_paged_attention(
         self_check(runner)
 
 
-def test_self_check_rejects_model_with_different_logits(tmp_path: Path) -> None:
+def test_self_check_rejects_a_model_whose_logits_with_paged_attention_differ_from_the_reference(
+    tmp_path: Path,
+) -> None:
     folder = tiny(tmp_path, "mistral-window")
     plan = tiny_plan(folder)  # the plan knows a window of 24 tokens ...
     config = json.loads((folder / "config.json").read_text())

@@ -104,7 +104,7 @@ def test_very_small_temperature_samples_like_greedy() -> None:
         assert sample(logits, params, [generator(1, 0)] * 2) == [1, 0]
 
 
-def test_random_stream_depends_on_seed_and_sequence_index() -> None:
+def test_random_numbers_of_the_sampler_depend_on_seed_and_sequence_index() -> None:
     first = generator(7, 0).random(4).tolist()
     assert generator(7, 0).random(4).tolist() == first
     assert generator(7, 1).random(4).tolist() != first

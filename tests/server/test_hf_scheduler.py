@@ -95,7 +95,7 @@ def test_all_admission_modes_generate_equal_tokens_in_a_small_pool(mode: Admissi
     assert scheduler.stats().preemptions == scheduler.counters.preemptions
 
 
-def test_lower_priority_number_starts_first() -> None:
+def test_request_with_the_lower_priority_number_starts_first() -> None:
     scheduler = HFScheduler(plan_for(40, max_num_seqs=1, max_num_batched_tokens=32))
     params = SamplingParams(max_tokens=4, temperature=0.0)
     for name, priority in (("a", 0), ("late", 5), ("early", -5)):
@@ -270,7 +270,7 @@ def test_grammar_rejecting_a_sampled_token_fails_only_its_own_request() -> None:
     assert sum(len(c.token_ids) for c in chunks if c.request_id == "y") == 5
 
 
-def test_steps_are_shortened_when_slow_prompts_of_one_key_delay_another_keys_stream() -> None:
+def test_steps_are_shortened_when_slow_prompts_of_one_api_key_delay_the_stream_of_another() -> None:
     scheduler = HFScheduler(plan_for(100, max_num_batched_tokens=256), policy=Policy(keys=2))
     stream, long = requests(1)[0], tuple(range(3, 403))
     scheduler.add(replace(stream, tenant="stream"))
@@ -286,7 +286,7 @@ def test_steps_are_shortened_when_slow_prompts_of_one_key_delay_another_keys_str
     assert [sequence.chunk for sequence in scheduler.schedule()[1]] == [256]
 
 
-def test_steps_are_not_shortened_when_one_key_has_all_requests() -> None:
+def test_steps_are_not_shortened_when_one_api_key_has_all_requests() -> None:
     scheduler = HFScheduler(plan_for(100, max_num_batched_tokens=256), policy=Policy(keys=2))
     stream, long = requests(1)[0], tuple(range(3, 403))
     scheduler.add(stream)

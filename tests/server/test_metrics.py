@@ -19,8 +19,8 @@ from tonnage.planner.planning.build import make_plan
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.fake import FakeEngine
 from tonnage.server.engines.stats import MeasuredMemory
-from tonnage.server.observe.metrics import ADMISSIONS
 from tonnage.server.observe.metrics.headroom import FOREVER_SECONDS, Trend
+from tonnage.server.observe.metrics.requests import ADMISSIONS
 from tonnage.server.observe.metrics.usage import MAX_TENANTS, OTHER_TENANTS, Usage
 from tonnage.server.requests.accounts import Accounts
 from tonnage.server.security.tenants import Tenant
@@ -69,7 +69,7 @@ async def test_metric_families_have_documented_names_types_and_labels(run_server
             assert {label for label, _ in labels} - {"le"} == FAMILIES[family][1]
 
 
-async def test_promtool_accepts_every_family(run_server, small_plan) -> None:
+async def test_promtool_accepts_every_metric_family(run_server, small_plan) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian package prometheus): /metrics was NOT linted")

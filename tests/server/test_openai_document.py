@@ -80,7 +80,7 @@ WRONG: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize("lenient", [False, True], ids=["strict", "lenient"])
-async def test_values_of_ignored_request_fields_are_type_checked(run_server, small_plan, lenient: bool) -> None:
+async def test_types_of_ignored_request_fields_are_checked(run_server, small_plan, lenient: bool) -> None:
     async with run_server(FakeEngine(small_plan()), lenient=lenient) as server:
         for path, name, value in WRONG:
             given = (

@@ -123,7 +123,9 @@ def test_replay_of_hybrid_model_reports_state_caching(
     assert "recurrent states" not in capsys.readouterr().out
 
 
-def test_replay_search_gpus_returns_a_number_of_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_with_search_gpus_returns_the_number_of_gpus_for_the_wait_target(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [TRACE, "--model", model, "--gpu", "h100-80g", "--max-model-len", "8192", "--limit", "60"]
     assert main(["replay", *flags, "--search-gpus", "--wait-target", "1s", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus"] == 1

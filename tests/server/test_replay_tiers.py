@@ -127,7 +127,7 @@ REFUSED = [
     (["--tiers", "host=1GiB", "--host-bandwidth", "-1"], "not a positive finite number"),
     (["--tier-policy", "arc"], "needs --tiers"),
     (["--disk-bandwidth", "5"], "needs --tiers"),
-    (["--tiers", "host=1GiB", "--search-gpus"], "not for --search-gpus"),
+    (["--tiers", "host=1GiB", "--search-gpus"], "cannot be combined with --search-gpus"),
 ]
 
 

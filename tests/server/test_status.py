@@ -287,7 +287,7 @@ async def test_api_documentation_pages_need_no_network(server: Any) -> None:
         assert (await server.http.get(f"/docs/{name}")).status_code == 404
 
 
-async def test_planner_page_is_served_at_plan_when_pyodide_is_present(
+async def test_planner_page_is_served_at_the_path_plan_once_pyodide_is_downloaded(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TONNAGE_CACHE", str(tmp_path))
@@ -501,7 +501,9 @@ def test_dumb_terminal_gets_plain_status_output(
     assert looks == 2
 
 
-def test_status_before_the_first_request_counts_headroom_in_longest_requests(report: str) -> None:
+def test_status_before_the_first_request_counts_headroom_in_requests_of_the_longest_size(
+    report: str,
+) -> None:
     fresh = json.loads(report)
     assert "1 more of the longest requests" in dict(status_of(fresh).facts)["headroom"]
     fresh["requests"]["received"] = 1
@@ -541,7 +543,7 @@ def test_malformed_status_response_prints_no_control_characters(
     assert "\x1b" not in shown
 
 
-def test_status_gives_each_memory_component_the_same_verdict_as_demo():
+def test_status_gives_each_memory_component_the_same_verdict_as_the_demo_command():
     mib = 1 << 20
     planned = {"weights": 10 * mib, "activations": 30 * mib, "framework": 600 * mib, "free": 5}
     measured = {"weights": 10 * mib, "activations": 44 * mib, "framework": 100 * mib, "free": 7}

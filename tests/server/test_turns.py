@@ -9,7 +9,7 @@ from contextlib import suppress
 from tonnage.server.http.turns import Turns, work_for
 
 
-async def test_api_keys_take_turns_at_limited_work_and_requests_of_a_key_keep_their_order() -> None:
+async def test_api_keys_take_turns_at_work_of_limited_concurrency_and_requests_of_a_key_keep_order() -> None:
     turns, done = Turns(1), list[str]()
 
     async def request(name: str) -> None:
@@ -23,7 +23,7 @@ async def test_api_keys_take_turns_at_limited_work_and_requests_of_a_key_keep_th
     assert done == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_cancelled_requests_neither_lose_nor_duplicate_a_place_at_limited_work() -> None:
+async def test_cancelled_requests_neither_lose_nor_duplicate_a_place_of_work_with_limited_concurrency() -> None:
     draw, turns, inside, most = random.Random(0), Turns(3), 0, 0
 
     async def request(key: str) -> None:
@@ -52,7 +52,7 @@ async def test_cancelled_requests_neither_lose_nor_duplicate_a_place_at_limited_
     assert most == 3
 
 
-async def test_caller_cancelled_at_the_moment_of_its_turn_passes_the_turn_on() -> None:
+async def test_request_cancelled_at_the_moment_of_its_turn_passes_the_turn_to_the_next_request() -> None:
     turns, served = Turns(1), list[int]()
 
     async def request(number: int) -> None:

@@ -40,7 +40,7 @@ def qwen(tmp_path: Path) -> str:
 # -- vLLM
 
 
-def test_full_kv_pool_of_vllm_is_read_from_its_metrics() -> None:
+def test_full_kv_pool_of_a_watched_vllm_server_is_read_from_its_metrics() -> None:
     """The pool of 64 MiB has 22 blocks of 128 tokens, one of them the null block."""
     with vllm() as server:
         found = look(server)
@@ -58,7 +58,7 @@ def test_full_kv_pool_of_vllm_is_read_from_its_metrics() -> None:
     assert (found.headroom.blocks, found.headroom.requests, found.headroom.prompt_tokens) == (0, 0, 0)
 
 
-def test_headroom_of_vllm_is_counted_in_average_finished_requests() -> None:
+def test_headroom_of_a_watched_vllm_counts_requests_of_the_average_finished_size() -> None:
     """30 requests of 12 + 400 tokens hold 4 blocks of 128 tokens each."""
     with vllm("after") as server:
         found = look(server)
@@ -69,7 +69,7 @@ def test_headroom_of_vllm_is_counted_in_average_finished_requests() -> None:
     assert found.headroom.prompt_tokens == 2047  # max_model_len less one to generate
 
 
-def test_headroom_of_vllm_before_the_first_request_is_counted_in_longest_requests() -> None:
+def test_headroom_of_a_watched_vllm_before_its_first_request_counts_requests_of_the_longest_size() -> None:
     with vllm("idle") as server:
         found = look(server)
     assert found.headroom is not None
@@ -220,7 +220,7 @@ def test_model_path_of_another_machine_is_rejected() -> None:
 # -- SGLang
 
 
-def test_sglang_pool_and_plan_are_read_from_its_metrics(qwen: str) -> None:
+def test_kv_pool_plan_and_counters_of_a_watched_sglang_server_are_read(qwen: str) -> None:
     """The model needs 12,288 bytes per token; SGLang reports 0.23 GiB for 20,480 tokens."""
     with sglang() as server:
         found = look(server, qwen, gpu="h100-80g")

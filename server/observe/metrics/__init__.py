@@ -39,7 +39,6 @@ from tonnage.server.observe.metrics.headroom import (
 from tonnage.server.observe.metrics.memory import memory_families
 from tonnage.server.observe.metrics.pool import difference_families, pool_families
 from tonnage.server.observe.metrics.requests import (
-    ADMISSIONS,
     admission_families,
     engine_request_families,
     latency_families,
@@ -50,8 +49,6 @@ from tonnage.server.observe.metrics.tier import tier_families
 from tonnage.server.observe.metrics.usage import Usage
 from tonnage.server.observe.metrics.vllm_names import vllm_families
 from tonnage.server.state import ServerState
-
-__all__ = ["ADMISSIONS", "Metrics"]
 
 
 class Metrics:

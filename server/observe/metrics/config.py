@@ -8,6 +8,9 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines.stats import EngineStats
 from tonnage.server.observe.metrics.families import Page
 
+# Labels of the metric tonnage_plan_info; `PlanSummary` has fields of the same names
+PLAN_LABELS = ("plan_id", "revision", "engine", "architecture", "quantization")
+
 
 def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | None) -> None:
     """Write the metrics of the memory plan and of the server's settings.
@@ -21,7 +24,7 @@ def plan_families(page: Page, plans: Sequence[Plan], max_num_queued_reqs: int | 
         "tonnage_plan_info",
         "The plan the pool is sized by; always 1. Revision 0 was forecast before the load, revision 1 is what "
         "the engine has after it.",
-        ("plan_id", "revision", "engine", "architecture", "quantization"),
+        PLAN_LABELS,
         [_identity(item) for item in plans],
     )
     for name, (text, value) in _numbers(plans[0], max_num_queued_reqs).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, replace
+from statistics import linear_regression
 
 from tonnage.cache.admission import AdmissionRequest, Limits, largest_prompt, reserved_blocks
 from tonnage.server.engines.stats import PoolStats
@@ -83,13 +84,10 @@ class Trend:
         """
         if blocks_left <= 0:
             return 0.0
-        count = len(self._points)
-        if count < 2:
+        if len(self._points) < 2:
             return FOREVER_SECONDS
-        mean_time = sum(at for at, _ in self._points) / count
-        mean_taken = sum(taken for _, taken in self._points) / count
-        spread = sum((at - mean_time) ** 2 for at, _ in self._points)
-        slope = sum((at - mean_time) * (taken - mean_taken) for at, taken in self._points) / spread
+        times, taken = zip(*self._points, strict=True)
+        slope = linear_regression(times, taken).slope
         if slope * FOREVER_SECONDS <= blocks_left:
             return FOREVER_SECONDS
         return blocks_left / slope

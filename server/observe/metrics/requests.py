@@ -10,8 +10,8 @@ from tonnage.server.observe.metrics.families import Page
 from tonnage.server.observe.metrics.usage import TenantUsage
 from tonnage.server.requests.counts import OUTCOMES, Outcome, RequestCounts
 
-# All pairs (outcome, reason) of an admission decision. The API applies max_num_queued_reqs, before a request
-# reaches the engine.
+# All pairs (outcome, reason) of an admission decision. The reason max_num_queued_reqs is not the engine's: the
+# API applies this limit before a request reaches the engine.
 ADMISSIONS: tuple[tuple[str, str], ...] = (
     ("admit", "fits"),
     ("admit", "resumed"),

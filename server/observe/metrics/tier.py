@@ -6,6 +6,7 @@ the KV tier of a watched server under the same names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from tonnage.cache.disk.metrics import GAUGES, METRICS
@@ -45,11 +46,17 @@ def tier_families(page: Page, tier: TierStats | None, block_size: int) -> None:
     if tier is None:
         return
     values = {**asdict(tier), "host_hit_tokens": tier.host_hit_blocks * block_size}
-    for name, text in HOST_METRICS.items():
-        write = page.gauge if name in HOST_GAUGES else page.counter
-        write(f"tonnage_tier_{name}", text, values[name])
-    if tier.disk is None:
-        return
-    for name, value in asdict(tier.disk).items():
-        write = page.gauge if name in GAUGES else page.counter
-        write(f"tonnage_tier_{name}", METRICS[name], value)
+    write_tier(page, {name: values[name] for name in HOST_METRICS} | (values["disk"] or {}))
+
+
+def write_tier(page: Page, values: Mapping[str, float | None]) -> None:
+    """Write metrics of a KV tier.
+
+    Args:
+        page: the metrics page to write to.
+        values: values by name in `HOST_METRICS` or `tonnage.cache.disk.metrics.METRICS`; None writes nothing.
+    """
+    texts = HOST_METRICS | METRICS
+    for name, value in values.items():
+        write = page.gauge if name in (*HOST_GAUGES, *GAUGES) else page.counter
+        write(f"tonnage_tier_{name}", texts[name], value)

@@ -63,10 +63,10 @@ class Usage:
 
     def __init__(self, accounts: Accounts, limits: Limits) -> None:
         self.mix = RequestMix()
-        # the nameless tenant exists from the start, so that its metric series begin at zero
+        # the tenant of requests without an API key exists from the start, so that its metrics begin at zero
         self.tenants: dict[str, TenantUsage] = {NO_TENANT: TenantUsage()}
         self._limits = limits
-        # id() of an unfinished ticket -> upper bound of the KV blocks of its request
+        # id() of the ticket of an unfinished request -> upper bound of the request's KV blocks
         self._asked: dict[int, int] = {}
         accounts.on_submit.append(self._submitted)
         accounts.on_finish.append(self._finished)
@@ -74,12 +74,9 @@ class Usage:
     def tenant(self, name: str) -> TenantUsage:
         """Return the usage that counts requests of the tenant `name`; tenants beyond MAX_TENANTS share one."""
         label = name or NO_TENANT
-        known = self.tenants.get(label)
-        if known is None:
-            if len(self.tenants) >= MAX_TENANTS:
-                label = OTHER_TENANTS
-            known = self.tenants.setdefault(label, TenantUsage())
-        return known
+        if label not in self.tenants and len(self.tenants) >= MAX_TENANTS:
+            label = OTHER_TENANTS
+        return self.tenants.setdefault(label, TenantUsage())
 
     def _submitted(self, ticket: Ticket) -> None:
         submission = ticket.submission
@@ -100,7 +97,7 @@ class Usage:
         assert ticket.outcome is not None
         usage.outcomes[ticket.outcome] += 1
         asked = self._asked.pop(id(ticket), None)
-        if asked is None:  # the request was rejected before it reached the engine
+        if asked is None:  # a request that was rejected before it reached the engine
             return
         usage.in_flight -= 1
         usage.asked_blocks -= asked

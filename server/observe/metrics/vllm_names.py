@@ -14,7 +14,17 @@ from tonnage.server.state import ServerState
 
 def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     """Write the server's statistics under vLLM's metric names, with vLLM's labels model_name and engine."""
-    pool, accounts = stats.pool, state.accounts
+    pool, accounts, plan = stats.pool, state.accounts, state.plan
+    # The few of the 34 labels of vllm:cache_config_info that known tools read. As in vLLM, booleans are written
+    # as Python's True and False.
+    config = {
+        "block_size": plan.kv_cache.layout.block_size,
+        "num_gpu_blocks": plan.kv_cache.num_blocks,
+        "cache_dtype": plan.deployment.kv_cache_dtype,
+        "enable_prefix_caching": plan.deployment.enable_prefix_caching,
+        "gpu_memory_utilization": plan.deployment.gpu_memory_utilization,
+        "kv_cache_memory_bytes": plan.rank.kv_pool_bytes,
+    }
     page.gauge("vllm:num_requests_running", "Number of requests in model execution batches.", stats.running)
     page.gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.", stats.waiting)
     page.gauges(
@@ -28,7 +38,6 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         "KV-cache usage. 1 means 100 percent usage.",
         pool.used / pool.usable if pool.usable else 0.0,
     )
-    config = _cache_config(state)
     page.info(
         "vllm:cache_config_info",
         "Information of the LLMEngine CacheConfig.",
@@ -63,19 +72,3 @@ def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
         ("request_queue_time_seconds", "Time spent in WAITING phase.", accounts.queue_wait),
     ):
         page.histogram(f"vllm:{name}", f"{text} In seconds.", histogram)
-
-
-def _cache_config(state: ServerState) -> dict[str, object]:
-    """Return labels of the metric `vllm:cache_config_info`: the few of vLLM's 34 that known tools read.
-
-    Booleans are written as Python's ``True`` and ``False``.
-    """
-    deployment, cache = state.plan.deployment, state.plan.kv_cache
-    return {
-        "block_size": cache.layout.block_size,
-        "num_gpu_blocks": cache.num_blocks,
-        "cache_dtype": deployment.kv_cache_dtype,
-        "enable_prefix_caching": deployment.enable_prefix_caching,
-        "gpu_memory_utilization": deployment.gpu_memory_utilization,
-        "kv_cache_memory_bytes": state.plan.rank.kv_pool_bytes,
-    }

@@ -76,9 +76,9 @@ class EngineTotals:
     def _settle(self, admission: AdmissionStats) -> None:
         """Compute the aborted requests and the requests in flight from the counts of Tonnage's scheduler.
 
-        Aborted requests are the received ones that are neither finished nor unfinished. When a stop string
-        matches, vLLM's front end finishes a request one step before the scheduler does. The difference is then
-        too low for one step, so the count of aborted requests is never lowered.
+        Aborted requests are the received requests that have not finished and are no longer in the scheduler.
+        When a stop string matches, vLLM's front end finishes a request one step before the scheduler does. The
+        difference is then too low for one step, so the count of aborted requests is never lowered.
         """
         counts = self.counts
         ended = sum(counts.outcomes[outcome] for outcome in _REPORTED)

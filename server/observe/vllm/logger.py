@@ -71,8 +71,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         if parallel.worker_extension_cls.startswith("tonnage."):
             return  # `tonnage serve --backend vllm` started this vLLM, and has the metrics on its own page
         with self._guarded("at start"):
-            # The stat logger makes this call, which is about rejected requests, because it is Tonnage's only
-            # code in the API process of a plain vLLM.
+            # This call lets vLLM's API process return Tonnage's rejections to the client. It stands here,
+            # because the stat logger is the only code of Tonnage in the API process of a plain vLLM.
             return_rejections()
         if getattr(parallel, "_api_process_count", 1) > 1:
             logger.warning(
@@ -86,11 +86,12 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
         with self._guarded("at start"):
             self._name = served_name(vllm_config)
             self._register()
-            self._workers = figures.read()  # the workers have already written their measured bytes
+            # vLLM's workers have loaded the model and stored their measured bytes
+            self._workers = figures.read()
             if vllm_config.device_config.device_type == "cpu":
                 self._sampler = PeakSampler(interval=_SAMPLE_SECONDS)
                 self._sampler.start()
-            # vLLM's config has the sum over all engines, so divide it by the number of engines.
+            # num_gpu_blocks is the sum over all engines of this process; they have equally many blocks.
             blocks = (vllm_config.cache_config.num_gpu_blocks or 0) // max(1, len(engine_indexes))
             queued = getattr(vllm_config.scheduler_config, "max_num_queued_reqs", None)
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -114,8 +115,8 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
             if engine is not None:
                 engine.totals.record(scheduler_stats, iteration_stats)
             elif scheduler_stats is not None:
-                # take the values that Tonnage's scheduler put into this field, so that vLLM's own page does not
-                # show them
+                # Tonnage's scheduler put its values into this field; remove them, so that vLLM's own metrics
+                # page does not show them
                 take_stats(scheduler_stats.waiting_lora_adapters)
 
     def record_admission_rejection(self, reason: str) -> None:
@@ -161,7 +162,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
-        # Without a sampler the model is on a GPU, and the memory of the processes does not include GPU memory.
+        # Only a vLLM on a CPU has a sampler. On a GPU the memory of the processes would not include GPU memory.
         if sampler is None:
             return MeasuredMemory(
                 weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,

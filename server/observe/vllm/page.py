@@ -39,7 +39,4 @@ class CollectedPage(Page):
                 family.add_sample(name, {**self._base, **dict(zip(labels, key, strict=True))}, float(value))
 
     def _metric(self, name: str, kind: str, text: str) -> Metric:
-        known = self._families.get(name)
-        if known is None:
-            known = self._families[name] = Metric(name, text, kind)
-        return known
+        return self._families.setdefault(name, Metric(name, text, kind))

@@ -28,9 +28,7 @@ def read_headroom(samples: Samples) -> Headroom | None:
 
 def read_auto(samples: Samples) -> AutoStats | None:
     """Return the state of the admission mode `auto` over all engines of the page, or None in other modes."""
-    engines = samples.values_of("engine_index", "tonnage_admission_fallbacks_total")
-    parts = [samples.where(engine_index=engine) for engine in engines] or [samples]
-    found = [_auto(part) for part in parts]
+    found = [_auto(part) for part in samples.by("engine_index", "tonnage_admission_fallbacks_total")]
     return total_auto([auto for auto in found if auto is not None])
 
 
@@ -39,14 +37,9 @@ def _auto(samples: Samples) -> AutoStats | None:
     if fallbacks is None:
         return None
     parts = {labels.get("part"): seconds for labels, seconds in samples.of("tonnage_step_cost_seconds")}
-    share = samples.total("tonnage_admission_share_ratio")
     cost = StepCost(*(parts[part] for part in COST_PARTS)) if parts.keys() >= set(COST_PARTS) else None
-    return AutoStats(
-        cost,
-        share,
-        samples.total("tonnage_admission_rehearsed_gain_ratio"),
-        fallbacks,
-    )
+    share = samples.total("tonnage_admission_share_ratio")
+    return AutoStats(cost, share, samples.total("tonnage_admission_rehearsed_gain_ratio"), fallbacks)
 
 
 def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
@@ -54,8 +47,8 @@ def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
 
     The plan's bytes are those of the rank whose measured bytes are also on the page.
     """
-    engines = samples.values_of("engine_index", "tonnage_memory_planned_bytes")
-    one = samples.where(engine_index=engines[0]) if engines else samples
+    engines = samples.by("engine_index", "tonnage_memory_planned_bytes")
+    one = engines[0]
     info = next((labels for labels, _ in one.of("tonnage_plan_info") if labels.get("revision") == "0"), {})
     planned = one.of("tonnage_memory_planned_bytes")
     size, block = one.count("tonnage_config_block_bytes"), one.count("tonnage_config_block_size_tokens")
@@ -64,7 +57,6 @@ def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
     device = next(
         (labels["device"] for labels, _ in one.of("tonnage_memory_measured_bytes")), planned[0][0]["device"]
     )
-    blocks = one.count("tonnage_config_num_blocks")
     return PlanSummary(
         plan_id=info["plan_id"],
         model=model or "its model",
@@ -76,15 +68,14 @@ def read_plan(samples: Samples, model: str | None) -> PlanSummary | None:
         block_size=block,
         bytes_per_block=size,
         max_model_len=one.count("tonnage_config_max_model_len_tokens"),
-        num_blocks=blocks,
-        replicas=max(1, len(engines)),
+        num_blocks=one.count("tonnage_config_num_blocks"),
+        replicas=len(engines),
     )
 
 
 def read_measured(samples: Samples) -> dict[str, int]:
     """Return one engine's measured bytes by memory component from the metrics page."""
-    engines = samples.values_of("engine_index", "tonnage_memory_measured_bytes")
-    one = samples.where(engine_index=engines[0]) if engines else samples
+    one = samples.by("engine_index", "tonnage_memory_measured_bytes")[0]
     series = one.of("tonnage_memory_measured_bytes")
     return _components(series, series[0][0]["device"]) if series else {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tonnage.server.engines.stats import added
 from tonnage.server.watch.client import Client, Response
 from tonnage.server.watch.records import Counters, PlanSummary, Pool, Reading, Replica, ServerFacts
 from tonnage.server.watch.samples import Samples
@@ -43,7 +44,8 @@ class LlamaCppServer:
         """Return the model, context and slots of a llama-server."""
         props = mapping(client.get("/props").json())
         card = next(iter(cards(client.get("/v1/models").json())), {})
-        slots, context = number(props.get("total_slots")) or 1, _context(props)
+        slots = number(props.get("total_slots")) or 1
+        context = number(mapping(props.get("default_generation_settings")).get("n_ctx"))  # tokens of one slot
         unified = self._shares(slots)
         flags: dict[str, Any] = {} if context is None else {"max_model_len": context}
         # Slots that share one context are planned as one sequence with that context.
@@ -68,16 +70,18 @@ class LlamaCppServer:
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the running requests, slots and counters of a llama-server now."""
-        # With --no-slots the server answers 501 here, so only counters are known then.
+        # With --no-slots the server answers GET /slots with 501. Only its counters are known then.
         slots = objects(client.get("/slots").json())
         replicas, typical = self._slots(samples, slots)
+        computed = samples.count("llamacpp:prompt_tokens_total")
+        cached = samples.count("llamacpp:prompt_tokens_cached_total")
         return Reading(
             replicas=replicas,
             counters=Counters(
-                prompt_tokens=samples.count("llamacpp:prompt_tokens_total"),
+                prompt_tokens=computed,
                 generation_tokens=samples.count("llamacpp:tokens_predicted_total"),
-                prefix_query_tokens=_queried(samples),
-                prefix_hit_tokens=samples.count("llamacpp:prompt_tokens_cached_total"),
+                prefix_query_tokens=added((computed, cached)),
+                prefix_hit_tokens=cached,
             ),
             measured=facts.measured,
             started=page.start,
@@ -118,14 +122,3 @@ def _pool(cells: int, slots: list[tuple[int, bool]]) -> Pool:
     used = min(cells, sum(tokens for tokens, busy in slots if busy))
     cached = min(cells - used, sum(tokens for tokens, busy in slots if not busy))
     return Pool(num_blocks=cells, usable=cells, block_size=1, used=used, cached=cached)
-
-
-def _context(props: Any) -> int | None:
-    """Return the context length of one slot in tokens, from ``props``, the answer of the server's /props."""
-    return number(mapping(props.get("default_generation_settings")).get("n_ctx"))
-
-
-def _queried(samples: Samples) -> int | None:
-    computed = samples.count("llamacpp:prompt_tokens_total")
-    cached = samples.count("llamacpp:prompt_tokens_cached_total")
-    return None if computed is None or cached is None else computed + cached

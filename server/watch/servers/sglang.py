@@ -1,4 +1,6 @@
-"""Reading of SGLang 0.4 to 0.5: metrics of docs/references/production_metrics.md, scheduler and tokenizer.
+"""Reading of SGLang 0.4 to 0.5: the metrics of its scheduler and tokenizer manager, and its arguments.
+
+The metrics are described in SGLang's docs/references/production_metrics.md.
 
 ``/server_info`` (in older releases ``/get_server_info``) has all arguments of the server. The ranks of one
 replica (tp_rank, pp_rank, moe_ep_rank) repeat its figures, so the largest value counts. The values of replicas
@@ -78,14 +80,12 @@ class SGLangServer:
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return the running requests, pools and counters of an SGLang server now."""
-        names = samples.values_of("dp_rank", "sglang:num_running_reqs") or [""]
-        parts = [samples.where(dp_rank=name) if name else samples for name in names]
-        started = samples.total("process_start_time_seconds")
+        replicas = samples.by("dp_rank", "sglang:num_running_reqs")
         return Reading(
-            replicas=tuple(_replica(part, facts) for part in parts),
+            replicas=tuple(_replica(part, facts) for part in replicas),
             counters=_counters(samples),
             measured=facts.measured,
-            started=None if started is None else str(started),
+            started=samples.total("process_start_time_seconds"),
             tier=_tier(samples),
         )
 
@@ -125,7 +125,7 @@ def _measured(memory: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _value(samples: Samples, *names: str) -> float | None:
-    """Return the metric that is the first of `names` on the page, summed over replicas; None without any.
+    """Return the first metric of `names` that the page has, summed over replicas, or None if it has none.
 
     The ranks of one replica repeat its value, so the largest of them counts.
     """

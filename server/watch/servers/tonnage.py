@@ -110,7 +110,7 @@ def _planned(plan: Mapping[str, Any]) -> PlanSummary:
 def _memory(client: Client) -> Mapping[str, Any]:
     found = mapping(client.get("/memory").json())
     if "plan" not in found or "pool" not in found:
-        raise WatchError(f"{client.url}/memory is not from a Tonnage server")
+        raise WatchError(f"{client.url}/memory is not from a Tonnage server, although its /metrics is")
     return found
 
 

@@ -29,29 +29,24 @@ _CACHE = {
     "kv_cache_memory_bytes": "kv_cache_memory_bytes",
     "num_gpu_blocks_override": "num_gpu_blocks_override",
 }
-# section of vllm_config in /server_info -> its fields, each with the field of the Deployment
+# section of vllm_config in /server_info -> its fields, which the Deployment has under the same names
 _CONFIG = {
-    "model_config": {"enforce_eager": "enforce_eager", "quantization": "quantization"},
-    "parallel_config": {
-        "tensor_parallel_size": "tensor_parallel_size",
-        "pipeline_parallel_size": "pipeline_parallel_size",
-        "data_parallel_size": "data_parallel_size",
-        "decode_context_parallel_size": "decode_context_parallel_size",
-        "enable_expert_parallel": "enable_expert_parallel",
-    },
-    "scheduler_config": {
-        "max_num_seqs": "max_num_seqs",
-        "max_num_batched_tokens": "max_num_batched_tokens",
-    },
-    "device_config": {"device": "device"},
-    "lora_config": {"max_loras": "max_loras", "max_lora_rank": "max_lora_rank"},
-}
+    "model_config": ("enforce_eager", "quantization"),
+    "parallel_config": (
+        "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
+        "enable_expert_parallel",
+    ),
+    "scheduler_config": ("max_num_seqs", "max_num_batched_tokens"),
+    "device_config": ("device",),
+    "lora_config": ("max_loras", "max_lora_rank"),
+}  # fmt: skip
 # Metrics of KV tiers in vLLM 0.32: distributed/kv_transfer/kv_connector/v1/offloading/metrics.py,
 # v1/simple_kv_offload/metrics.py; of LMCache: lmcache/observability.py.
 _TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
 _TIER_SECONDS = ("vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum")
-_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"  # one series per rank; the ranks load at the same time
-_MOST_GIB = 1 << 30  # a larger value cannot be a size in GiB and is ignored
+# Seconds that LMCache spent loading: one series per rank. The ranks load concurrently, so the largest counts.
+_LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"
+_MOST_GIB = 1 << 30  # a larger value of --kv-offloading-size cannot be in GiB and is ignored
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
 
@@ -82,8 +77,8 @@ class VLLMServer:
         info = mapping(client.get("/server_info?config_format=json").json())
         config = mapping(info.get("vllm_config"))
         flags |= _from_config(config)
-        if len(engines := samples.values_of("engine", _INFO)) > 1:
-            flags["data_parallel_size"] = len(engines)
+        if (engines := len(samples.by("engine", _INFO))) > 1:
+            flags["data_parallel_size"] = engines
         if isinstance(length := own.get("max_model_len"), int):
             flags["max_model_len"] = length
         notes = []
@@ -103,11 +98,8 @@ class VLLMServer:
 
     def read(self, client: Client, samples: Samples, page: Response, facts: ServerFacts) -> Reading:
         """Return a vLLM server's running requests, KV pools and counters at this moment."""
-        engines = samples.values_of("engine", "vllm:num_requests_running") or [""]
-        parts = [samples.where(engine=name) if name else samples for name in engines]
-        started = samples.total("process_start_time_seconds")
         return Reading(
-            replicas=tuple(map(_replica, parts)),
+            replicas=tuple(map(_replica, samples.by("engine", "vllm:num_requests_running"))),
             counters=Counters(
                 preemptions=samples.count("vllm:num_preemptions_total"),
                 prompt_tokens=samples.count("vllm:prompt_tokens_total"),
@@ -124,7 +116,7 @@ class VLLMServer:
                 finished_generation=samples.count("vllm:request_generation_tokens_sum"),
             ),
             measured=read_measured(samples),
-            started=None if started is None else str(started),
+            started=samples.total("process_start_time_seconds"),
             headroom=read_headroom(samples),
             auto=read_auto(samples),
             tier=_tier(samples),
@@ -207,7 +199,7 @@ def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, names in _CONFIG.items():
         section = mapping(config.get(part))
-        found |= {name: section[key] for key, name in names.items() if section.get(key) is not None}
+        found |= {name: section[name] for name in names if section.get(name) is not None}
     if "max_loras" in found:
         found["enable_lora"] = True
     if isinstance(device := found.get("device"), str):

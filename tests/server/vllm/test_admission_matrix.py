@@ -34,7 +34,9 @@ def cell(mode: str, **ratios: float) -> dict[str, Any]:
     }
 
 
-def test_cell_of_the_admission_benchmark_has_all_figures_and_recomputed_tokens(matrix: Any, aims: Any) -> None:
+def test_result_of_the_admission_benchmark_for_one_load_has_all_figures_and_recomputed_tokens(
+    matrix: Any, aims: Any
+) -> None:
     cost = matrix.named()["cpu"]
     ground = matrix.Ground(
         "cpu", cost, "exponential", 200, ("closed-64", "open-0.95"), ("cold",), ("guaranteed",), 1, 90
@@ -71,7 +73,9 @@ def test_admission_benchmark_does_not_time_the_first_load_of_a_warm_scheduler(ma
     assert server.scheduler.clock() == server.now
 
 
-def test_admission_benchmark_draws_equal_loads_from_equal_seeds_and_bursts_at_once(matrix: Any) -> None:
+def test_admission_benchmark_draws_equal_loads_from_equal_seeds_and_bursts_of_simultaneous_requests(
+    matrix: Any,
+) -> None:
     for kind in matrix.KINDS:
         drawn = matrix.load(kind, 64, 3)
         matrix.load.cache_clear()
@@ -128,7 +132,7 @@ def test_fitted_step_costs_are_within_ten_percent_of_published_70b_measurements(
         assert ms == pytest.approx(row["tpot_ms"], rel=0.1)
 
 
-def test_cost_option_of_the_benchmark_needs_a_name_and_three_or_four_numbers(
+def test_cost_option_of_the_admission_benchmark_needs_a_name_and_three_or_four_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

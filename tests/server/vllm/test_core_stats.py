@@ -107,7 +107,7 @@ def test_statistics_of_several_engine_cores_are_added_up() -> None:
     assert now(made).admission_mode == "predictive"
 
 
-def test_queue_times_are_recorded_only_for_registered_requests() -> None:
+def test_queue_time_of_a_vllm_request_is_recorded_only_if_our_server_sent_the_request() -> None:
     made, iteration = cores(), IterationStats()
     made.queued["mine"] = None
     iteration.finished_requests = [

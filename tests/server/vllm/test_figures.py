@@ -45,7 +45,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     log.setLevel(level)
 
 
-def test_memory_sizes_that_a_gpu_worker_logs_are_received(folder: Path) -> None:
+def test_api_process_receives_the_memory_sizes_that_a_vllm_gpu_worker_logs(folder: Path) -> None:
     assert read() == WorkerMemory()
     log = logging.getLogger("vllm.v1.worker.gpu_worker")
     log.info(WEIGHTS, "14.96", 3.25)

@@ -39,7 +39,7 @@ def running(found: World) -> Counter[str]:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_short_request_in_vllm_starts_at_once_although_another_key_has_filled_the_queue(
+def test_short_request_in_vllm_starts_at_once_although_another_api_key_has_filled_the_queue(
     mode: str, asynchronous: bool
 ) -> None:
     found = world(mode, asynchronous=asynchronous)
@@ -57,7 +57,7 @@ def test_short_request_in_vllm_starts_at_once_although_another_key_has_filled_th
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_short_prompt_waits_only_one_step_for_another_keys_long_prompt_in_vllm(mode: str) -> None:
+def test_short_prompt_in_vllm_waits_only_one_step_for_the_long_prompt_of_another_api_key(mode: str) -> None:
     found = world(mode)
     for at in range(3):
         found.add(request(f"long-{at}", 2000, 10, arrival=at, key="long"), 10)
@@ -75,7 +75,7 @@ def test_short_prompt_waits_only_one_step_for_another_keys_long_prompt_in_vllm(m
     ("keys", "token_seconds", "longest"), [(2, 1e-3, 260), (2, 1e-5, 2048), (1, 1e-3, 2048)]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_vllm_steps_are_shortened_while_slow_prompts_delay_another_keys_stream(
+def test_vllm_steps_are_shortened_while_slow_prompts_delay_the_stream_of_another_api_key(
     mode: str, keys: int, token_seconds: float, longest: int, asynchronous: bool
 ) -> None:
     found = world(mode, keys=keys, blocks=2_000, batched=2048, asynchronous=asynchronous)
@@ -129,7 +129,7 @@ def test_requests_without_an_api_key_count_as_one_key_of_weight_1() -> None:
     assert wish_of(SimpleNamespace(sampling_params=None)).tenant == ""  # a request for an embedding
 
 
-def test_prompts_of_the_same_key_are_not_delayed_by_fair_shares() -> None:
+def test_fair_sharing_delays_no_prompt_for_a_shorter_one_of_the_same_api_key() -> None:
     one, two = request("one", 900, 4, key="a"), request("two", 9, 4, key="a")
     three = request("three", 9, 4, key="b")
     assert shortest_first([two], [one]) == ([two], [])
@@ -144,7 +144,7 @@ def test_invalid_number_of_api_keys_is_rejected(keys: object) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fair_shares_add_few_steps_if_only_one_key_is_active(mode: str) -> None:
+def test_fair_sharing_adds_few_steps_if_only_one_api_key_is_active(mode: str) -> None:
     """Blocks are short, so that admission decides on one request after each departure."""
     steps = {}
     for keys in (1, 2):

@@ -98,7 +98,9 @@ def run_world(mode: str, seed: int) -> World:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("first", range(0, WORLDS, CHUNK))
-def test_each_request_of_a_random_run_of_vllms_scheduler_ends_exactly_once(mode: str, first: int) -> None:
+def test_each_request_ends_exactly_once_in_random_runs_of_tonnages_scheduler_in_vllm(
+    mode: str, first: int
+) -> None:
     for seed in range(first, min(first + CHUNK, WORLDS)):
         world = run_world(mode, seed)
         if mode in ("guaranteed", "no_evict"):

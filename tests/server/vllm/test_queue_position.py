@@ -148,7 +148,7 @@ def test_rejection_of_a_request_that_never_fits_states_exact_numbers() -> None:
         positions.check(asked(1, 1, 9), pools=False)
 
 
-def test_n_outputs_in_vllm_are_counted_without_shared_blocks() -> None:
+def test_reservation_for_n_outputs_in_vllm_counts_the_prompt_blocks_n_times() -> None:
     positions = QueuePositions(LIMITS)
     assert positions.rejection(AdmissionRequest(64, 16, n=2)) is None
     never = positions.rejection(AdmissionRequest(64, 16, n=3))

@@ -155,7 +155,7 @@ def test_waiting_and_rejected_admission_decisions_are_counted() -> None:
     assert (told.received, told.unfinished) == (5, 0)
 
 
-def test_waits_for_max_num_active_seqs_are_counted_as_waits_for_a_sequence() -> None:
+def test_waits_because_of_max_num_active_seqs_are_reported_with_the_reason_sequences() -> None:
     """vLLM runs with ``--max-num-active-seqs`` below ``--max-num-seqs``."""
     tried = world("guaranteed", sequences=8)
     setattr(tried.scheduler, tried.scheduler._names.seats, 2)

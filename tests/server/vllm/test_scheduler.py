@@ -150,7 +150,7 @@ def test_speculative_drafts_of_varying_length_cause_no_preemption(
 
 
 @pytest.mark.parametrize("seed", [4, 33])
-def test_shared_block_freed_and_computed_again_counts_one_owner(seed: int) -> None:
+def test_block_that_was_shared_then_freed_and_computed_again_counts_as_held_by_one_request(seed: int) -> None:
     """A block that two requests shared, freed, evicted and computed again is not shared any more."""
     draw = random.Random(seed)
     w = world("guaranteed", 14, batched=32, sequences=8, asynchronous=False)
@@ -217,7 +217,7 @@ def test_greedy_mode_makes_exactly_the_steps_of_vllms_own_scheduler(asynchronous
 
 @pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
 @pytest.mark.parametrize("counts", [True, False], ids=["by counts", "by truth"])
-def test_deferred_prefills_make_the_same_steps_as_vllms_own_scheduler(
+def test_scheduler_with_enough_blocks_defers_prefills_in_the_same_steps_as_vllms_own(
     mode: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With enough blocks, held requests count as waiting when vLLM decides whether to defer prefills."""
@@ -237,7 +237,7 @@ def test_deferred_prefills_make_the_same_steps_as_vllms_own_scheduler(
 
 
 @pytest.mark.parametrize("mode", ["predictive", "guaranteed", "no_evict"])
-def test_requests_held_by_admission_end_vllms_deferral_of_prefills(mode: str) -> None:
+def test_vllm_defers_no_prefill_while_admission_holds_requests_back(mode: str) -> None:
     """vLLM itself defers no prefill while requests wait for blocks."""
     taken = []
     for interval in (1, 8):
@@ -292,7 +292,7 @@ def test_request_of_higher_priority_starts_first() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("seed", range(3))
-def test_request_waiting_for_a_lora_slot_blocks_no_other(policy: str, seed: int) -> None:
+def test_request_waiting_for_a_lora_slot_blocks_no_other_request(policy: str, seed: int) -> None:
     """vLLM skips such requests, and they are admitted like all others once there is a slot."""
     draw = random.Random(seed)
     w = world("guaranteed", 30, loras=2, policy=policy)
@@ -309,7 +309,7 @@ def test_request_waiting_for_a_lora_slot_blocks_no_other(policy: str, seed: int)
     assert w.preemptions == w.scheduler.fallbacks == 0
 
 
-def test_request_waiting_for_a_grammar_blocks_no_other() -> None:
+def test_request_waiting_for_a_grammar_blocks_no_other_request() -> None:
     """Admission decides on it once its grammar is ready, and vLLM answers a grammar that failed."""
     w = world("guaranteed", 30)
     futures: dict[str, Future[Any]] = {name: Future() for name in ("bad", "slow")}
@@ -335,7 +335,7 @@ def test_request_waiting_for_a_grammar_blocks_no_other() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_request_that_never_fits_is_rejected_and_blocks_no_other(mode: str) -> None:
+def test_request_that_never_fits_is_rejected_and_blocks_no_other_request(mode: str) -> None:
     w = world(mode, 20)
     w.add(request("before", 40, 50), 20)
     w.add(request("never", 21 * BLOCK, 50), 5)

@@ -205,7 +205,7 @@ def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
     return got
 
 
-def test_values_of_tonnages_scheduler_reach_the_logger_in_vllms_messages(made: Any) -> None:
+def test_statistics_of_tonnages_scheduler_reach_the_stat_logger_in_vllms_messages(made: Any) -> None:
     stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=9 / 21)
     write_stats(TOLD, stats.waiting_lora_adapters)
     stats.waiting_lora_adapters["an adapter"] = 1
@@ -242,7 +242,7 @@ def test_values_of_tonnages_scheduler_reach_the_logger_in_vllms_messages(made: A
     assert value(seen, "tonnage_admission_decisions_total", outcome="wait", reason="max_num_queued_reqs") == 1
 
 
-def test_auto_mode_statistics_reach_the_logger_as_integers_in_vllms_messages(made: Any) -> None:
+def test_auto_mode_statistics_reach_the_stat_logger_as_integers_in_vllms_messages(made: Any) -> None:
     """A plain ``vllm serve`` has the metrics of mode auto, and watch reads the same values."""
     auto = busy()
     auto.rule(64)
@@ -312,7 +312,7 @@ def test_failure_of_tonnages_scheduler_is_counted_in_the_metrics(made: Any) -> N
     assert value(page(), "tonnage_plugin_errors_total") == 1
 
 
-def test_model_that_the_planner_rejects_still_has_the_other_metrics(
+def test_stat_logger_exports_the_other_metrics_for_a_model_that_the_planner_rejects(
     made: Any, monkeypatch: Any, said: list[str]
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -343,7 +343,9 @@ def test_exception_in_our_stat_logger_does_not_reach_vllm(made: Any, monkeypatch
     assert value(page(), "tonnage_plugin_errors_total") >= 3
 
 
-def test_exception_in_the_planner_leaves_the_other_metrics(made: Any, monkeypatch: Any) -> None:
+def test_stat_logger_exports_the_other_metrics_after_an_exception_in_the_planner(
+    made: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(module, "make_plan", None)
     TonnageStatLogger(made, [0])
     seen = page()
@@ -358,7 +360,7 @@ def test_stat_logger_created_again_is_registered_only_once(made: Any) -> None:
     assert value(page(), "tonnage_engine_requests", state="running") == 5
 
 
-def test_stat_logger_exports_nothing_behind_tonnages_own_server(made: Any) -> None:
+def test_stat_logger_exports_nothing_in_a_vllm_that_tonnages_own_server_started(made: Any) -> None:
     before = made.parallel_config.worker_extension_cls
     made.parallel_config.worker_extension_cls = "tonnage.server.engines.vllm.worker.WorkerExtension"
     try:

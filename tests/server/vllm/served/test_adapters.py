@@ -50,7 +50,9 @@ def test_each_lora_adapter_name_generates_with_its_own_adapter(client: openai.Op
 
 
 @needs_vllm
-def test_memory_reports_planned_and_measured_lora_slots(client: openai.OpenAI, bare: Bare) -> None:
+def test_memory_endpoint_reports_planned_and_measured_bytes_of_lora_slots(
+    client: openai.OpenAI, bare: Bare
+) -> None:
     with httpx.Client(
         trust_env=False, timeout=PATIENCE, base_url=str(client.base_url).removesuffix("v1/")
     ) as http:

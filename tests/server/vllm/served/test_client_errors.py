@@ -41,14 +41,16 @@ def told(error: dict[str, Any], blocks: int, http: httpx.Client) -> None:
     assert f"the pool has {sample(http, 'tonnage_config_num_blocks') - 1:.0f}" in error["message"]
 
 
-def test_completion_that_never_fits_gets_400(http: httpx.Client) -> None:
+def test_completion_request_that_never_fits_the_pool_gets_400(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=LONG)
     assert answer.status_code == 400, answer.text
     told(answer.json()["error"], 24, http)
     assert "(3000 prompt tokens, max_tokens 16)" in answer.json()["error"]["message"]
 
 
-def test_chat_that_never_fits_gets_400_and_one_with_the_default_max_tokens_succeeds(http: httpx.Client) -> None:
+def test_chat_request_that_never_fits_the_pool_gets_400_and_one_with_default_max_tokens_succeeds(
+    http: httpx.Client,
+) -> None:
     """vLLM sets the default max_tokens to all of 4,096 tokens, which need 32 blocks."""
     said = [{"role": "user", "content": "hello"}]
     answer = http.post("/v1/chat/completions", json={"model": "demo", "messages": said})
@@ -58,14 +60,14 @@ def test_chat_that_never_fits_gets_400_and_one_with_the_default_max_tokens_succe
     assert short.status_code == 200, short.text
 
 
-def test_request_for_several_outputs_that_never_fits_gets_400(http: httpx.Client) -> None:
+def test_request_for_several_outputs_that_never_fit_the_pool_together_gets_400(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=LONG | {"n": 3, "temperature": 1})
     assert answer.status_code == 400, answer.text
     told(answer.json()["error"], 24, http)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_stream_that_never_fits_gets_400(http: httpx.Client, n: int) -> None:
+def test_streaming_request_that_never_fits_the_pool_gets_400(http: httpx.Client, n: int) -> None:
     """vLLM has already sent status 200, so the rejection is the last event."""
     body = LONG | {"stream": True, "n": n, "temperature": 1}
     events = [line.removeprefix("data: ") for line in http.post("/v1/completions", json=body).text.splitlines()]

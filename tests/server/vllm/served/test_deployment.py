@@ -86,7 +86,7 @@ def plain() -> Any:
     return config_of()
 
 
-def test_every_field_of_the_plan_settings_has_a_tested_vllm_flag() -> None:
+def test_every_field_of_the_plan_settings_has_a_vllm_flag_that_a_test_covers() -> None:
     assert set(FLAGS) | OTHERS == set(Deployment.__match_args__)
 
 

@@ -54,7 +54,7 @@ def test_tenants_in_vllm_share_only_the_configured_prefix() -> None:
     assert found(world, "fourth", PREFIX[: 2 * BLOCK] + TAIL, "fourth") == 2 * BLOCK
 
 
-def test_tenants_in_vllm_share_no_prefix_without_the_option() -> None:
+def test_tenants_in_vllm_share_no_prefix_if_no_shared_prefix_is_configured() -> None:
     world, prompt = served(), PREFIX + TAIL
     assert found(world, "first", prompt, "one tenant") == 0
     assert found(world, "other", prompt, "another") == 0
