@@ -98,7 +98,7 @@ def read_value(text: str) -> Real:
     if not number.is_finite() or number == 0:
         return _float(text, wrong)
     if len(text) > _MOST_DIGITS:
-        raise DeploymentError(f"more than {_MOST_DIGITS:,} characters", field="VALUE")
+        raise DeploymentError(f"the number has more than {_MOST_DIGITS:,} characters", field="VALUE")
     size = number.adjusted()
     if abs(size) > _MOST_DIGITS:
         number = Decimal((number.is_signed(), (1,), _MOST_DIGITS if size > 0 else -_MOST_DIGITS))
@@ -168,7 +168,10 @@ def _rounding(value: Real, stored: float) -> str:
 def _fields(f: FloatFormat, text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
-        raise DeploymentError(f"{text[:40]!r} is not sign,exponent,mantissa", field="--bits", hint="1,17,3")
+        raise DeploymentError(
+            f"{text[:40]!r} is not three integers sign,exponent,mantissa", field="--bits",
+            hint="for example 1,17,3",
+        )  # fmt: skip
     sign, exponent, mantissa = map(int, parts)
     for name, field, bits in (
         ("sign", sign, 1),
@@ -176,7 +179,10 @@ def _fields(f: FloatFormat, text: str) -> tuple[int, int, int]:
         ("mantissa", mantissa, f.mantissa),
     ):
         if field >= 1 << bits:
-            raise DeploymentError(f"{name} {field} does not fit {bits} bits of {f.name}", field="--bits")
+            raise DeploymentError(
+                f"{name} {field} is too large: {f.name} has {bits} bits for it, at most {(1 << bits) - 1}",
+                field="--bits",
+            )
     return sign, exponent, mantissa
 
 

@@ -129,7 +129,7 @@ class FloatFormat:
         return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
 
     def formula(self, sign: int, exponent: int, mantissa: int) -> str:
-        """Return the formula, with numbers filled in, of a value by its sign, exponent and mantissa."""
+        """Return the formula, with numbers filled in, of the value that the three bit fields encode."""
         value = self.decode(sign, exponent, mantissa)
         if not math.isfinite(value):
             return "exponent all ones"

@@ -76,7 +76,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
     names, starts, tails, expressions = set(), [], set(), []
     for count, value in enumerate(values):
         if count > MAX_PATTERNS:
-            raise UnsupportedArchitecture(f"more than {MAX_PATTERNS:,} entries", field=field)
+            raise UnsupportedArchitecture(f"the list has more than {MAX_PATTERNS:,} entries", field=field)
         if value.startswith("re:"):
             expressions.append(_regex(value[3:], field))
         elif re.fullmatch(r"[\w-]+", value, re.ASCII):

@@ -1,7 +1,7 @@
 """Activations that a training step keeps for its backward pass, layer by layer.
 
-Layers that a recipe describes (planner/model/recipe.py) run on a `Tape`, a symbolic forward pass. Activations
-of other decoders are estimated from the shapes of their tensors.
+Layers that a recipe describes (planner/model/recipe.py) run on a `Tape`, a symbolic forward pass. For a
+decoder without a recipe, they are estimated from the shapes of its tensors.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Activations:
 
 
 class ShapeSum(NamedTuple):
-    """Sums of tensor shapes over equal layers, from which activations are estimated without a recipe.
+    """Tensor sizes of a group of equal layers, from which activations are estimated without a recipe.
 
     Attributes:
         layers: number of equal layers.

@@ -209,7 +209,7 @@ def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def _gib_of(row: Row, field: str) -> float:
-    """Return a setup's planned bytes in `field` of a sweep's row as text in GiB; 0.00 if they are None."""
+    """Return a setup's planned memory in GiB from field `field` of a sweep's row; 0 if the field is None."""
     return round((getattr(row, field) or 0) / GiB, 2)
 
 

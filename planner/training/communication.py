@@ -111,7 +111,8 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         hpz = setup.hpz_partition_size
         each = 1 if setup.quantized_weights else weight
         add("all-gather", "weights, forward", each * p // weight, each * p, ranks, steps, "micro-batch")
-        if hpz > 1:  # hpZ: each group of ranks holds a second weight copy
+        if hpz > 1:
+            # With ZeRO++'s hpZ, each group of ranks holds a second copy of the weights for the backward pass.
             add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, steps, "micro-batch")
         else:
             add("all-gather", "weights, backward", each * p // weight, each * p, ranks, steps, "micro-batch")

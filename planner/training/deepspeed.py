@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.units import GiB
 
-BUFFER_FACTOR = 1.5  # DeepSpeed calls this factor additional_buffer_factor
+BUFFER_FACTOR = 1.5  # factor on the CPU bytes, DeepSpeed's additional_buffer_factor
 
 
 class StateEstimate(NamedTuple):

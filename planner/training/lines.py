@@ -26,7 +26,7 @@ LOSS = {
 
 
 def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
-    """Return plan lines in which paged optimizer states take at most the GPU memory that others leave.
+    """Return the plan's lines, with paged optimizer states limited to the GPU memory that is left.
 
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
     excess leaves the GPU. This is how torchtune's published full training of an 8B model fits on an RTX 4090.

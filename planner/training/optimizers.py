@@ -55,7 +55,7 @@ OPTIMIZER = {
 def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
     """Return whether the optimizer is GaLore and projects the tensor's gradient to a low rank.
 
-    It does so for matrices of attention and MLP, and not for embedding, head and norms.
+    GaLore projects the gradients of attention and MLP matrices, not those of embedding, head and norms.
 
     Sources: llamafactory 0.9.5 train/trainer_utils.py, GaLore's torchrun_main.py.
     """

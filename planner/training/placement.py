@@ -11,13 +11,14 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.states import States
 
-# DeepSpeed 0.19 defaults: runtime/zero/config.py, offload_config.py
+# Default sizes of DeepSpeed 0.19 (runtime/zero/config.py, offload_config.py)
 PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
 MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
-NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit
-# DeepSpeed's offload_optimizer.buffer_count; each buffer is as large as the states of the largest tensor.
+NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2
+# Number of buffers for optimizer states on NVMe (offload_optimizer.buffer_count). Each buffer is as large as
+# the states of the largest tensor.
 NVME_OPTIMIZER_BUFFERS = 4
-INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 1.5 is DeepSpeed's additional_buffer_factor.
+INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 3 / 2 is DeepSpeed's additional_buffer_factor
 
 
 class HostBytes(NamedTuple):
@@ -68,7 +69,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
         where = "nvme" if setup.offload_optimizer == "nvme" else "cpu"
         size = states.optimizer + states.master
         if not setup.is_fsdp and not states.master and convention.weights != 4:
-            size += 4 * size // max(1, 2 * convention.state)  # The CPU optimizer keeps fp32 weights.
+            size += 4 * size // max(1, 2 * convention.state)  # DeepSpeed's CPU optimizer adds fp32 weights.
         line("optimizer states", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-optimizer")
         share = states.trainable * states.gradients // max(1, states.full_gradients)
         line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",
@@ -114,7 +115,8 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
         if stack_of(setup).shards_ends and setup.method == "full":
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
-        elif stack_of(setup).shards_ends:  # torchtune's configs leave custom_sharded_layers unset.
+        elif stack_of(setup).shards_ends:
+            # torchtune's configs leave custom_sharded_layers unset, so embedding and head are in the root unit.
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
         high = size

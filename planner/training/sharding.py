@@ -77,7 +77,7 @@ def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
         raise DeploymentError(
             f"{setup.checkpoint_segments} is more than the model's {architecture.layers} layers",
             field="--checkpoint-segments",
-            hint="leave it out for one a layer",
+            hint="leave the flag out for one segment per layer",
         )
 
 

@@ -163,7 +163,7 @@ def states_on_rank(
             per_layer_trained += each if held.trainable else 0
             layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
-        if not held.trainable and held.frozen_bytes < n:  # the weight is quantized
+        if not held.trainable and held.frozen_bytes < n:  # fewer bytes than elements: a quantized weight
             packed = max(packed, n)
         if not held.trainable:
             # The packed bytes of a quantized tensor are sharded in proportion to its elements.
@@ -259,9 +259,8 @@ def _flat(
 ) -> tuple[int, int, int]:  # fmt: skip
     """Return (optimizer state, fp32 copy, gradient) bytes of one rank under ZeRO-1 and ZeRO-2.
 
-    Each of the three is one rank's part of a flat buffer, which is rounded up once. With expert parallelism,
-    the arguments `optimizer`, `master` and `gradients`, which were computed per tensor, are returned for the
-    experts.
+    Each of the three is one rank's part of a flat buffer, which is rounded up once. For a model with expert
+    parallelism, the sums over tensors are returned instead: the arguments `optimizer`, `master`, `gradients`.
     """
     if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
         return optimizer, master, gradients

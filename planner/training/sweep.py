@@ -65,7 +65,10 @@ def sweep(
     for _, values in axes:
         count *= len(values)
     if count > MAX_SETTINGS:
-        raise DeploymentError(f"{count:,} settings are more than {MAX_SETTINGS:,}", field="--sweep")
+        raise DeploymentError(
+            f"the lists of values make {count:,} setups; at most {MAX_SETTINGS:,} are planned", field="--sweep",
+            hint="give fewer values",
+        )  # fmt: skip
     names = [name for name, _ in axes]
     for values in itertools.product(*(values for _, values in axes)):
         try:

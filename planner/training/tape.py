@@ -21,7 +21,7 @@ IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 # Activation functions composed of single operations (transformers 5.19, activations.py) -> number of tensors
 # that each function keeps besides its input
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
-CLAMPED = "clamped-swiglu"  # The activation of gpt-oss's experts is not in ACT2FN.
+CLAMPED = "clamped-swiglu"  # our name for the activation of gpt-oss's experts, which ACT2FN does not have
 ACTIVATIONS = frozenset(
     (
         "silu",
@@ -182,7 +182,7 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """Record a matrix product on the tape and return x W^T, for a W without adapter in the dtype of x.
+        """Record on the tape and return x W^T, for a matrix W that has the dtype of x and no adapter.
 
         Autocast does not cast such a matrix.
         """
@@ -436,7 +436,7 @@ class Tape:
         """
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
-        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # One KV head needs no copy.
+        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # expand() suffices for one KV head
         if self.attention == "eager":
             if upcast:
                 width = self.compute if self.autocast else v.width

@@ -1,4 +1,4 @@
-"""Memory-saving tricks, each planned for the given model and setup and ranked by the time it costs."""
+"""Memory-saving tricks, each planned for one model and setup, and ranked by the time that it costs."""
 
 from __future__ import annotations
 
