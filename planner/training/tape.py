@@ -289,7 +289,7 @@ class Tape:
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
             if kind == "layer-one":  # Under autocast on a GPU, 1 + weight and the bias are cast to 16 bits.
                 cast = self.autocast and self.cuda
-                # autograd keeps 1 + weight
+                # autograd keeps the scaled weight, 1 + weight
                 self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))
                 if cast and weight != self.compute:
                     self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the bias
@@ -319,18 +319,18 @@ class Tape:
             return self.like(squared)
         if kind == "gelu_new":
             self.save(self.cast(x, wide))
-            self.save(out)  # autograd keeps x / 2
-            for _ in range(2):  # autograd keeps tanh and 1 + tanh
+            self.save(out)  # autograd keeps gelu_new's factor x / 2
+            for _ in range(2):  # autograd keeps gelu_new's tanh and 1 + tanh
                 self.save(self.like(x, wide))
             return self.like(x, wide)
         self.save(x)
         if kind == "xielu":
             learned = max(x.width, self.weight if self.trains else self.frozen)
-            self.save(self.like(x, learned))  # autograd keeps alpha_p x
-            self.save(self.like(x, wide))  # autograd keeps expm1
+            self.save(self.like(x, learned))  # autograd keeps xIELU's product alpha_p x
+            self.save(self.like(x, wide))  # autograd keeps xIELU's expm1(x)
             if self.trains:
-                self.save(self.like(x, wide))  # autograd keeps expm1 - x
-            self.save(self.like(x, 1))  # autograd keeps the mask x > 0
+                self.save(self.like(x, wide))  # autograd keeps xIELU's expm1(x) - x
+            self.save(self.like(x, 1))  # autograd keeps xIELU's mask x > 0
             return self.like(x, max(learned, wide))
         for _ in range(WRITTEN_OUT.get(kind, 0)):
             self.save(self.like(x))
