@@ -13,12 +13,12 @@ from tonnage.planner.units import gib
 
 
 def at_most(held: float, limit: int | None) -> float:
-    """Return how many sequences run at once: the KV pool can hold `held`, and --max-num-seqs allows `limit`."""
+    """Return how many sequences run at once: the smaller of `held` (KV pool) and `limit` (--max-num-seqs)."""
     return held if limit is None else min(held, limit)
 
 
 def capacity_by_growth(usable: int, peak: int, each: int) -> int:
-    """Return how many equal requests the KV pool holds if they are admitted one by one until no block is free.
+    """Return how many equally long requests a KV pool holds if they are admitted one by one until it is full.
 
     The last admitted request must find `peak` free blocks while every earlier one holds `each` blocks.
 

@@ -74,7 +74,8 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
         raise UnsupportedArchitecture(
-            "two groups are planned only if exactly one covers experts", field=f"{AT}.config_groups"
+            "only one group of Linear, or two of which one is of the experts, are planned",
+            field=f"{AT}.config_groups",
         )
     return Quantization(
         f"{others[0][0]}+{experts[0][0]}", skip, AT, others[0][1], experts=experts[0][1],
