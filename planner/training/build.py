@@ -14,7 +14,7 @@ from tonnage.planner.training.model import TrainingModel
 from tonnage.planner.training.overheads import overheads_of
 from tonnage.planner.training.peak import Gradients, Peak, StageShape, peak_of
 from tonnage.planner.training.placement import place
-from tonnage.planner.training.plans import Line, TrainingPlan
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.precision import convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup, check_setup
 from tonnage.planner.training.sharding import check_parallel, check_segments, stage_of
@@ -244,10 +244,7 @@ class Planner:
         bounds = self.peak_bounds(setup, stage, states, peak) if peak else (0, 0)
         lines += peak_lines(setup, peak, length, bool(model.estimated), bounds)
         in_layer = setup.stack is None or peak is None or peak.moment.endswith("layer backward")
-        lines += [
-            Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
-            for o in overheads_of(setup, states, self._fp8_modules(setup), in_layer)
-        ]
+        lines += overheads_of(setup, states, self._fp8_modules(setup), in_layer)
         lines += host_lines(setup, placed, peak, states)
         lines = paged(setup, [line for line in lines if line.bytes or line.high])
         stream = setup.micro_batch * ceil_div(length, setup.context_parallel)

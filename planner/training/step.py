@@ -70,6 +70,3 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
 def _deepspeed(setup: TrainingSetup) -> bool:
     """Return whether DeepSpeed runs the optimizer step (strategies zero1 to zero3)."""
     return setup.strategy.startswith("zero")
-
-
-__all__ = ["SUB_GROUP_ELEMENTS", "StepMemory", "kernel_of", "step_of"]
