@@ -37,7 +37,6 @@ class States:
         gradients: bytes of gradients.
         optimizer: bytes of optimizer states.
         counters: bytes of step counters, in host memory.
-        casts: bytes of 16-bit copies of weights that autocast may keep.
         persistent: bytes of small parameters that ZeRO-3 keeps in full on every rank.
         parameters: number of parameters of the rank's part of the model, before sharding.
         trainable: number of trained parameters among these.
@@ -60,7 +59,6 @@ class States:
     gradients: int
     optimizer: int
     counters: int
-    casts: int
     persistent: int
     parameters: int
     trainable: int
@@ -144,7 +142,7 @@ def states_on_rank(
     """
     convention = convention_of(setup)
     pieces = _pieces(trained, architecture, setup, stage)
-    weights = frozen = master = gradients = optimizer = counters = casts = persistent = 0
+    weights = frozen = master = gradients = optimizer = counters = persistent = 0
     parameters = trainable = full_gradients = full_frozen = largest = projected = packed = 0
     per_layer = per_layer_trained = outer_trained = layer_gathered = outer_gathered = end_gathered = 0
     for piece in pieces:
@@ -170,7 +168,6 @@ def states_on_rank(
             bytes_whole = ceil_div(held.frozen_bytes * n, held.elements)
             frozen += ceil_div(bytes_whole * w, n) if w != total else bytes_whole * count
             full_frozen += bytes_whole * count
-            casts += _cast(held, total, convention)
             continue
         trainable += total
         each_w, each_m, each_g, each_s = _trained_bytes(held, convention, setup)
@@ -187,7 +184,6 @@ def states_on_rank(
             projected = max(projected, n)
         optimizer += states if s == total else ceil_div(states * s, total)
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
-        casts += _cast(held, total, convention)
     if setup.is_fsdp and setup.fsdp_version == 1 and setup.method == "full" and weights:
         # FSDP1 has one flat parameter per unit, padded once. The units are the layers, and a root unit with all
         # other tensors.
@@ -205,11 +201,9 @@ def states_on_rank(
         # ZeRO-1 and ZeRO-2 shard one flat buffer, which is padded once.
         ranks = pieces[0].ranks
         optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
-    if setup.method == "muon":
-        counters = 0
     return States(
         weights=weights, frozen=frozen, master=master, gradients=gradients,
-        optimizer=optimizer + shared_bytes(setup.optimizer), counters=counters, casts=casts,
+        optimizer=optimizer + shared_bytes(setup.optimizer), counters=counters,
         persistent=persistent, parameters=parameters, trainable=trainable, layer=per_layer, largest=largest,
         full_gradients=full_gradients, full_frozen=full_frozen, projected=projected, packed=packed,
         layer_trained=per_layer_trained, outer_trained=outer_trained, layer_gathered=layer_gathered,
@@ -239,18 +233,6 @@ def _trained_bytes(
         size = adapter_bytes(setup)
         return size, 0, size, size
     return convention.weights, convention.master, convention.gradients, convention.state
-
-
-def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
-    """Return the bytes of the 16-bit copies that autocast makes of `held`, a group of fp32 tensors.
-
-    The result is 0 for norms and embeddings, which autocast does not cast.
-    """
-    if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
-        return 0
-    if not held.trainable and held.frozen_bytes != 4 * held.elements:
-        return 0
-    return convention.compute * elements
 
 
 def _flat(
