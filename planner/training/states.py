@@ -6,6 +6,7 @@ The module also counts sizes that other modules need for buckets, gathered weigh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
@@ -98,10 +99,7 @@ class _Piece(NamedTuple):
     @property
     def elements(self) -> int:
         """Return the number of elements of one tensor of the group on a rank, before sharding."""
-        n = 1
-        for side in self.shape:
-            n *= side
-        return n
+        return prod(self.shape)
 
 
 def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int) -> list[_Piece]:
