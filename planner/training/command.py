@@ -24,7 +24,7 @@ from tonnage.planner.training.combinations import Combinations, combinations
 from tonnage.planner.training.emit import emit
 from tonnage.planner.training.html import facts_of, plan_page, sweep_page
 from tonnage.planner.training.model import load_training_model
-from tonnage.planner.training.search import FIELDS, largest
+from tonnage.planner.training.search import FIELDS, MULTIPLE, largest
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import with_defaults
 from tonnage.planner.training.sweep import Row, parse_axis, sweep
@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace) -> int:
         render.print_plan(plan, args.explain, sys.stdout)
         screen = Screen(sys.stdout)
         if found:
-            aligned = f" ({found.aligned:,} as a multiple of {found.multiple})" if found.aligned else ""
+            aligned = f" ({found.aligned:,} as a multiple of {MULTIPLE})" if found.aligned else ""
             screen.print(f"Largest {args.find} that fits: {found.value:,}{aligned}")
         for line in render.trick_lines(rows) if rows else ():
             screen.print(line)
