@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -108,13 +108,9 @@ def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
 def run(argv: list[str]) -> int:
     """Run `tonnage train` with `argv` (without the sub-command's name) and return the exit code."""
     try:
-        args = parser().parse_args(argv)
+        return _run(parser().parse_args(argv))
     except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
-    except TonnageError as error:
-        return refused(error)
-    try:
-        return _run(args)
     except TonnageError as error:
         return refused(error)
 
@@ -218,22 +214,13 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
     made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None
-    rows: Iterable[Row] = sweep(planner, setup, axes, made)
+    rows = list(sweep(planner, setup, axes, made))
     if args.html:
         facts = facts_of(setup, planner.model.id, args.gpu, names)
-        rows = every = list(rows)
-        save(args.html, sweep_page(names, every, args.words, facts))
+        save(args.html, sweep_page(names, rows, args.words, facts))
     if args.json:
-        print(json.dumps({
-            "fields": names,
-            "rows": [
-                {"values": list(r.values), "gpu_bytes": r.gpu_bytes, "cpu_bytes": r.cpu_bytes,
-                 "nvme_bytes": r.nvme_bytes, "fits": r.fits, "refused": r.refused}
-                for r in rows
-            ],
-        }))  # fmt: skip
+        print(json.dumps({"fields": names, "rows": [asdict(row) for row in rows]}))
         return FITS
-    rows = list(rows)
     print("\n".join(_sweep_lines(names, rows)))
     screen = Screen(sys.stdout)
     for why, count in Counter(r.refused for r in rows if r.refused).items():
