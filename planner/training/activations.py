@@ -149,9 +149,7 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
         elif len(tensor.shape) == 2:
             linear += sum(tensor.shape)
         sums[tensor.layer] = [linear, routed, norms, weights]
-    counts: dict[tuple[int, ...], int] = {}
-    for values in map(tuple, sums.values()):
-        counts[values] = counts.get(values, 0) + 1
+    counts = Counter(tuple(values) for values in sums.values())
     return tuple(ShapeSum(count, architecture.heads, *values) for values, count in counts.items())
 
 
