@@ -145,11 +145,9 @@ class Planner:
             return None
         stages = setup.pipeline_parallel
         architecture = self.model.architecture
-        flight = 1
-        if stages > 1:
-            # Under the 1F1B pipeline schedule, a stage keeps the activations of one micro-batch for itself and
-            # one for each later stage.
-            flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
+        # Under the 1F1B pipeline schedule, a stage keeps the activations of one micro-batch for itself and one
+        # for each later stage.
+        flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
         shape = StageShape(
             len(stage_of(architecture, setup, stage)),
             architecture.layers,

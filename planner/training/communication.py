@@ -103,8 +103,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         add("all-gather", "weights, forward", p, weight * p, group, steps, "micro-batch")
         add("all-gather", "weights, backward", p, weight * p, group, steps, "micro-batch")
         add("reduce-scatter", "gradients in the group", trained, grad * trained, group)
-        replicas = ranks // group
-        if replicas > 1:
+        if ranks // group > 1:
             add("all-reduce", "gradient shards between groups", ceil_div(2 * trained, group),
                 ceil_div(2 * grad * trained, group), ranks)  # fmt: skip
     elif stage == 3:
@@ -129,7 +128,6 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         high = grad * trained * (steps - 1) if stage == 2 else 0
     elif ranks > 1:
         add("all-reduce", "gradients", 2 * trained, 2 * grad * trained, ranks)
-    layers_here = max(1, setup.pipeline_parallel)
     if setup.tensor_parallel > 1:
         # Tensor parallelism runs two all-reduces forward and two backward in each layer (arXiv 1909.08053).
         # Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter of the same
@@ -138,7 +136,7 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         add("all-reduce", "activations of tensor parallelism", size // 2, size, setup.tensor_parallel, steps,
             "micro-batch")  # fmt: skip
     if setup.pipeline_parallel > 1:
-        size = 2 * activation_bytes // layers_here
+        size = 2 * activation_bytes // setup.pipeline_parallel
         add("send-receive", "activations and their gradients between stages", size // 2, size, ranks + 1, steps,
             "micro-batch")  # fmt: skip
     elements = sum(c.elements for c in out)

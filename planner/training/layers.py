@@ -68,7 +68,8 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
     if a.rope is not None and a.rope.apart:
         q, k = (_rotated(t, a.rope, x, _own_tables(a.rope, x)) for x in (q, k))
     elif a.rope is not None:
-        own = t.interleaved(tables[a.rope.tables]) if a.rope.fresh else tables[a.rope.tables]
+        cos, sin = tables[a.rope.tables]
+        own = (t.like(cos), t.like(sin)) if a.rope.fresh else (cos, sin)
         q, k = _rotated(t, a.rope, q, own), _rotated(t, a.rope, k, own)
     if a.normed_last:
         q, k = _normed(t, a, q, k)

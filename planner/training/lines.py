@@ -120,20 +120,18 @@ def peak_lines(
     low, high = kept - bounds[0], kept + bounds[1]
     if estimated:
         low, high = min(low, int(kept * ESTIMATE_LOW)), max(high, int(kept * ESTIMATE_HIGH))
-    if estimated:
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
         # The lower bound is for a caller that drops the 16-bit logits: 12 of 14 bytes per logit.
-        low = peak.logits
         formula = LOSS[setup.loss if setup.stack is None or setup.loss != "full" else "dropped"]
         out.append(
             Line(
                 "logits and loss",
                 "gpu",
                 peak.logits,
-                low * 12 // 14,
-                low,
+                peak.logits * 12 // 14,
+                peak.logits,
                 formula,
                 "cross-entropy, moment: " + peak.moment,
             )

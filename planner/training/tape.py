@@ -368,8 +368,7 @@ class Tape:
         if self.trains:
             self.save(product)
         out = self.new(chosen * hidden, width, grad)
-        sorted_weights = self.like(weights)
-        self.multiply(out, sorted_weights)
+        self.multiply(out, self.like(weights))
         return self.new(hidden, x.width, grad or weights.grad)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
@@ -389,10 +388,6 @@ class Tape:
         if probability and x.grad:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
-
-    def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
-        """Return symbolic copies of the rotary embedding's cos and sin tables, in interleaved order."""
-        return self.like(tables[0]), self.like(tables[1])
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
         """Record the rotary embedding, which keeps only its cos and sin tables, and return `x` after it."""
@@ -463,7 +458,7 @@ class Tape:
             for tensor in (q, k, v, out):
                 self.save(tensor)
             self.save(self.new(heads, 4, True, split=True))  # the attention kernel keeps log-sum-exp
-            if self.attention == "sdpa" and (masked or self.explicit_mask):
+            if explicit:
                 # SDPA turns the boolean mask into an additive mask of the queries' dtype, and every layer keeps
                 # it.
                 self.save(Value(Extent(mask=1), width, False))
