@@ -58,9 +58,8 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
             raise ConfigError(f"{shown(group)} is not an object", field=where)
         stored = group.get("format") or found.get("format")
         made.append((*_group(group, stored, where, width), _targets(group, where)))
-    plain = [entry for entry in made if "Linear" in entry[2]]
-    if len(made) == 1 and plain:
-        scheme, linear, _ = plain[0]
+    scheme, linear, targets = made[0]
+    if len(made) == 1 and "Linear" in targets:
         return Quantization(scheme, skip, AT, linear, method="compressed-tensors")
     return _mixed(made, skip)
 
