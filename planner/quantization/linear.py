@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tonnage.planner.units import ceil_div
+
 Storages = dict[str, int]
 """Name of a stored tensor -> its bytes."""
 Parts = Callable[[Any, int, int, str], Storages]
@@ -75,6 +77,10 @@ class LinearFormat:
     input_scale: bool = False
     symmetric: bool = True
     code: str = "nf4"
+
+    def groups(self, into: int) -> int:
+        """Return the number of quantization groups along the `into` inputs of a matrix."""
+        return 1 if self.group_size == -1 else ceil_div(into, self.group_size)
 
     def parts(self, out: int, into: int, where: str = "") -> Storages:
         """Return the bytes of each stored tensor of a quantized matrix [out, into] after load."""
