@@ -335,12 +335,14 @@ def _taped(
 
 def _kept(t: Tape) -> Kept:
     """Return the bytes that the backward pass keeps, from the tensors that the `Tape` `t` has recorded."""
-    scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
+    sizes = [(value.size.times(value.width), value.split) for value in t.saved.values()]
+    total = sum((size for size, _ in sizes), Extent())
+    split = sum((size for size, is_split in sizes if is_split), Extent())
     return Kept(
-        t.total(), t.total(split=True), scores,
+        total, split, Extent(score=total.score),
         sum(size for _, size, frozen in t.weight_casts if not frozen),
         sum(size for _, size, frozen in t.weight_casts if frozen),
-        tuple(value.size.times(value.width) for value in t.saved.values()),
+        tuple(size for size, _ in sizes),
     )  # fmt: skip
 
 

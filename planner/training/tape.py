@@ -519,14 +519,3 @@ class Tape:
         if grad:
             self.save(self._operand(v))
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
-
-    def total(self, *, split: bool | None = None) -> Extent:
-        """Return the bytes of all tensors kept for the backward pass, as a polynomial in batch and length.
-
-        With `split` True, only tensors that tensor parallelism splits count; with False, only all others.
-        """
-        out = Extent()
-        for saved in self.saved.values():
-            if split is None or saved.split == split:
-                out = out + saved.size.times(saved.width)
-        return out
