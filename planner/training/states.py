@@ -195,10 +195,10 @@ def states_on_rank(
             for p in pieces
         )
         optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
-    if setup.strategy in ("zero1", "zero2") and trainable:
+    experts_apart = setup.expert_parallel > 1 and any(piece.held.role == "expert" for piece in pieces)
+    if setup.strategy in ("zero1", "zero2") and trainable and not experts_apart:
         # ZeRO-1 and ZeRO-2 shard one flat buffer, which is padded once.
-        ranks = pieces[0].ranks
-        optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
+        optimizer, master, gradients = _flat(pieces, convention, setup)
     return States(
         weights=weights, frozen=frozen, master=master, gradients=gradients,
         optimizer=optimizer + shared_bytes(setup.optimizer), counters=counters,
@@ -233,17 +233,12 @@ def _trained_bytes(
     return convention.weights, convention.master, convention.gradients, convention.state
 
 
-def _flat(
-    pieces: list[_Piece], convention: Convention, setup: TrainingSetup, ranks: Shards,
-    optimizer: int, master: int, gradients: int,
-) -> tuple[int, int, int]:  # fmt: skip
+def _flat(pieces: list[_Piece], convention: Convention, setup: TrainingSetup) -> tuple[int, int, int]:
     """Return (optimizer state, fp32 copy, gradient) bytes of one rank under ZeRO-1 and ZeRO-2.
 
-    Each of the three is one rank's part of a flat buffer, which is rounded up once. For a model with expert
-    parallelism, the sums over tensors are returned instead: the arguments `optimizer`, `master`, `gradients`.
+    Each of the three is one rank's part of a flat buffer, which is rounded up once.
     """
-    if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
-        return optimizer, master, gradients
+    ranks = pieces[0].ranks
     sums = [0, 0, 0]
     for piece in pieces:
         if piece.held.trainable:
