@@ -31,22 +31,16 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
     excess leaves the GPU. This is how torchtune's published full training of an 8B model fits on an RTX 4090.
     """
-    if not setup.optimizer.startswith("paged") or setup.device_memory is None:
+    on_gpu = [line for line in lines if line.place == "gpu"]
+    states = next((line for line in on_gpu if line.name == "optimizer states"), None)
+    if not setup.optimizer.startswith("paged") or setup.device_memory is None or states is None:
         return lines
-    room = setup.device_memory - sum(
-        line.bytes for line in lines if line.place == "gpu" and line.name != "optimizer states"
-    )
-    return [
-        replace(
-            line,
-            bytes=max(0, room),
-            low=0,
-            formula=f"of {gib(line.bytes)} what fits beside the rest: {line.formula}",
-        )
-        if line.place == "gpu" and line.name == "optimizer states" and line.bytes > room
-        else line
-        for line in lines
-    ]
+    room = setup.device_memory - sum(line.bytes for line in on_gpu if line is not states)
+    if states.bytes <= room:
+        return lines
+    formula = f"of {gib(states.bytes)} what fits beside the rest: {states.formula}"
+    limited = replace(states, bytes=max(0, room), low=0, formula=formula)
+    return [limited if line is states else line for line in lines]
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
