@@ -208,7 +208,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     grouped = router.kind.endswith("-groups")
     if grouped:
         h = t.cast(h, 4)
-        stored = t.weight if t.trains else t.frozen
+        stored = t.weight if t.trainable else t.frozen
         if h.grad and stored != 4:  # Autograd keeps the fp32 copy of the router's weight.
             t.save(Value(Extent(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
     elif router.dtype == "float32":

@@ -60,7 +60,7 @@ class Tape:
         rank: LoRA rank.
         fp8: whether Transformer Engine keeps the inputs of linear layers in fp8.
         kernels: differences of the training stack's modules from transformers' modules.
-        trainable: whether the layer's own weights are trained.
+        trainable: whether the layer's own weights are trained, as they are by the methods `full` and `freeze`.
         saved: saved tensors by the `id` of the tensor that owns the storage.
         weight_casts: (module, bytes, whether the weight is frozen) of each cast weight.
     """
@@ -125,11 +125,6 @@ class Tape:
             value.casts[width] = self._fused(self.like(value, width))
         return value.casts[width]
 
-    @property
-    def trains(self) -> bool:
-        """Return whether the base weights of this layer are trained."""
-        return self.trainable and self.method in ("full", "freeze")
-
     def add(self, a: Value, residual: Value) -> Value:
         """Record the sum of `a` and `residual`, which keeps no tensor, and return it in the wider dtype."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
@@ -140,9 +135,9 @@ class Tape:
 
     def scale(self, x: Value) -> Value:
         """Record on the tape and return `x` times a learned vector; if that is trained, `x` is kept."""
-        if self.trains:
+        if self.trainable:
             self.save(x)
-        return self.like(x, max(x.width, self.weight), x.grad or self.trains)
+        return self.like(x, max(x.width, self.weight), x.grad or self.trainable)
 
     def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
         """Record the linear layer `name` on the tape and return its output x W^T.
@@ -151,7 +146,7 @@ class Tape:
         `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
         """
         adapted = name in self.targets
-        base_trained = self.trains
+        base_trained = self.trainable
         width = self.compute if self.autocast else x.width
         inputs = self.cast(x, width)
         feed_forward = name.endswith(IA3_FEED_FORWARD)
@@ -186,9 +181,9 @@ class Tape:
 
         Autocast does not cast such a matrix.
         """
-        if self.trains:
+        if self.trainable:
             self.save(x)
-        return self.new(out, x.width, x.grad or self.trains)
+        return self.new(out, x.width, x.grad or self.trainable)
 
     def _save_input(self, x: Value) -> None:
         """Record a linear layer's input as kept for training, in fp8 if Transformer Engine runs the layer."""
@@ -240,14 +235,14 @@ class Tape:
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
         """Record a compiled norm on the tape and return its output; the norm keeps its input and `moments`."""
-        if x.grad or self.trains:
+        if x.grad or self.trainable:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
-        return self._fused(self.like(x, x.width, x.grad or self.trains))
+        return self._fused(self.like(x, x.width, x.grad or self.trainable))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
         """Record on the tape and return `normal`, the normalized `x`, times the weight of the norm."""
-        trained = self.trains
+        trained = self.trainable
         weight = self.weight if trained else self.frozen
         if kind == "rms":
             narrow = self.cast(normal, x.width)
@@ -267,7 +262,7 @@ class Tape:
 
         Autocast computes LayerNorm in fp32 on a GPU, but not on a CPU.
         """
-        trained = self.trains and kind != "layer-none"
+        trained = self.trainable and kind != "layer-none"
         if self.kernels.compiled:
             return self._compiled_norm(x, self.new(2 * groups, 4, True, split=groups > 1 and x.split))
         if kind == "layer-written":
@@ -325,10 +320,10 @@ class Tape:
             return self.like(x, wide)
         self.save(x)
         if kind == "xielu":
-            learned = max(x.width, self.weight if self.trains else self.frozen)
+            learned = max(x.width, self.weight if self.trainable else self.frozen)
             self.save(self.like(x, learned))  # autograd keeps xIELU's product alpha_p x
             self.save(self.like(x, wide))  # autograd keeps xIELU's expm1(x)
-            if self.trains:
+            if self.trainable:
                 self.save(self.like(x, wide))  # autograd keeps xIELU's expm1(x) - x
             self.save(self.like(x, 1))  # autograd keeps xIELU's mask x > 0
             return self.like(x, max(learned, wide))
@@ -351,21 +346,21 @@ class Tape:
 
         grouped_mm runs in the dtype of the weights, because autocast does not cast its operands.
         """
-        if biased and self.trains:
+        if biased and self.trainable:
             self.save(self.new(chosen, 8, False))  # autograd keeps the indices of the biases
-        width = self.weight if self.trains else self.frozen
-        grad = x.grad or self.trains
+        width = self.weight if self.trainable else self.frozen
+        grad = x.grad or self.trainable
         for _ in range(3):  # three index tensors: the sort's permutation, its inverse, the tokens
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
             self.save(Value(Extent(fixed=count), 4, False))  # autograd keeps the experts' end offsets
-        if self.trains:
+        if self.trainable:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
         gate, up = self.view(both, chosen * inner), self.view(both, chosen * inner)
         product = self._clamped(gate, up) if act == CLAMPED else self.multiply(self.activation(gate, act), up)
-        if self.trains:
+        if self.trainable:
             self.save(product)
         out = self.new(chosen * hidden, width, grad)
         self.multiply(out, self.like(weights))
