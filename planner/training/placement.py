@@ -88,13 +88,15 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
     if setup.optimizer == "paged-adamw-8bit" and not optimizer_off:
         line("pageable optimizer states", "cpu", states.optimizer * node,
              "what is paged out when the GPU is full, at most", "bitsandbytes paged optimizers")  # fmt: skip
+    # Every rank of a node first builds the whole model, instead of its own part of it.
+    whole = setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init)
     return HostBytes(
         weights_off,
         gradients_off,
         optimizer_off,
         tuple(lines),
         _gathered(setup, states, convention),
-        _init(setup, trained),
+        init_bytes(trained.parameters, setup.gpus) if whole else 0,
     )
 
 
@@ -119,8 +121,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
             # torchtune's configs leave custom_sharded_layers unset, so embedding and head are in the root unit.
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
-        high = size
-        return Line("gathered weights", "gpu", size, low, high, formula, "FSDP, one unit prefetched")
+        return Line("gathered weights", "gpu", size, low, size, formula, "FSDP, one unit prefetched")
     prefetch = min(PREFETCH_ELEMENTS, states.parameters)
     live = min(states.parameters, states.layer + prefetch)
     size = max(live, states.largest) * each
@@ -128,13 +129,3 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
     formula = f"{each} bytes x ({states.layer:,} of a layer + {prefetch:,} prefetched)"
     return Line("gathered weights", "gpu", size, states.largest * each, max(size, high), formula,
                 "DeepSpeed stage3_prefetch_bucket_size, stage3_max_live_parameters")  # fmt: skip
-
-
-def _init(setup: TrainingSetup, trained: Trained) -> int:
-    """Return the bytes of a node's CPU memory while its ranks build the model.
-
-    Returns 0 if each rank builds only its own part of the model.
-    """
-    if setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init):
-        return init_bytes(trained.parameters, setup.gpus)
-    return 0
