@@ -92,6 +92,5 @@ def convention_of(setup: TrainingSetup) -> Convention:
 
 def frozen_bytes(setup: TrainingSetup) -> int:
     """Return the bytes per frozen weight: those of --base-dtype, else 4 in fp32 training and 2 otherwise."""
-    if setup.base_dtype is not None:
-        return DTYPE_BYTES[setup.base_dtype]
-    return 4 if setup.precision == "fp32" else 2
+    default = "fp32" if setup.precision == "fp32" else "bf16"
+    return DTYPE_BYTES[setup.base_dtype or default]

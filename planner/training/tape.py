@@ -428,11 +428,10 @@ class Tape:
         sizes = heads * head, heads * (head if value is None else value)
         repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # expand() suffices for one KV head
         if self.attention == "eager":
+            if upcast or sinks:
+                width = self.compute if self.autocast else v.width
             if upcast:
-                width = self.compute if self.autocast else v.width
                 q, k = self.cast(q, 4), self.cast(k, 4)
-            if sinks:
-                width = self.compute if self.autocast else v.width
             return self._eager(
                 q, k, v, heads, sizes, repeat, softcap, dropout, softmax, width, upcast=upcast,
                 sinks=sinks,
