@@ -121,7 +121,7 @@ class Quantization:
         found = self.format_of(tensor)
         if found is None and tensor.stored is not None:
             return tensor.elements * ELEMENT_BYTES[dtype if tensor.stored == "model" else tensor.stored]
-        extra = 0 if found is None else matrices(tensor)[0] * found.extra_in_file
+        extra = 0 if found is None else matrices(tensor)[0] * found.kind.extra_in_file(found)
         return self.bytes_after_load(tensor, dtype) + extra
 
     def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
