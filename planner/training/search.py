@@ -23,7 +23,7 @@ class Largest:
     Attributes:
         field: the searched field, `micro_batch` or `sequence_length`.
         value: the largest value that fits.
-        aligned: `value` rounded down to a multiple of MULTIPLE, None if the result is 0.
+        aligned: `value` rounded down to a multiple of 8, None if the result is 0.
         plan: the training plan with `value`.
     """
 
