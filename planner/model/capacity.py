@@ -13,19 +13,19 @@ from tonnage.planner.units import gib
 
 
 def at_most(held: float, limit: int | None) -> float:
-    """Return how many sequences run at once: the KV pool can hold `held`, and --max-num-seqs allows `limit`."""
+    """Return how many sequences run at once: the smaller of `held` (KV pool) and `limit` (--max-num-seqs)."""
     return held if limit is None else min(held, limit)
 
 
 def capacity_by_growth(usable: int, peak: int, each: int) -> int:
-    """Return how many equal requests the KV pool holds if they are admitted one by one until no block is free.
+    """Return how many equally long requests a KV pool holds if they are admitted one by one until it is full.
 
-    The pool is fullest when one request holds `peak` blocks and all others hold `each`.
+    The last admitted request must find `peak` free blocks while every earlier one holds `each` blocks.
 
     Args:
         usable: number of usable blocks in the KV pool.
-        peak: blocks of the request that holds the most.
-        each: blocks of each of the other requests.
+        peak: blocks of a request while it holds the most.
+        each: blocks of an earlier request at that moment.
     """
     return 0 if peak > usable else 1 + (usable - peak) // each
 
@@ -56,7 +56,7 @@ class RequestCapacity:
     Attributes:
         bytes: KV cache bytes of one request at the decode step with the most blocks.
         at_once: requests that run without any preemption (`capacity_without_preemption`).
-        bounds: lower and upper bound of `at_once`, from the interval of the pool's size.
+        bounds: `at_once` for the lower and the upper bound of the pool's size.
         at_last: requests that fit if they are admitted one after another and have all reached their last
             tokens.
         started: requests that fit when their prompts have just been processed; if more than `at_once`, some are

@@ -65,6 +65,6 @@ class HostMemory:
         return sum(part.high for part in self.parts if part.shared)
 
     def _most(self, held: list[tuple[str, int]]) -> int:
-        """Return the larger of the host memory's peaks while loading and while serving, in bytes."""
+        """Return the larger of the peaks while loading and while serving, of (when, bytes) pairs in `held`."""
         sums = {when: sum(size for other, size in held if other == when) for when, _ in held}
         return sums.get("always", 0) + max(sums.get("loading", 0), sums.get("serving", 0))

@@ -60,7 +60,7 @@ def disk_tier(text: str, field: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TierGroup:
-    """The chunks of KV cache that a tier keeps of one request of max_model_len tokens, for one layer group.
+    """For one layer group: the KV cache chunks that a tier keeps of a request of max_model_len tokens.
 
     Attributes:
         kind: kind of the group's layers, such as `full`, `sliding` or `state`.

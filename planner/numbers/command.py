@@ -22,6 +22,7 @@ from tonnage.planner.numbers.formats import (
     Real,
     is_finite,
     nearest_nf4,
+    relative_error,
     size_of,
 )
 from tonnage.planner.screen import aligned
@@ -98,7 +99,7 @@ def read_value(text: str) -> Real:
     if not number.is_finite() or number == 0:
         return _float(text, wrong)
     if len(text) > _MOST_DIGITS:
-        raise DeploymentError(f"more than {_MOST_DIGITS:,} characters", field="VALUE")
+        raise DeploymentError(f"the number has more than {_MOST_DIGITS:,} characters", field="VALUE")
     size = number.adjusted()
     if abs(size) > _MOST_DIGITS:
         number = Decimal((number.is_signed(), (1,), _MOST_DIGITS if size > 0 else -_MOST_DIGITS))
@@ -114,19 +115,18 @@ def _float(text: str, wrong: DeploymentError) -> float:
 
 def value_rows(value: Real) -> list[dict[str, Any]]:
     """Return one table row per number format: how it stores `value`, with bits, relative error and rounding."""
-    rows = []
-    for f in FLOATS:
-        rows.append(_row(f, value))
+    rows = [_row(f, value) for f in FLOATS]
     for name, low, high, _ in INTEGERS:
         if is_finite(value):
             stored = max(low, min(high, round(value)))
             what = "saturates" if not low <= round(value) <= high else _rounding(value, stored)
-            error = _relative(value, stored)
+            error = relative_error(value, stored)
             rows.append({"format": name, "value": stored, "relative_error": error, "what": f"{what} (scale 1)"})
     if is_finite(value) and size_of(value) <= 1:
         index, level = nearest_nf4(value)
+        error = relative_error(value, level)
         rows.append(
-            {"format": "nf4", "value": level, "bits": f"{index:04b}", "relative_error": _relative(value, level),
+            {"format": "nf4", "value": level, "bits": f"{index:04b}", "relative_error": error,
              "what": "level next to it, absmax 1"}
         )  # fmt: skip
     return rows
@@ -150,15 +150,8 @@ def _row(f: FloatFormat, value: Real) -> dict[str, Any]:
     return {
         "format": f.name, "sign": sign, "exponent": exponent, "mantissa": mantissa, "bias": f.bias,
         "bits": f.pattern(sign, exponent, mantissa), "formula": f.formula(sign, exponent, mantissa),
-        "value": stored, "relative_error": _relative(value, stored), "what": what,
+        "value": stored, "relative_error": relative_error(value, stored), "what": what,
     }  # fmt: skip
-
-
-def _relative(value: Real, stored: float) -> float | None:
-    """Return the relative error |stored - value| / |value|; None where it is undefined (zero, infinity)."""
-    if not math.isfinite(stored) or not is_finite(value) or value == 0:
-        return None
-    return float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
 
 
 def _rounding(value: Real, stored: float) -> str:
@@ -168,7 +161,10 @@ def _rounding(value: Real, stored: float) -> str:
 def _fields(f: FloatFormat, text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(p.strip().isdecimal() for p in parts):
-        raise DeploymentError(f"{text[:40]!r} is not sign,exponent,mantissa", field="--bits", hint="1,17,3")
+        raise DeploymentError(
+            f"{text[:40]!r} is not three integers sign,exponent,mantissa", field="--bits",
+            hint="for example 1,17,3",
+        )  # fmt: skip
     sign, exponent, mantissa = map(int, parts)
     for name, field, bits in (
         ("sign", sign, 1),
@@ -176,7 +172,10 @@ def _fields(f: FloatFormat, text: str) -> tuple[int, int, int]:
         ("mantissa", mantissa, f.mantissa),
     ):
         if field >= 1 << bits:
-            raise DeploymentError(f"{name} {field} does not fit {bits} bits of {f.name}", field="--bits")
+            raise DeploymentError(
+                f"{name} {field} is too large: {f.name} has {bits} bits for it, at most {(1 << bits) - 1}",
+                field="--bits",
+            )
     return sign, exponent, mantissa
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
-from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, size_of
+from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, relative_error, size_of
 
 
 def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
@@ -33,8 +32,7 @@ def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
         lines.append(f"  Overflow: the largest value is {f.largest!r}, and {said[:40]} becomes {becomes}.")
     elif is_finite(value) and value != 0 and stored == 0:
         lines.append(f"  Underflow: the smallest value is {f.smallest!r}, and {said[:40]} becomes 0.")
-    elif is_finite(value) and value != 0 and stored != value:
-        error = float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
+    elif stored != value and (error := relative_error(value, stored)) is not None:
         lines.append(
             f"  relative error |{stored!r} - {said[:40]}| / |{said[:40]}| = {error:.2e}"
             + ("" if exponent == 0 else f", at most 2^-{f.mantissa + 1} = {2.0 ** -(f.mantissa + 1):.2e}")

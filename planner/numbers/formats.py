@@ -57,10 +57,14 @@ class FloatFormat:
         return (1 << self.exponent) - (1 if self.top_exponent_is_number else 2)
 
     @property
+    def top_mantissa(self) -> int:
+        """Return the mantissa field (as an integer) of the largest finite number in the format."""
+        return (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
+
+    @property
     def largest(self) -> float:
         """Return the largest finite number of the format."""
-        mantissa = (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
-        return math.ldexp((1 << self.mantissa) + mantissa, self.top - self.bias - self.mantissa)
+        return math.ldexp((1 << self.mantissa) + self.top_mantissa, self.top - self.bias - self.mantissa)
 
     @property
     def smallest_normal(self) -> float:
@@ -99,37 +103,34 @@ class FloatFormat:
             return sign, 0, 0
         # so that 2^(power-1) < size < 2^(power+1)
         power = size.numerator.bit_length() - size.denominator.bit_length()
-        if size < _power_of_two(power):
+        if size < Fraction(2) ** power:
             power -= 1
         exponent = max(power + self.bias, 1)
-        steps = round(size * _power_of_two(self.bias + self.mantissa - exponent))  # round() rounds ties to even
+        steps = round(
+            size * Fraction(2) ** (self.bias + self.mantissa - exponent)
+        )  # round() rounds ties to even
         if steps >= 2 << self.mantissa:
             steps, exponent = steps >> 1, exponent + 1
         if steps < 1 << self.mantissa:
             return sign, 0, steps
         mantissa = steps - (1 << self.mantissa)
-        if exponent > self.top or (
-            self.nan_at_top and exponent == self.top and mantissa == (1 << self.mantissa) - 1
-        ):
+        if (exponent, mantissa) > (self.top, self.top_mantissa):
             return self._too_large(sign)
         return sign, exponent, mantissa
 
     def _nan(self, sign: int) -> tuple[int, int, int]:
         if self.top_exponent_is_number and not self.nan_at_top:
-            return self._finite_top(sign)  # E2M1 has no NaN; use the largest number
+            return sign, self.top, self.top_mantissa  # E2M1 has no NaN; use the largest number
         ones = (1 << self.exponent) - 1
         return sign, ones, (1 << self.mantissa) - 1 if self.nan_at_top else 1 << (self.mantissa - 1)
 
     def _too_large(self, sign: int) -> tuple[int, int, int]:
         if self.overflow == "infinity":
             return sign, (1 << self.exponent) - 1, 0
-        return self._finite_top(sign)
-
-    def _finite_top(self, sign: int) -> tuple[int, int, int]:
-        return sign, self.top, (1 << self.mantissa) - 1 - (1 if self.nan_at_top else 0)
+        return sign, self.top, self.top_mantissa
 
     def formula(self, sign: int, exponent: int, mantissa: int) -> str:
-        """Return the formula, with numbers filled in, of a value by its sign, exponent and mantissa."""
+        """Return the formula, with numbers filled in, of the value that the three bit fields encode."""
         value = self.decode(sign, exponent, mantissa)
         if not math.isfinite(value):
             return "exponent all ones"
@@ -152,8 +153,11 @@ def size_of(value: Real) -> Real:
     return -value if value < 0 else value
 
 
-def _power_of_two(power: int) -> Fraction:
-    return Fraction(1 << power) if power >= 0 else Fraction(1, 1 << -power)
+def relative_error(value: Real, stored: float) -> float | None:
+    """Return the relative error |stored - value| / |value|; None where it is undefined (zero, infinity)."""
+    if not math.isfinite(stored) or not is_finite(value) or value == 0:
+        return None
+    return float(abs(Fraction(stored) - Fraction(value)) / abs(Fraction(value)))
 
 
 FLOATS = (

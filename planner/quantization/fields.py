@@ -37,6 +37,13 @@ def size_of(found: dict[str, Any], name: str, default: int | None, where: str = 
     return size
 
 
+def sides_of(block: object) -> tuple[int, int] | None:
+    """Return (rows, columns) of a block that shares a scale, None if `block` is not two positive integers."""
+    if not isinstance(block, list) or not all(type(side) is int and 0 < side <= 1 << 16 for side in block):
+        return None
+    return (block[0], block[1]) if len(block) == 2 else None
+
+
 def flag(found: dict[str, Any], name: str, default: bool) -> bool:
     """Return the boolean in field `name` of a `quantization_config`, `default` if it is missing."""
     value = found.get(name)

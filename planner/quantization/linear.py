@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tonnage.planner.units import ceil_div
+
 Storages = dict[str, int]
 """Name of a stored tensor -> its bytes."""
 Parts = Callable[[Any, int, int, str], Storages]
@@ -21,7 +23,8 @@ class Kind:
         loaded: kernel name (a value of `Engine.kernels`) -> function like `parts`, for kernels that repack
             weights on load.
         warmed: kernel name -> function like `parts`, for kernels that repack weights in the first forward pass.
-        extra_in_file: bytes in the file that are not loaded; negative if the file has fewer bytes.
+        extra_in_file: function that returns the bytes per matrix that the file has and the loaded model has
+            not; negative if the file has fewer bytes.
         text_in_file: function that returns the (fewest, most) bytes of a text that the file stores with a
             matrix of a given dtype and shape.
         suffix: end of the tensor's name in the file, if it is not `.weight`.
@@ -38,7 +41,7 @@ class Kind:
     parts: Parts
     loaded: Mapping[str, Parts] = field(default_factory=dict)
     warmed: Mapping[str, Parts] = field(default_factory=dict)
-    extra_in_file: Callable[[Any], int] | None = None
+    extra_in_file: Callable[[Any], int] = lambda f: 0
     text_in_file: Callable[[Any, str, tuple[int, ...]], tuple[int, int]] | None = None
     suffix: str | None = None
     stored_as: str | None = None
@@ -76,6 +79,10 @@ class LinearFormat:
     symmetric: bool = True
     code: str = "nf4"
 
+    def groups(self, into: int) -> int:
+        """Return the number of quantization groups along the `into` inputs of a matrix."""
+        return 1 if self.group_size == -1 else ceil_div(into, self.group_size)
+
     def parts(self, out: int, into: int, where: str = "") -> Storages:
         """Return the bytes of each stored tensor of a quantized matrix [out, into] after load."""
         return self.kind.parts(self, out, into, where)
@@ -91,8 +98,3 @@ class LinearFormat:
         """
         changed = self.kind.warmed.get(kernel or "")
         return changed(self, out, into, where) if changed else self.loaded_by(kernel, out, into, where)
-
-    @property
-    def extra_in_file(self) -> int:
-        """Return the bytes per quantized matrix that the checkpoint has and the loaded model has not."""
-        return self.kind.extra_in_file(self) if self.kind.extra_in_file else 0

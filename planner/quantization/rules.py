@@ -14,7 +14,7 @@ from functools import cache
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.model.fields import shown
 
-_PREFIXES = ("model.", "language_model.", "backbone.", "transformer.", "thinker.")
+_PREFIXES = re.compile(r"^(?:(?:model|language_model|backbone|transformer|thinker)\.)+")
 _RENAMED = (("block_sparse_moe", "mlp"), (".ffn.", ".mlp."), (".attn.", ".self_attn."), ("feed_forward", "mlp"))
 # Regular expressions in published files use only these characters. Expressions with repeated groups are
 # refused, because matching can take exponential time.
@@ -26,15 +26,9 @@ MAX_PATTERNS = 200_000
 @cache
 def spelling(name: str) -> str:
     """Return a module's name in normalized spelling: wrapper prefixes removed, MLPs renamed to `mlp`."""
-    cut = True
-    while cut:
-        cut = False
-        for prefix in _PREFIXES:
-            if name.startswith(prefix):
-                name, cut = name[len(prefix) :], True
+    name = _PREFIXES.sub("", name)
     for old, new in _RENAMED:
-        if old in name:
-            name = name.replace(old, new)
+        name = name.replace(old, new)
     return "lm_head" if name == "head" else name
 
 
@@ -76,7 +70,7 @@ def compile_patterns(values: Iterable[str], field: str) -> Patterns:
     names, starts, tails, expressions = set(), [], set(), []
     for count, value in enumerate(values):
         if count > MAX_PATTERNS:
-            raise UnsupportedArchitecture(f"more than {MAX_PATTERNS:,} entries", field=field)
+            raise UnsupportedArchitecture(f"the list has more than {MAX_PATTERNS:,} entries", field=field)
         if value.startswith("re:"):
             expressions.append(_regex(value[3:], field))
         elif re.fullmatch(r"[\w-]+", value, re.ASCII):

@@ -53,9 +53,8 @@ class Quantization:
         if not tensor.name.endswith(".weight") or len(tensor.shape) != 2:
             return None
         # DeepSeek-V4's grouped projection is a subclass of nn.Linear; FP8 checkpoints quantize it as nn.Linear
-        if tensor.module_class not in kind.classes and tensor.module_class != "GroupedLinear":
-            return None
-        if tensor.module_class == "GroupedLinear" and kind.while_loading:
+        classes = kind.classes if kind.while_loading else (*kind.classes, "GroupedLinear")
+        if tensor.module_class not in classes:
             return None
         if self.named:
             own = self.named.get(spelling(tensor.module))
@@ -113,9 +112,7 @@ class Quantization:
         `kernels` maps the name of a format to the kernel that repacks it.
         """
         found = self.format_of(tensor) or self._default()
-        count, out, into = matrices(tensor)
-        parts = found.loaded_by(kernels.get(found.kind.name), out, into, tensor.module)
-        return {name: count * size for name, size in parts.items()}
+        return self._parts(tensor, found, kernels.get(found.kind.name))
 
     def bytes_in_file(self, tensor: TensorSpec, dtype: str) -> int:
         """Return the bytes of `tensor` in the checkpoint's files; a buffer that files do not store counts 0."""
@@ -124,9 +121,7 @@ class Quantization:
         found = self.format_of(tensor)
         if found is None and tensor.stored is not None:
             return tensor.elements * ELEMENT_BYTES[dtype if tensor.stored == "model" else tensor.stored]
-        extra = 0
-        if found is not None:
-            extra = matrices(tensor)[0] * found.extra_in_file
+        extra = 0 if found is None else matrices(tensor)[0] * found.kind.extra_in_file(found)
         return self.bytes_after_load(tensor, dtype) + extra
 
     def bytes_after_warmup(self, tensor: TensorSpec, dtype: str, kernel: str | None) -> int:
@@ -154,11 +149,11 @@ class Quantization:
             size = _SIZES[key] = sum(self._parts(tensor, found).values())
         return size
 
-    def _parts(self, tensor: TensorSpec, found: LinearFormat) -> dict[str, int]:
-        """Return name -> bytes of the tensors that store one weight in the format `found`."""
+    def _parts(self, tensor: TensorSpec, found: LinearFormat, kernel: str | None = None) -> dict[str, int]:
+        """Return name -> bytes of the tensors that store a weight in the format `found`, loaded by `kernel`."""
         count, out, into = matrices(tensor)
-        parts = found.parts(out, into, tensor.module)
-        return parts if count == 1 else {name: count * size for name, size in parts.items()}
+        parts = found.loaded_by(kernel, out, into, tensor.module)
+        return {name: count * size for name, size in parts.items()}
 
     def describe(self) -> str:
         """Return the quantization scheme's name and the details of its format as text."""

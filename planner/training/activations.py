@@ -1,7 +1,7 @@
 """Activations that a training step keeps for its backward pass, layer by layer.
 
-Layers that a recipe describes (planner/model/recipe.py) run on a `Tape`, a symbolic forward pass. Activations
-of other decoders are estimated from the shapes of their tensors.
+Layers that a recipe describes (planner/model/recipe.py) run on a `Tape`, a symbolic forward pass. For a
+decoder without a recipe, they are estimated from the shapes of its tensors.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Activations:
 
 
 class ShapeSum(NamedTuple):
-    """Sums of tensor shapes over equal layers, from which activations are estimated without a recipe.
+    """Tensor sizes of a group of equal layers, from which activations are estimated without a recipe.
 
     Attributes:
         layers: number of equal layers.
@@ -149,9 +149,7 @@ def shape_sums(architecture: Architecture) -> tuple[ShapeSum, ...]:
         elif len(tensor.shape) == 2:
             linear += sum(tensor.shape)
         sums[tensor.layer] = [linear, routed, norms, weights]
-    counts: dict[tuple[int, ...], int] = {}
-    for values in map(tuple, sums.values()):
-        counts[values] = counts.get(values, 0) + 1
+    counts = Counter(tuple(values) for values in sums.values())
     return tuple(ShapeSum(count, architecture.heads, *values) for values, count in counts.items())
 
 
@@ -337,12 +335,14 @@ def _taped(
 
 def _kept(t: Tape) -> Kept:
     """Return the bytes that the backward pass keeps, from the tensors that the `Tape` `t` has recorded."""
-    scores = Extent(score=sum(value.size.score * value.width for value in t.saved.values()))
+    sizes = [(value.size.times(value.width), value.split) for value in t.saved.values()]
+    total = sum((size for size, _ in sizes), Extent())
+    split = sum((size for size, is_split in sizes if is_split), Extent())
     return Kept(
-        t.total(), t.total(split=True), scores,
+        total, split, Extent(score=total.score),
         sum(size for _, size, frozen in t.weight_casts if not frozen),
         sum(size for _, size, frozen in t.weight_casts if frozen),
-        tuple(value.size.times(value.width) for value in t.saved.values()),
+        tuple(size for size, _ in sizes),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tonnage.planner.training.model import TrainingModel
 from tonnage.planner.training.overheads import overheads_of
 from tonnage.planner.training.peak import Gradients, Peak, StageShape, peak_of
 from tonnage.planner.training.placement import place
-from tonnage.planner.training.plans import Line, TrainingPlan
+from tonnage.planner.training.plans import TrainingPlan
 from tonnage.planner.training.precision import convention_of, frozen_bytes
 from tonnage.planner.training.setup import TrainingSetup, check_setup
 from tonnage.planner.training.sharding import check_parallel, check_segments, stage_of
@@ -55,6 +55,8 @@ _ACTIVATIONS = attrgetter(
 )
 
 
+# Number of fp32 copies of the largest tensor in an optimizer step.
+#
 # torchao's 8-bit AdamW computes with parameter, gradient and both states in fp32 (optim/adam.py
 # single_param_adam), always compiled. The compiler fuses away the gradient's copy, so three fp32 copies remain.
 # The lower bound is 0 copies (bitsandbytes), the upper bound 4 (nothing fused).
@@ -64,7 +66,7 @@ _FP32_COPIES = 3
 def _copies_operands(setup: TrainingSetup) -> bool:
     """Return whether the setup's optimizer step makes fp32 copies of a whole tensor.
 
-    torchao's 8-bit AdamW does so, which torchtune uses.
+    torchao's 8-bit AdamW, which torchtune uses, makes such copies.
     """
     return stack_of(setup).states_in_fp32 and setup.optimizer == "adamw-8bit"
 
@@ -100,9 +102,10 @@ class Planner:
         return setup.sequence_length or min(DEFAULT_LENGTH, self.model.architecture.max_model_len)
 
     def activations(self, setup: TrainingSetup, kernels: Kernels | None = None) -> Activations | None:
-        """Return the activations that the layers keep for the backward pass; None if they can't be planned.
+        """Return the activations that the layers keep for the backward pass.
 
-        `kernels` says which fused modules run, in place of those of the setup's training library.
+        Returns None if the planner does not support the model's activations. `kernels` replaces the fused
+        modules that the setup's training library would use.
         """
         recipe = self.model.recipe
         if recipe is None:
@@ -133,20 +136,18 @@ class Planner:
     ) -> Peak | None:  # fmt: skip
         """Return the memory peak of a training step on one pipeline stage, besides the model states.
 
-        Returns None if activations are not planned for the model. `copies` is the number of fp32 copies that an
-        8-bit optimizer makes of the largest tensor. If it is None, the planned number is used: 3 for torchao's
-        8-bit AdamW.
+        Returns None if the planner does not support the model's activations. `kernels` replaces the fused
+        modules that the setup's training library would use. `copies` is the number of fp32 copies that an 8-bit
+        optimizer makes of the largest tensor. By default it is 3 for torchao's 8-bit AdamW, and 0 otherwise.
         """
         acts = self.activations(setup, kernels)
         if acts is None:
             return None
         stages = setup.pipeline_parallel
         architecture = self.model.architecture
-        flight = 1
-        if stages > 1:
-            # Under the 1F1B pipeline schedule, a stage keeps the activations of one micro-batch for itself and
-            # one for each later stage.
-            flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
+        # Under the 1F1B pipeline schedule, a stage keeps the activations of one micro-batch for itself and one
+        # for each later stage.
+        flight = min(stages - stage, setup.pipeline_micro_batches or setup.gradient_accumulation)
         shape = StageShape(
             len(stage_of(architecture, setup, stage)),
             architecture.layers,
@@ -173,20 +174,20 @@ class Planner:
     def peak_bounds(self, setup: TrainingSetup, stage: int, states: States, peak: Peak) -> tuple[int, int]:
         """Return the bytes by which a training step's memory peak may be (lower, higher) than planned.
 
-        The bounds are peaks of variants of the setup:
+        The bounds are the lowest and the highest peak of these variants of the setup, where they apply:
 
         - torch.compile keeps the fewest or the most tensors for the backward pass.
         - torchtune's RMSNorm is a single fused operation, not a composition of operations in fp32.
         - An 8-bit optimizer makes no fp32 copies, or 4.
-        - With fp8, the same setup in bf16.
-        - With tensor parallelism, the same setup with sequence parallelism, which also divides the residual
+        - A setup with fp8 runs in bf16 instead.
+        - A setup with tensor parallelism uses sequence parallelism too, which also divides the residual
           stream.
         """
         kernels = kernels_of(setup)
         low = high = kernels
         if kernels.compiled == "least":
-            # The plan assumes that the training stack's own kernels keep the fewest tensors. For the upper
-            # bound, torch.compile keeps more.
+            # The plan already assumes the fewest kept tensors. The upper bound is what torch.compile's default
+            # partitioner keeps.
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")
@@ -241,10 +242,7 @@ class Planner:
         bounds = self.peak_bounds(setup, stage, states, peak) if peak else (0, 0)
         lines += peak_lines(setup, peak, length, bool(model.estimated), bounds)
         in_layer = setup.stack is None or peak is None or peak.moment.endswith("layer backward")
-        lines += [
-            Line(o.name, "gpu", o.bytes, o.low, o.high, o.formula, o.source)
-            for o in overheads_of(setup, states, self._fp8_modules(setup), in_layer)
-        ]
+        lines += overheads_of(setup, states, self._fp8_modules(setup), in_layer)
         lines += host_lines(setup, placed, peak, states)
         lines = paged(setup, [line for line in lines if line.bytes or line.high])
         stream = setup.micro_batch * ceil_div(length, setup.context_parallel)

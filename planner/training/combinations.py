@@ -21,8 +21,8 @@ class Combinations:
 
     Attributes:
         rows: the combinations that fit, fastest first.
-        smallest: of all fitting changes with the fewest tricks (one trick or a combination), the fastest; None
-            if nothing fits.
+        smallest: the fastest of the changes that fit with the fewest tricks (one trick if any single trick
+            fits); None if nothing fits.
         tried: number of combinations planned.
         complete: whether all combinations with the largest planned number of tricks were planned.
     """
@@ -36,7 +36,7 @@ class Combinations:
 def combinations(
     planner: Planner, setup: TrainingSetup, singles: tuple[Trick, ...], most: int = MOST_TRIED
 ) -> Combinations:
-    """Return the fitting combinations of those memory-saving tricks in `singles` that do not fit alone.
+    """Return the combinations that fit of the memory-saving tricks in `singles` that alone do not suffice.
 
     Pairs are planned first. Triples and quadruples follow only if no single trick and no smaller combination
     fits. Combinations with the largest summed saving come first, and at most `most` are planned. Combinations

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +24,7 @@ from tonnage.planner.training.combinations import Combinations, combinations
 from tonnage.planner.training.emit import emit
 from tonnage.planner.training.html import facts_of, plan_page, sweep_page
 from tonnage.planner.training.model import load_training_model
-from tonnage.planner.training.search import FIELDS, largest
+from tonnage.planner.training.search import FIELDS, MULTIPLE, largest
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import with_defaults
 from tonnage.planner.training.sweep import Row, parse_axis, sweep
@@ -108,13 +108,9 @@ def setup_from(args: argparse.Namespace, **changes: Any) -> TrainingSetup:
 def run(argv: list[str]) -> int:
     """Run `tonnage train` with `argv` (without the sub-command's name) and return the exit code."""
     try:
-        args = parser().parse_args(argv)
+        return _run(parser().parse_args(argv))
     except SystemExit as stop:  # argparse exits after --help.
         return int(stop.code or 0)
-    except TonnageError as error:
-        return refused(error)
-    try:
-        return _run(args)
     except TonnageError as error:
         return refused(error)
 
@@ -162,7 +158,7 @@ def _run(args: argparse.Namespace) -> int:
         render.print_plan(plan, args.explain, sys.stdout)
         screen = Screen(sys.stdout)
         if found:
-            aligned = f" ({found.aligned:,} as a multiple of {found.multiple})" if found.aligned else ""
+            aligned = f" ({found.aligned:,} as a multiple of {MULTIPLE})" if found.aligned else ""
             screen.print(f"Largest {args.find} that fits: {found.value:,}{aligned}")
         for line in render.trick_lines(rows) if rows else ():
             screen.print(line)
@@ -209,7 +205,7 @@ def _sweep_lines(names: Sequence[str], rows: Sequence[Row]) -> list[str]:
 
 
 def _gib_of(row: Row, field: str) -> float:
-    """Return a setup's planned bytes in `field` of a sweep's row as text in GiB; 0.00 if they are None."""
+    """Return a setup's planned memory in GiB from field `field` of a sweep's row; 0 if the field is None."""
     return round((getattr(row, field) or 0) / GiB, 2)
 
 
@@ -218,22 +214,13 @@ def _sweep(args: argparse.Namespace, planner: Any, setup: TrainingSetup) -> int:
     axes = [parse_axis(text) for text in args.sweep]
     names = [name for name, _ in axes]
     made = (lambda changes: setup_from(args, **changes)) if {"stack", "method"} & set(names) else None
-    rows: Iterable[Row] = sweep(planner, setup, axes, made)
+    rows = list(sweep(planner, setup, axes, made))
     if args.html:
         facts = facts_of(setup, planner.model.id, args.gpu, names)
-        rows = every = list(rows)
-        save(args.html, sweep_page(names, every, args.words, facts))
+        save(args.html, sweep_page(names, rows, args.words, facts))
     if args.json:
-        print(json.dumps({
-            "fields": names,
-            "rows": [
-                {"values": list(r.values), "gpu_bytes": r.gpu_bytes, "cpu_bytes": r.cpu_bytes,
-                 "nvme_bytes": r.nvme_bytes, "fits": r.fits, "refused": r.refused}
-                for r in rows
-            ],
-        }))  # fmt: skip
+        print(json.dumps({"fields": names, "rows": [asdict(row) for row in rows]}))
         return FITS
-    rows = list(rows)
     print("\n".join(_sweep_lines(names, rows)))
     screen = Screen(sys.stdout)
     for why, count in Counter(r.refused for r in rows if r.refused).items():

@@ -84,37 +84,35 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
     steps = setup.gradient_accumulation
     high = 0
 
-    def add(
-        name: str, what: str, elements: int, size: int, group: int, times: int = 1, per: str = "step"
-    ) -> None:
-        """Add a collective operation over `group` ranks that sends `size` bytes `times` per optimizer step.
+    def add(name: str, what: str, elements: int, size: int, group: int, per: str = "step") -> None:
+        """Add a collective operation over `group` ranks that sends `size` bytes per `step` or `micro-batch`.
 
         Nothing is added if `size` is 0 or the group has one rank.
         """
         if not size or group == 1:
             return
-        total = size * times
+        total = size * steps if per == "micro-batch" else size
         crossing = _crossing(total, setup, group)
         out.append(Collective(name, what, elements, total, crossing, per, _seconds(setup, total, crossing)))
 
     stage = setup.zero_stage
     if setup.strategy == "fsdp-hybrid":
         group = hybrid_group(setup)
-        add("all-gather", "weights, forward", p, weight * p, group, steps, "micro-batch")
-        add("all-gather", "weights, backward", p, weight * p, group, steps, "micro-batch")
+        add("all-gather", "weights, forward", p, weight * p, group, "micro-batch")
+        add("all-gather", "weights, backward", p, weight * p, group, "micro-batch")
         add("reduce-scatter", "gradients in the group", trained, grad * trained, group)
-        replicas = ranks // group
-        if replicas > 1:
+        if ranks // group > 1:
             add("all-reduce", "gradient shards between groups", ceil_div(2 * trained, group),
                 ceil_div(2 * grad * trained, group), ranks)  # fmt: skip
     elif stage == 3:
         hpz = setup.hpz_partition_size
         each = 1 if setup.quantized_weights else weight
-        add("all-gather", "weights, forward", each * p // weight, each * p, ranks, steps, "micro-batch")
-        if hpz > 1:  # hpZ: each group of ranks holds a second weight copy
-            add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, steps, "micro-batch")
+        add("all-gather", "weights, forward", each * p // weight, each * p, ranks, "micro-batch")
+        if hpz > 1:
+            # With ZeRO++'s hpZ, each group of ranks holds a second copy of the weights for the backward pass.
+            add("all-gather", "weights, backward, inside the group", 0, each * p, hpz, "micro-batch")
         else:
-            add("all-gather", "weights, backward", each * p // weight, each * p, ranks, steps, "micro-batch")
+            add("all-gather", "weights, backward", each * p // weight, each * p, ranks, "micro-batch")
         if setup.quantized_gradients:
             # ZeRO++ replaces the reduce-scatter by an int4 all-to-all (arXiv 2306.10209 section 3.3).
             add("all-to-all", "gradients, int4", trained // 4, ceil_div(trained, 2), ranks)
@@ -128,17 +126,16 @@ def communication_of(setup: TrainingSetup, states: States, activation_bytes: int
         high = grad * trained * (steps - 1) if stage == 2 else 0
     elif ranks > 1:
         add("all-reduce", "gradients", 2 * trained, 2 * grad * trained, ranks)
-    layers_here = max(1, setup.pipeline_parallel)
     if setup.tensor_parallel > 1:
         # Tensor parallelism runs two all-reduces forward and two backward in each layer (arXiv 1909.08053).
         # Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter of the same
         # volume.
         size = 2 * 4 * activation_bytes
-        add("all-reduce", "activations of tensor parallelism", size // 2, size, setup.tensor_parallel, steps,
+        add("all-reduce", "activations of tensor parallelism", size // 2, size, setup.tensor_parallel,
             "micro-batch")  # fmt: skip
     if setup.pipeline_parallel > 1:
-        size = 2 * activation_bytes // layers_here
-        add("send-receive", "activations and their gradients between stages", size // 2, size, ranks + 1, steps,
+        size = 2 * activation_bytes // setup.pipeline_parallel
+        add("send-receive", "activations and their gradients between stages", size // 2, size, ranks + 1,
             "micro-batch")  # fmt: skip
     elements = sum(c.elements for c in out)
     size, crossing = sum(c.bytes for c in out), sum(c.inter_node_bytes for c in out)

@@ -8,12 +8,13 @@ docs/code-docs/source/memory.rst, which has an older ZeRO-2 formula.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.units import GiB
 
-BUFFER_FACTOR = 1.5  # DeepSpeed calls this factor additional_buffer_factor
+BUFFER_FACTOR = 1.5  # factor on the CPU bytes, DeepSpeed's additional_buffer_factor
 
 
 class StateEstimate(NamedTuple):
@@ -66,12 +67,11 @@ def zero3(
 
 def counts(architecture: Architecture) -> tuple[int, int]:
     """Return the number of parameters of a model (tied tensors once) and of its largest module."""
-    total, modules = 0, dict[str, int]()
+    modules = Counter[str]()
     for tensor in architecture.tensors:
         if tensor.is_parameter:
-            total += tensor.elements if tensor.tied_to is None else 0
-            modules[tensor.module] = modules.get(tensor.module, 0) + tensor.elements
-    return total, max(modules.values(), default=0)
+            modules[tensor.module] += tensor.elements
+    return architecture.parameters, max(modules.values(), default=0)
 
 
 def tables(architecture: Architecture, gpus: int, nodes: int) -> str:

@@ -49,8 +49,9 @@ def check_device(setup: TrainingSetup) -> None:
         )  # fmt: skip
     if setup.precision == "fp8" and capability < FP8:
         raise DeploymentError(
-            f"fp8 needs compute capability 8.9 (Ada, Hopper), {has}", field="--precision", hint="bf16-mixed"
-        )
+            f"fp8 needs compute capability 8.9 (Ada, Hopper), {has}", field="--precision",
+            hint="use bf16-mixed",
+        )  # fmt: skip
 
 
 def device_notes(setup: TrainingSetup) -> list[str]:

@@ -20,10 +20,9 @@ from tonnage.planner.training.step import kernel_of
 KINDS = ("deepspeed", "accelerate", "trainer", "peft", "deepspeed-estimate")
 
 _OPTIM = {
-    "adamw": ("adamw_torch", "adamw_torch_fused"), "adamw-8bit": ("adamw_bnb_8bit",) * 2,
-    "paged-adamw-8bit": ("paged_adamw_8bit",) * 2, "sgd": ("sgd",) * 2, "sgd-momentum": ("sgd",) * 2,
-    "adafactor": ("adafactor",) * 2, "lion": ("lion_32bit",) * 2,
-    "galore-adamw": ("galore_adamw",) * 2, "galore-adamw-8bit": ("galore_adamw_8bit",) * 2,
+    "adamw": "adamw_torch", "adamw-8bit": "adamw_bnb_8bit", "paged-adamw-8bit": "paged_adamw_8bit",
+    "sgd": "sgd", "sgd-momentum": "sgd", "adafactor": "adafactor", "lion": "lion_32bit",
+    "galore-adamw": "galore_adamw", "galore-adamw-8bit": "galore_adamw_8bit",
 }  # fmt: skip
 
 
@@ -137,8 +136,6 @@ def _fsdp(setup: TrainingSetup) -> dict[str, Any]:
     }
     if setup.fsdp_version == 2:
         out["fsdp_reshard_after_forward"] = setup.strategy != "fsdp-grad-op"
-        if setup.strategy == "fsdp-hybrid":
-            out["fsdp_reshard_after_forward"] = True
     else:
         names = {"fsdp": "FULL_SHARD", "fsdp-grad-op": "SHARD_GRAD_OP", "fsdp-hybrid": "HYBRID_SHARD"}
         out["fsdp_sharding_strategy"] = names[setup.strategy]
@@ -166,17 +163,18 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
         raise DeploymentError(
             f"TrainingArguments has no optimizer {setup.optimizer}", field="--optimizer", hint=", ".join(_OPTIM)
         )
-    fused = kernel_of(setup) == "fused"
     out: dict[str, Any] = {
         "per_device_train_batch_size": setup.micro_batch,
         "gradient_accumulation_steps": setup.gradient_accumulation,
         "gradient_checkpointing": setup.checkpointing == "full",
         "bf16": setup.precision in ("bf16-mixed", "fp8"),
         "fp16": setup.precision == "fp16-mixed",
-        "optim": _OPTIM[setup.optimizer][fused],
+        "optim": _OPTIM[setup.optimizer],
         "dataloader_pin_memory": True,
         "dataloader_num_workers": 4,
     }
+    if setup.optimizer == "adamw" and kernel_of(setup) == "fused":
+        out["optim"] = "adamw_torch_fused"
     if galore:
         out["optim"] += "_layerwise" if setup.optimizer_in_backward else ""
         out["optim_target_modules"] = ["attn", "mlp"]
@@ -209,15 +207,10 @@ def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
         "lora_dropout": 0.0, "bias": "none", "target_modules": modules,
     }  # fmt: skip
     if setup.method == "qlora":
-        four = setup.base_quantization != "int8"
-        out["quantization_config"] = (
-            {
-                "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
-                "bnb_4bit_use_double_quant": setup.base_quantization == "nf4-double",
-            }
-            if four
-            else {"load_in_8bit": True}
-        )  # fmt: skip
+        out["quantization_config"] = {"load_in_8bit": True} if setup.base_quantization == "int8" else {
+            "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_use_double_quant": setup.base_quantization == "nf4-double",
+        }  # fmt: skip
     return out
 
 

@@ -68,7 +68,8 @@ def attention(t: Tape, a: Attention, h: Value, tables: Tables, layer: str) -> Va
     if a.rope is not None and a.rope.apart:
         q, k = (_rotated(t, a.rope, x, _own_tables(a.rope, x)) for x in (q, k))
     elif a.rope is not None:
-        own = t.interleaved(tables[a.rope.tables]) if a.rope.fresh else tables[a.rope.tables]
+        cos, sin = tables[a.rope.tables]
+        own = (t.like(cos), t.like(sin)) if a.rope.fresh else (cos, sin)
         q, k = _rotated(t, a.rope, q, own), _rotated(t, a.rope, k, own)
     if a.normed_last:
         q, k = _normed(t, a, q, k)
@@ -207,7 +208,7 @@ def _routed(t: Tape, e: Experts, h: Value, at: str) -> Value:
     grouped = router.kind.endswith("-groups")
     if grouped:
         h = t.cast(h, 4)
-        stored = t.weight if t.trains else t.frozen
+        stored = t.weight if t.trainable else t.frozen
         if h.grad and stored != 4:  # Autograd keeps the fp32 copy of the router's weight.
             t.save(Value(Extent(fixed=e.count * e.hidden), t.compute if t.autocast else 4, False))
     elif router.dtype == "float32":

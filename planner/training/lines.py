@@ -26,27 +26,21 @@ LOSS = {
 
 
 def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
-    """Return plan lines in which paged optimizer states take at most the GPU memory that others leave.
+    """Return the plan's lines, with paged optimizer states limited to the GPU memory that is left.
 
     bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
     excess leaves the GPU. This is how torchtune's published full training of an 8B model fits on an RTX 4090.
     """
-    if not setup.optimizer.startswith("paged") or setup.device_memory is None:
+    on_gpu = [line for line in lines if line.place == "gpu"]
+    states = next((line for line in on_gpu if line.name == "optimizer states"), None)
+    if not setup.optimizer.startswith("paged") or setup.device_memory is None or states is None:
         return lines
-    room = setup.device_memory - sum(
-        line.bytes for line in lines if line.place == "gpu" and line.name != "optimizer states"
-    )
-    return [
-        replace(
-            line,
-            bytes=max(0, room),
-            low=0,
-            formula=f"of {gib(line.bytes)} what fits beside the rest: {line.formula}",
-        )
-        if line.place == "gpu" and line.name == "optimizer states" and line.bytes > room
-        else line
-        for line in lines
-    ]
+    room = setup.device_memory - sum(line.bytes for line in on_gpu if line is not states)
+    if states.bytes <= room:
+        return lines
+    formula = f"of {gib(states.bytes)} what fits beside the rest: {states.formula}"
+    limited = replace(states, bytes=max(0, room), low=0, formula=formula)
+    return [limited if line is states else line for line in lines]
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
@@ -120,20 +114,18 @@ def peak_lines(
     low, high = kept - bounds[0], kept + bounds[1]
     if estimated:
         low, high = min(low, int(kept * ESTIMATE_LOW)), max(high, int(kept * ESTIMATE_HIGH))
-    if estimated:
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
         # The lower bound is for a caller that drops the 16-bit logits: 12 of 14 bytes per logit.
-        low = peak.logits
         formula = LOSS[setup.loss if setup.stack is None or setup.loss != "full" else "dropped"]
         out.append(
             Line(
                 "logits and loss",
                 "gpu",
                 peak.logits,
-                low * 12 // 14,
-                low,
+                peak.logits * 12 // 14,
+                peak.logits,
                 formula,
                 "cross-entropy, moment: " + peak.moment,
             )

@@ -7,7 +7,6 @@ LoRA and IA3 shapes are as PEFT 0.21 builds them. Default target modules are PEF
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -189,25 +188,18 @@ def _adapters(
         t for t in own
         if t.name.endswith(".weight") and len(t.shape) == 2 and t.module_class in (*LINEARS, "Embedding")
     ]  # fmt: skip
-    found: Counter[str] = Counter()
-    matched: list[TensorSpec] = []
-    for tensor in weights:
-        if wanted == ("all-linear",):
-            hit = tensor.module_class in LINEARS and tensor.module not in head
-        else:
-            name = next((w for w in wanted if tensor.module == w or tensor.module.endswith("." + w)), None)
-            hit = name is not None
-            if name is not None:
-                found[name] += 1
-        if hit:
-            matched.append(tensor)
-    for name in wanted:
-        if wanted != ("all-linear",) and not found[name]:
-            raise DeploymentError(
-                f"{architecture.class_name} has no module {name!r}",
-                field="--target-modules",
-                hint="it has " + ", ".join(target_names(architecture)),
-            )
+    if wanted == ("all-linear",):
+        matched = [t for t in weights if t.module_class in LINEARS and t.module not in head]
+    else:
+        ends = tuple(f".{name}" for name in wanted)
+        matched = [t for t in weights if f".{t.module}".endswith(ends)]
+        for name in wanted:
+            if not any(f".{t.module}".endswith(f".{name}") for t in matched):
+                raise DeploymentError(
+                    f"{architecture.class_name} has no module {name!r}",
+                    field="--target-modules",
+                    hint="it has " + ", ".join(target_names(architecture)),
+                )
     out: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
     for tensor in matched:
         for suffix, shape in _adapter_shapes(tensor, setup):
@@ -233,6 +225,6 @@ def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str,
     if setup.method == "ia3":
         feed_forward = tensor.module.endswith(IA3_FEED_FORWARD)
         return [("ia3_l", (1, into) if feed_forward else (out, 1))]
-    if tensor.module_class == "Embedding":  # A is [rank, rows of the table], B [width, rank].
+    if tensor.module_class == "Embedding":  # a table [rows, width] has A [rank, rows] and B [width, rank]
         out, into = into, out
     return [("lora_A.weight", (setup.rank, into)), ("lora_B.weight", (out, setup.rank))]

@@ -24,30 +24,28 @@ class Optimizer(NamedTuple):
     """The states that an optimizer keeps for each parameter and tensor.
 
     Attributes:
-        name: the optimizer's name, as --optimizer takes it.
         states: number of states per parameter that have the parameter's size.
         counter: whether the optimizer keeps a step counter per tensor.
         formula: description of the states, for a plan line.
     """
 
-    name: str
     states: int
     counter: bool
     formula: str
 
 
 OPTIMIZER = {
-    "adamw": Optimizer("adamw", 2, True, "2 states"),
-    "adamw-8bit": Optimizer("adamw-8bit", 2, False, "2 x (1 + 4/256) bytes, fp32 below 4,096 values"),
-    "paged-adamw-8bit": Optimizer("paged-adamw-8bit", 2, False, "as adamw-8bit, in pageable memory"),
-    "sgd": Optimizer("sgd", 0, False, "no state"),
-    "sgd-momentum": Optimizer("sgd-momentum", 1, False, "1 state"),
-    "adafactor": Optimizer("adafactor", 1, True, "row + column statistics of a matrix"),
-    "lion": Optimizer("lion", 1, False, "1 state"),
-    "muon": Optimizer("muon", 1, False, "1 state for hidden matrices, AdamW's 2 for the rest"),
-    "galore-adamw": Optimizer("galore-adamw", 2, False, "2 states and a projection of rank r a matrix, else 2"),
+    "adamw": Optimizer(2, True, "2 states"),
+    "adamw-8bit": Optimizer(2, False, "2 x (1 + 4/256) bytes, fp32 below 4,096 values"),
+    "paged-adamw-8bit": Optimizer(2, False, "as adamw-8bit, in pageable memory"),
+    "sgd": Optimizer(0, False, "no state"),
+    "sgd-momentum": Optimizer(1, False, "1 state"),
+    "adafactor": Optimizer(1, True, "row + column statistics of a matrix"),
+    "lion": Optimizer(1, False, "1 state"),
+    "muon": Optimizer(1, False, "1 state for hidden matrices, AdamW's 2 for the rest"),
+    "galore-adamw": Optimizer(2, False, "2 states and a projection of rank r a matrix, else 2"),
     "galore-adamw-8bit": Optimizer(
-        "galore-adamw-8bit", 2, False, "projections of rank r, projected 8-bit states, 8-bit ones of the rest"
+        2, False, "projections of rank r, projected 8-bit states, 8-bit ones of the rest"
     ),
 }
 
@@ -55,7 +53,7 @@ OPTIMIZER = {
 def is_projected(name: str, shape: tuple[int, ...], role: str) -> bool:
     """Return whether the optimizer is GaLore and projects the tensor's gradient to a low rank.
 
-    It does so for matrices of attention and MLP, and not for embedding, head and norms.
+    GaLore projects the gradients of attention and MLP matrices, not those of embedding, head and norms.
 
     Sources: llamafactory 0.9.5 train/trainer_utils.py, GaLore's torchrun_main.py.
     """

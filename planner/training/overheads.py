@@ -5,11 +5,10 @@ Each overhead is a plan line with its own interval and source.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from tonnage.planner.training.plans import Line
 from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.states import States
-from tonnage.planner.units import GiB, MiB
+from tonnage.planner.units import GiB
 
 # Default cuBLAS workspaces in torch 2.13 (ATen/cuda/CUDABlas.cpp, CublasHandlePool.cpp) are ":4096:2:16:8"
 # before Hopper and ":4096:8" on Hopper. The forward thread and autograd's thread have one workspace each.
@@ -28,27 +27,8 @@ NCCL, NCCL_LOW, NCCL_HIGH = int(0.41 * GiB), int(0.2 * GiB), GiB
 FP8_HISTORY, FP8_QUANTIZERS = 1024, 5
 
 
-class Overhead(NamedTuple):
-    """One kind of memory that is neither model state nor activation, such as the CUDA context.
-
-    Attributes:
-        bytes: planned bytes, within [low, high].
-        low: lower bound in bytes.
-        high: upper bound in bytes.
-        formula: text that explains `bytes`.
-        source: file, log or measurement that the figure comes from.
-    """
-
-    name: str
-    bytes: int
-    low: int
-    high: int
-    formula: str
-    source: str
-
-
-def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: bool = True) -> list[Overhead]:
-    """Return one rank's memory that is neither model state nor activation, such as the CUDA context.
+def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: bool = True) -> list[Line]:
+    """Return the plan lines of memory that is neither model state nor activation, such as the CUDA context.
 
     Args:
         setup: the flags of the training.
@@ -57,51 +37,49 @@ def overheads_of(setup: TrainingSetup, states: States, modules: int, in_layer: b
         in_layer: whether the memory peak falls into a layer's backward pass.
     """
     out = [
-        Overhead(
-            "cuBLAS workspaces", 2 * CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 2 * CUBLAS_WORKSPACE_HOPPER,
+        Line(
+            "cuBLAS workspaces", "gpu", 2 * CUBLAS_WORKSPACE, CUBLAS_WORKSPACE, 2 * CUBLAS_WORKSPACE_HOPPER,
             "2 x 8,519,680 (forward and backward thread)", "ATen/cuda/CublasHandlePool.cpp",
         ),
-        Overhead(
-            "CUDA context", CONTEXT, CONTEXT_LOW, CONTEXT_HIGH, "measured elsewhere, outside the allocator",
+        Line(
+            "CUDA context", "gpu", CONTEXT, CONTEXT_LOW, CONTEXT_HIGH,
+            "measured elsewhere, outside the allocator",
             "vLLM start-up logs (0.07 to 0.14 GiB), vramcalc (0.75 GB on an A6000)",
         ),
     ]  # fmt: skip
     if setup.fp8_kept:
         size = modules * FP8_QUANTIZERS * (FP8_HISTORY + 1) * 4
         out.append(
-            Overhead("fp8 scales", size, 0, size,
+            Line("fp8 scales", "gpu", size, 0, size,
                      f"{modules} modules x {FP8_QUANTIZERS} quantizers x (1,024 maxima + 1 scale) in fp32",
                      "Transformer Engine DelayedScaling; block scaling keeps no history")
         )  # fmt: skip
     if setup.world == 1:
         return out
     out.append(
-        Overhead("NCCL buffers", NCCL, NCCL_LOW, NCCL_HIGH, "channels of one communicator",
+        Line("NCCL buffers", "gpu", NCCL, NCCL_LOW, NCCL_HIGH, "channels of one communicator",
                  "vLLM start-up logs: 0.55 GiB non-torch with 2 GPUs, 0.14 with 1")
     )  # fmt: skip
     each = 2 if (setup.mixed and setup.strategy.startswith("zero")) or setup.pure_16_bit else 4
     if setup.strategy in ("zero1", "zero2", "zero3"):
         bucket = setup.bucket_elements * each
         out.append(
-            Overhead("reduce bucket", bucket, bucket, 2 * bucket,
+            Line("reduce bucket", "gpu", bucket, bucket, 2 * bucket,
                      f"{setup.bucket_elements:,} elements x {each} bytes (twice with overlap_comm)",
                      "DeepSpeed reduce_bucket_size, contiguous_gradients")
         )  # fmt: skip
     elif setup.strategy in ("ddp", "fsdp-no-shard") and setup.shard_ranks > 1:
         size = 0 if setup.gradient_as_bucket_view else states.full_gradients
         out.append(
-            Overhead("DDP buckets", size, 0, size, "a copy of all gradients unless gradient_as_bucket_view",
+            Line("DDP buckets", "gpu", size, 0, size, "a copy of all gradients unless gradient_as_bucket_view",
                      "torch/csrc/distributed/c10d/reducer.cpp")
         )  # fmt: skip
     elif setup.is_fsdp:
         unit = states.layer_trained * each
         out.append(
-            Overhead("unsharded gradients", 2 * unit * in_layer, unit * in_layer,
+            Line("unsharded gradients", "gpu", 2 * unit * in_layer, unit * in_layer,
                      2 * unit + states.outer_trained * each,
                      "gradients of one unit before, and of one in, the reduce-scatter",
                      "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py")
         )  # fmt: skip
-    return [o for o in out if o.high]
-
-
-__all__ = ["CUBLAS_WORKSPACE", "CUBLAS_WORKSPACE_HOPPER", "MiB", "Overhead", "overheads_of"]
+    return out

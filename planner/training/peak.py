@@ -1,8 +1,8 @@
 """The memory peak of a training step: the bytes that one micro-batch adds to the model states.
 
 The peak is the largest of the moments below. Their live tensors are derived from PyTorch's autograd, checkpoint
-and cross-entropy code. No term is fitted. A benchmark compares the peaks with published runs on an A6000
-(benchmarks/training_accuracy.py).
+and cross-entropy code. No figure is fitted to measurements. A benchmark compares the peaks with published runs
+on an A6000 (benchmarks/training_accuracy.py).
 
 - `loss forward`: all tensors kept by the layers, all weight casts of the autocast region, 16-bit logits, their
   fp32 copy and log_softmax's result.
@@ -79,7 +79,7 @@ class Peak(NamedTuple):
 
 
 class StageShape(NamedTuple):
-    """A pipeline stage: its number of layers, its ends, and its micro-batches in flight.
+    """A pipeline stage: its layers, whether it has the embedding or the head, and its micro-batches.
 
     Attributes:
         layers: number of layers of the stage.

@@ -11,13 +11,14 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.training.states import States
 
-# DeepSpeed 0.19 defaults: runtime/zero/config.py, offload_config.py
+# Default sizes of DeepSpeed 0.19 (runtime/zero/config.py, offload_config.py)
 PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
 MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
-NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param buffer_count x buffer_size, 16-bit
-# DeepSpeed's offload_optimizer.buffer_count; each buffer is as large as the states of the largest tensor.
+NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2
+# Number of buffers for optimizer states on NVMe (offload_optimizer.buffer_count). Each buffer is as large as
+# the states of the largest tensor.
 NVME_OPTIMIZER_BUFFERS = 4
-INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 1.5 is DeepSpeed's additional_buffer_factor.
+INIT_FACTOR_NUMERATOR, INIT_FACTOR_DENOMINATOR = 3, 2  # 3 / 2 is DeepSpeed's additional_buffer_factor
 
 
 class HostBytes(NamedTuple):
@@ -68,7 +69,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
         where = "nvme" if setup.offload_optimizer == "nvme" else "cpu"
         size = states.optimizer + states.master
         if not setup.is_fsdp and not states.master and convention.weights != 4:
-            size += 4 * size // max(1, 2 * convention.state)  # The CPU optimizer keeps fp32 weights.
+            size += 4 * size // max(1, 2 * convention.state)  # DeepSpeed's CPU optimizer adds fp32 weights.
         line("optimizer states", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-optimizer")
         share = states.trainable * states.gradients // max(1, states.full_gradients)
         line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",
@@ -87,13 +88,15 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
     if setup.optimizer == "paged-adamw-8bit" and not optimizer_off:
         line("pageable optimizer states", "cpu", states.optimizer * node,
              "what is paged out when the GPU is full, at most", "bitsandbytes paged optimizers")  # fmt: skip
+    # Every rank of a node first builds the whole model, instead of its own part of it.
+    whole = setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init)
     return HostBytes(
         weights_off,
         gradients_off,
         optimizer_off,
         tuple(lines),
         _gathered(setup, states, convention),
-        _init(setup, trained),
+        init_bytes(trained.parameters, setup.gpus) if whole else 0,
     )
 
 
@@ -114,11 +117,11 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
         if stack_of(setup).shards_ends and setup.method == "full":
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
-        elif stack_of(setup).shards_ends:  # torchtune's configs leave custom_sharded_layers unset.
+        elif stack_of(setup).shards_ends:
+            # torchtune's configs leave custom_sharded_layers unset, so embedding and head are in the root unit.
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
-        high = size
-        return Line("gathered weights", "gpu", size, low, high, formula, "FSDP, one unit prefetched")
+        return Line("gathered weights", "gpu", size, low, size, formula, "FSDP, one unit prefetched")
     prefetch = min(PREFETCH_ELEMENTS, states.parameters)
     live = min(states.parameters, states.layer + prefetch)
     size = max(live, states.largest) * each
@@ -126,13 +129,3 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
     formula = f"{each} bytes x ({states.layer:,} of a layer + {prefetch:,} prefetched)"
     return Line("gathered weights", "gpu", size, states.largest * each, max(size, high), formula,
                 "DeepSpeed stage3_prefetch_bucket_size, stage3_max_live_parameters")  # fmt: skip
-
-
-def _init(setup: TrainingSetup, trained: Trained) -> int:
-    """Return the bytes of a node's CPU memory while its ranks build the model.
-
-    Returns 0 if each rank builds only its own part of the model.
-    """
-    if setup.strategy in ("zero1", "zero2") or (setup.strategy == "zero3" and not setup.zero_init):
-        return init_bytes(trained.parameters, setup.gpus)
-    return 0

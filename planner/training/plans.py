@@ -52,7 +52,7 @@ class TrainingPlan:
         lines: the components; CPU and NVMe lines count all ranks of a node.
         moment: the moment of a step at which GPU memory peaks.
         stage: pipeline stage of the planned rank.
-        fits: whether the plan fits, None without any given memory.
+        fits: whether the plan fits, None if no memory size was given.
         reasons: the reasons why the plan does not fit.
         cpu_init_bytes: bytes of a node's CPU memory while its ranks build the model.
     """

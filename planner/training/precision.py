@@ -23,7 +23,6 @@ class Convention:
         gradients: bytes of a gradient.
         state: bytes of one optimizer state.
         compute: bytes of an element in matrix products.
-        stream: bytes of an element of the residual stream.
         autocast: whether torch.autocast casts the weights for matrix products.
         master_with_weights: whether a plan counts the fp32 copy with the weights, else with the optimizer
             states.
@@ -36,7 +35,6 @@ class Convention:
     gradients: int
     state: int
     compute: int
-    stream: int
     autocast: bool
     master_with_weights: bool
     used_by: str
@@ -47,29 +45,28 @@ class Convention:
         return self.weights + self.master + self.gradients + 2 * self.state
 
 
-_MIXED = {
+_CONVENTIONS = {
     "zero": Convention(
-        "zero", 2, 4, 2, 4, 2, 2, False, False,
+        "zero", 2, 4, 2, 4, 2, False, False,
         "ZeRO paper 3.1 (2 + 2 + 12): DeepSpeed fp16 and bf16, Megatron-LM with 16-bit gradients",
     ),
     "master-with-weights": Convention(
-        "master-with-weights", 2, 4, 2, 4, 2, 2, False, True,
+        "master-with-weights", 2, 4, 2, 4, 2, False, True,
         "the same 16 bytes, master weights printed with the weights (6 + 2 + 8)",
     ),
     "huggingface": Convention(
-        "huggingface", 2, 4, 4, 4, 2, 2, False, True,
+        "huggingface", 2, 4, 4, 4, 2, False, True,
         "Hugging Face's guide (6 + 4 + 8) and Megatron-LM with fp32 gradients",
     ),
     "autocast": Convention(
-        "autocast", 4, 0, 4, 4, 2, 4, True, False,
+        "autocast", 4, 0, 4, 4, 2, True, False,
         "torch.autocast: HF Trainer and Accelerate with bf16=True (4 + 4 + 8, and casts while they live)",
     ),
+    "fp32": Convention("fp32", 4, 0, 4, 4, 4, False, False, "everything in fp32"),
+    "bf16": Convention("bf16", 2, 0, 2, 2, 2, False, False, "model.to(bfloat16), no master weights"),
+    "fp16": Convention("fp16", 2, 0, 2, 2, 2, False, False, "model.half(), no master weights"),
 }  # fmt: skip
-_PURE = {
-    "fp32": Convention("fp32", 4, 0, 4, 4, 4, 4, False, False, "everything in fp32"),
-    "bf16": Convention("bf16", 2, 0, 2, 2, 2, 2, False, False, "model.to(bfloat16), no master weights"),
-    "fp16": Convention("fp16", 2, 0, 2, 2, 2, 2, False, False, "model.half(), no master weights"),
-}
+"""Name -> convention, for mixed precision (--convention) and for the pure precisions (--precision)."""
 
 
 def convention_of(setup: TrainingSetup) -> Convention:
@@ -78,17 +75,13 @@ def convention_of(setup: TrainingSetup) -> Convention:
     With mixed precision, --convention selects it. The default is DeepSpeed's way with ZeRO, else that of
     torch.autocast.
     """
-    if not setup.mixed:
-        chosen = _PURE[setup.precision]
-    else:
-        deepspeed = setup.strategy.startswith("zero")
-        chosen = _MIXED[setup.convention or ("zero" if deepspeed else "autocast")]
+    default = "zero" if setup.strategy.startswith("zero") else "autocast"
+    chosen = _CONVENTIONS[setup.convention or default if setup.mixed else setup.precision]
     if setup.is_fsdp and chosen.autocast:
         # FSDP1's MixedPrecision and FSDP2's MixedPrecisionPolicy cast a unit's weights when they are gathered.
         # The shards are therefore fp32, and the residual stream has 16 bits.
-        chosen = replace(
-            chosen, stream=2, autocast=False, used_by="FSDP MixedPrecision: fp32 shards, 16-bit gathered units"
-        )
+        used_by = "FSDP MixedPrecision: fp32 shards, 16-bit gathered units"
+        chosen = replace(chosen, autocast=False, used_by=used_by)
     if setup.precision == "fp8":
         backend = "Transformer Engine" if setup.fp8_kept else "torchao float8"
         chosen = replace(chosen, used_by=f"{chosen.used_by}; matrix products in fp8 by {backend}")
@@ -99,6 +92,5 @@ def convention_of(setup: TrainingSetup) -> Convention:
 
 def frozen_bytes(setup: TrainingSetup) -> int:
     """Return the bytes per frozen weight: those of --base-dtype, else 4 in fp32 training and 2 otherwise."""
-    if setup.base_dtype is not None:
-        return DTYPE_BYTES[setup.base_dtype]
-    return 4 if setup.precision == "fp32" else 2
+    default = "fp32" if setup.precision == "fp32" else "bf16"
+    return DTYPE_BYTES[setup.base_dtype or default]

@@ -24,14 +24,8 @@ def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
     Later versions of Tonnage may add keys, and never remove or rename one.
     """
     setup, convention, traffic = plan.setup, plan.convention, plan.communication
-    lines = []
-    for line in plan.lines:
-        entry: dict[str, Any] = {
-            "name": line.name, "place": line.place, "bytes": line.bytes, "low": line.low, "high": line.high,
-        }  # fmt: skip
-        if explain:
-            entry |= {"formula": line.formula, "source": line.source}
-        lines.append(entry)
+    left_out = () if explain else ("formula", "source")
+    lines = [{k: v for k, v in asdict(line).items() if k not in left_out} for line in plan.lines]
     return {
         "schema_version": SCHEMA_VERSION,
         "model": {
@@ -115,12 +109,8 @@ def bounds(line: Line) -> str:
 
 def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
     """Return (title, components of the training plan) of GPU, CPU and NVMe memory, without empty ones."""
-    out = []
-    for place, title in _PLACES:
-        lines = [line for line in plan.lines if line.place == place]
-        if lines:
-            out.append((title, lines))
-    return out
+    rows = ((title, [line for line in plan.lines if line.place == place]) for place, title in _PLACES)
+    return [(title, lines) for title, lines in rows if lines]
 
 
 def tail(plan: TrainingPlan) -> list[str]:

@@ -11,6 +11,9 @@ from tonnage.planner.training.setup import TrainingSetup
 
 FIELDS = ("micro_batch", "sequence_length")
 _CEILING = 1 << 24
+# Tensor cores are fastest with sizes that are multiples of 8, on an A100 of 64 (NVIDIA's matrix multiplication
+# guide).
+MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +23,17 @@ class Largest:
     Attributes:
         field: the searched field, `micro_batch` or `sequence_length`.
         value: the largest value that fits.
-        aligned: `value` rounded down to a multiple of `multiple`, None if the result is 0. Tensor cores are
-            fastest with multiples of 8, on an A100 of 64 (NVIDIA's matrix multiplication guide).
-        multiple: the divisor that `aligned` is a multiple of.
+        aligned: `value` rounded down to a multiple of 8, None if the result is 0.
         plan: the training plan with `value`.
     """
 
     field: str
     value: int
     aligned: int | None
-    multiple: int
     plan: TrainingPlan
 
 
-def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 8) -> Largest:
+def largest(planner: Planner, setup: TrainingSetup, field: str) -> Largest:
     """Return the largest `micro_batch` or `sequence_length` with which a training setup fits into memory.
 
     Raises:
@@ -46,27 +46,25 @@ def largest(planner: Planner, setup: TrainingSetup, field: str, multiple: int = 
         )
     ceiling = planner.model.architecture.max_model_len if field == "sequence_length" else _CEILING
 
-    def fits(value: int) -> TrainingPlan | None:
-        """Return the training plan with `value` in the searched field if it fits into memory, else None."""
-        plan = planner.plan(replace(setup, **{field: value}))  # type: ignore[arg-type]
-        return plan if plan.fits else None
+    def planned(value: int) -> TrainingPlan:
+        """Return the training plan with `value` in the searched field."""
+        return planner.plan(replace(setup, **{field: value}))  # type: ignore[arg-type]
 
-    best = fits(1)
-    if best is None:
-        plan = planner.plan(replace(setup, **{field: 1}))  # type: ignore[arg-type]
+    best = planned(1)
+    if not best.fits:
         raise DoesNotFit(
-            f"not even {field.replace('_', ' ')} 1 fits: {plan.reasons[0]}", field="--find",
+            f"not even {field.replace('_', ' ')} 1 fits: {best.reasons[0]}", field="--find",
             hint="--tricks shows what would",
         )  # fmt: skip
     low, high = 1, 2
-    while high <= ceiling and (found := fits(high)):
+    while high <= ceiling and (found := planned(high)).fits:
         low, best, high = high, found, high * 2
     high = min(high, ceiling + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        found = fits(middle)
-        if found:
+        found = planned(middle)
+        if found.fits:
             low, best = middle, found
         else:
             high = middle
-    return Largest(field, low, low // multiple * multiple or None, multiple, best)
+    return Largest(field, low, low // MULTIPLE * MULTIPLE or None, best)

@@ -360,20 +360,21 @@ def _check_offload(setup: TrainingSetup) -> None:
         )
     if setup.method == "qlora" and setup.zero_stage == 3 and setup.base_quantization == "int8":
         raise DeploymentError(
-            "FSDP cannot split LLM.int8 weights", field="--base-quantization", hint="nf4, or --strategy zero2"
-        )
+            "FSDP cannot split LLM.int8 weights", field="--base-quantization",
+            hint="use nf4, or --strategy zero2",
+        )  # fmt: skip
     zeropp = setup.quantized_weights or setup.quantized_gradients or setup.hpz_partition_size > 1
     if zeropp and setup.strategy != "zero3":
         raise DeploymentError(
             f"ZeRO++ needs ZeRO stage 3, and the strategy is {setup.strategy}",
             field="--zero-plus-plus",
-            hint="zero3",
+            hint="use --strategy zero3",
         )
     if setup.shard_ranks % setup.hpz_partition_size:
         raise DeploymentError(
-            f"groups of {setup.hpz_partition_size} do not divide the {setup.shard_ranks} ranks",
+            f"groups of {setup.hpz_partition_size} do not divide the {setup.shard_ranks} data-parallel ranks",
             field="--hpz-partition-size",
-            hint="the GPUs of one node",
+            hint="a divisor, usually the GPUs of one node",
         )
 
 

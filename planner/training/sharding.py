@@ -58,11 +58,13 @@ def check_parallel(architecture: Architecture, setup: TrainingSetup) -> None:
         raise DeploymentError(
             f"{tp} neither divides nor is a multiple of the {architecture.kv_heads} KV heads",
             field="--tensor-parallel",
+            hint="choose a divisor or a multiple",
         )
     if architecture.experts == 0 and architecture.intermediate_size % tp:
         raise DeploymentError(
-            f"{tp} does not divide the MLP width {architecture.intermediate_size}", field="--tensor-parallel"
-        )
+            f"{tp} does not divide the MLP width {architecture.intermediate_size}", field="--tensor-parallel",
+            hint="choose a divisor",
+        )  # fmt: skip
     if pp > architecture.layers:
         raise DeploymentError(
             f"{pp} stages for {architecture.layers} layers leave some stages empty", field="--pipeline-parallel"
@@ -77,7 +79,7 @@ def check_segments(architecture: Architecture, setup: TrainingSetup) -> None:
         raise DeploymentError(
             f"{setup.checkpoint_segments} is more than the model's {architecture.layers} layers",
             field="--checkpoint-segments",
-            hint="leave it out for one a layer",
+            hint="leave the flag out for one segment per layer",
         )
 
 

@@ -69,7 +69,7 @@ def work_of(planner: Planner, plan: TrainingPlan) -> Work:
     tokens = setup.micro_batch * plan.length
     layers, head, scores = forward_flops(planner, trained, tokens, plan.length)
     forward = layers + head + scores
-    backward = 2 * forward if setup.method in ("full",) else forward + scores
+    backward = 2 * forward if setup.method == "full" else forward + scores
     if setup.method == "freeze":
         backward = 2 * forward * setup.trainable_layers // planner.model.architecture.layers
     recompute = 0

@@ -199,8 +199,8 @@ def adapter_bytes(setup: TrainingSetup) -> int:
 def gradients_held(setup: TrainingSetup) -> bool:
     """Return whether the gradients of a training setup take memory during a forward pass.
 
-    They do with gradient accumulation, in DeepSpeed's flat buffers and FSDP's shards, and if the training loop
-    does not set them to None after a step.
+    Gradients take memory with gradient accumulation, in DeepSpeed's flat buffers and in FSDP's shards. They
+    also do if the training loop does not set them to None after a step.
     """
     kept = setup.gradient_accumulation > 1 or setup.zero_stage > 0
     return kept or not (stack_of(setup).frees_gradients or setup.optimizer_in_backward)
@@ -279,24 +279,29 @@ def check_stack(setup: TrainingSetup, model_type: str) -> None:
         if setup.mixed:
             raise DeploymentError(
                 f"torchtune trains in bf16 or fp32 without autocast, and --precision is {setup.precision}",
-                field="--precision", hint="bf16",
+                field="--precision", hint="use bf16",
             )  # fmt: skip
         if setup.attention == "eager":
             raise DeploymentError(
-                "torchtune computes attention with SDPA or flex_attention", field="--attention", hint="sdpa"
-            )
+                "torchtune has no eager attention, only SDPA and flex_attention", field="--attention",
+                hint="use sdpa",
+            )  # fmt: skip
         if setup.strategy.startswith("zero"):
-            raise DeploymentError("torchtune shards with FSDP2 only", field="--strategy", hint="fsdp")
+            raise DeploymentError(
+                f"torchtune shards with FSDP2 only, and the strategy is {setup.strategy}", field="--strategy",
+                hint="use fsdp",
+            )  # fmt: skip
         if setup.method == "qlora" and setup.base_quantization != "nf4-double":
             raise DeploymentError(
-                "torchtune quantizes with torchao's NF4 with double quantization only",
+                f"torchtune quantizes to NF4 with double quantization only, not to {setup.base_quantization}",
                 field="--base-quantization",
-                hint="nf4-double",
+                hint="use nf4-double",
             )
         if setup.method in ("ia3", "freeze"):
             raise DeploymentError(
-                f"torchtune has no training method {setup.method}", field="--method", hint="full, lora, qlora"
-            )
+                f"torchtune has no training method {setup.method}", field="--method",
+                hint="use full, lora or qlora",
+            )  # fmt: skip
     elif setup.loss == "chunked":
         raise DeploymentError(
             "only torchtune has the chunked loss", field="--loss", hint="--loss fused, or --stack torchtune"
@@ -317,7 +322,7 @@ def _check_in_backward(setup: TrainingSetup) -> None:
         )  # fmt: skip
     if setup.zero_stage or setup.shard_ranks > 1:
         raise DeploymentError(
-            "this flag works on one GPU only: with more, each gradient would have to be reduced first",
+            "this flag works on one GPU only, because several ranks must first reduce each gradient",
             field=field,
             hint="--no-optimizer-in-backward",
         )  # fmt: skip

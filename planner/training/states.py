@@ -6,6 +6,7 @@ The module also counts sizes that other modules need for buckets, gathered weigh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from tonnage.planner.model.architecture import Architecture
@@ -37,7 +38,6 @@ class States:
         gradients: bytes of gradients.
         optimizer: bytes of optimizer states.
         counters: bytes of step counters, in host memory.
-        casts: bytes of 16-bit copies of weights that autocast may keep.
         persistent: bytes of small parameters that ZeRO-3 keeps in full on every rank.
         parameters: number of parameters of the rank's part of the model, before sharding.
         trainable: number of trained parameters among these.
@@ -60,7 +60,6 @@ class States:
     gradients: int
     optimizer: int
     counters: int
-    casts: int
     persistent: int
     parameters: int
     trainable: int
@@ -100,10 +99,7 @@ class _Piece(NamedTuple):
     @property
     def elements(self) -> int:
         """Return the number of elements of one tensor of the group on a rank, before sharding."""
-        n = 1
-        for side in self.shape:
-            n *= side
-        return n
+        return prod(self.shape)
 
 
 def _pieces(trained: Trained, architecture: Architecture, setup: TrainingSetup, stage: int) -> list[_Piece]:
@@ -144,7 +140,7 @@ def states_on_rank(
     """
     convention = convention_of(setup)
     pieces = _pieces(trained, architecture, setup, stage)
-    weights = frozen = master = gradients = optimizer = counters = casts = persistent = 0
+    weights = frozen = master = gradients = optimizer = counters = persistent = 0
     parameters = trainable = full_gradients = full_frozen = largest = projected = packed = 0
     per_layer = per_layer_trained = outer_trained = layer_gathered = outer_gathered = end_gathered = 0
     for piece in pieces:
@@ -163,14 +159,13 @@ def states_on_rank(
             per_layer_trained += each if held.trainable else 0
             layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
-        if not held.trainable and held.frozen_bytes < n:  # the weight is quantized
+        if not held.trainable and held.frozen_bytes < n:  # fewer bytes than elements: a quantized weight
             packed = max(packed, n)
         if not held.trainable:
             # The packed bytes of a quantized tensor are sharded in proportion to its elements.
             bytes_whole = ceil_div(held.frozen_bytes * n, held.elements)
             frozen += ceil_div(bytes_whole * w, n) if w != total else bytes_whole * count
             full_frozen += bytes_whole * count
-            casts += _cast(held, total, convention)
             continue
         trainable += total
         each_w, each_m, each_g, each_s = _trained_bytes(held, convention, setup)
@@ -187,7 +182,6 @@ def states_on_rank(
             projected = max(projected, n)
         optimizer += states if s == total else ceil_div(states * s, total)
         counters += STEP_BYTES * count if OPTIMIZER[setup.optimizer].counter else 0
-        casts += _cast(held, total, convention)
     if setup.is_fsdp and setup.fsdp_version == 1 and setup.method == "full" and weights:
         # FSDP1 has one flat parameter per unit, padded once. The units are the layers, and a root unit with all
         # other tensors.
@@ -201,15 +195,13 @@ def states_on_rank(
             for p in pieces
         )
         optimizer = ceil_div(states * _units(pieces, ranks.optimizer), whole)
-    if setup.strategy in ("zero1", "zero2") and trainable:
+    experts_apart = setup.expert_parallel > 1 and any(piece.held.role == "expert" for piece in pieces)
+    if setup.strategy in ("zero1", "zero2") and trainable and not experts_apart:
         # ZeRO-1 and ZeRO-2 shard one flat buffer, which is padded once.
-        ranks = pieces[0].ranks
-        optimizer, master, gradients = _flat(pieces, convention, setup, ranks, optimizer, master, gradients)
-    if setup.method == "muon":
-        counters = 0
+        optimizer, master, gradients = _flat(pieces, convention, setup)
     return States(
         weights=weights, frozen=frozen, master=master, gradients=gradients,
-        optimizer=optimizer + shared_bytes(setup.optimizer), counters=counters, casts=casts,
+        optimizer=optimizer + shared_bytes(setup.optimizer), counters=counters,
         persistent=persistent, parameters=parameters, trainable=trainable, layer=per_layer, largest=largest,
         full_gradients=full_gradients, full_frozen=full_frozen, projected=projected, packed=packed,
         layer_trained=per_layer_trained, outer_trained=outer_trained, layer_gathered=layer_gathered,
@@ -241,30 +233,12 @@ def _trained_bytes(
     return convention.weights, convention.master, convention.gradients, convention.state
 
 
-def _cast(held: TensorGroup, elements: int, convention: Convention) -> int:
-    """Return the bytes of the 16-bit copies that autocast makes of `held`, a group of fp32 tensors.
-
-    The result is 0 for norms and embeddings, which autocast does not cast.
-    """
-    if not convention.autocast or held.role in ("norm", "embedding") or len(held.shape) < 2:
-        return 0
-    if not held.trainable and held.frozen_bytes != 4 * held.elements:
-        return 0
-    return convention.compute * elements
-
-
-def _flat(
-    pieces: list[_Piece], convention: Convention, setup: TrainingSetup, ranks: Shards,
-    optimizer: int, master: int, gradients: int,
-) -> tuple[int, int, int]:  # fmt: skip
+def _flat(pieces: list[_Piece], convention: Convention, setup: TrainingSetup) -> tuple[int, int, int]:
     """Return (optimizer state, fp32 copy, gradient) bytes of one rank under ZeRO-1 and ZeRO-2.
 
-    Each of the three is one rank's part of a flat buffer, which is rounded up once. With expert parallelism,
-    the arguments `optimizer`, `master` and `gradients`, which were computed per tensor, are returned for the
-    experts.
+    Each of the three is one rank's part of a flat buffer, which is rounded up once.
     """
-    if any(p.held.role == "expert" for p in pieces) and setup.expert_parallel > 1:
-        return optimizer, master, gradients
+    ranks = pieces[0].ranks
     sums = [0, 0, 0]
     for piece in pieces:
         if piece.held.trainable:

@@ -56,7 +56,7 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
         part = states.largest
     if setup.strategy == "zero3":
         part = min(part, SUB_GROUP_ELEMENTS)
-    adapters = setup.method in ("lora", "qlora", "ia3")  # An adapter has one dtype for all states.
+    adapters = setup.method in ("lora", "qlora", "ia3")  # Adapters have one dtype.
     size, width = (adapter_bytes(setup),) * 2 if adapters else (convention.state, convention.gradients)
     kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size, states.projected)
     cast = _FP32 * part if convention.master and width < _FP32 else 0
@@ -70,6 +70,3 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
 def _deepspeed(setup: TrainingSetup) -> bool:
     """Return whether DeepSpeed runs the optimizer step (strategies zero1 to zero3)."""
     return setup.strategy.startswith("zero")
-
-
-__all__ = ["SUB_GROUP_ELEMENTS", "StepMemory", "kernel_of", "step_of"]

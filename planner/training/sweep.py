@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,11 +62,12 @@ def sweep(
     By default, the swept values replace fields of `setup`. If a swept flag changes the defaults of other flags
     (--stack), the function `made` makes the setup from the swept values.
     """
-    count = 1
-    for _, values in axes:
-        count *= len(values)
+    count = math.prod(len(values) for _, values in axes)
     if count > MAX_SETTINGS:
-        raise DeploymentError(f"{count:,} settings are more than {MAX_SETTINGS:,}", field="--sweep")
+        raise DeploymentError(
+            f"the lists of values make {count:,} setups; at most {MAX_SETTINGS:,} are planned", field="--sweep",
+            hint="give fewer values",
+        )  # fmt: skip
     names = [name for name, _ in axes]
     for values in itertools.product(*(values for _, values in axes)):
         try:

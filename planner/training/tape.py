@@ -21,7 +21,7 @@ IA3_FEED_FORWARD = ("down_proj", "dense_4h_to_h", "mlp.c_proj", "fc2", "w2")
 # Activation functions composed of single operations (transformers 5.19, activations.py) -> number of tensors
 # that each function keeps besides its input
 WRITTEN_OUT = {"gelu_fast": 6, "quick_gelu": 1}
-CLAMPED = "clamped-swiglu"  # The activation of gpt-oss's experts is not in ACT2FN.
+CLAMPED = "clamped-swiglu"  # our name for the activation of gpt-oss's experts, which ACT2FN does not have
 ACTIVATIONS = frozenset(
     (
         "silu",
@@ -60,7 +60,7 @@ class Tape:
         rank: LoRA rank.
         fp8: whether Transformer Engine keeps the inputs of linear layers in fp8.
         kernels: differences of the training stack's modules from transformers' modules.
-        trainable: whether the layer's own weights are trained.
+        trainable: whether the layer's own weights are trained, as they are by the methods `full` and `freeze`.
         saved: saved tensors by the `id` of the tensor that owns the storage.
         weight_casts: (module, bytes, whether the weight is frozen) of each cast weight.
     """
@@ -125,11 +125,6 @@ class Tape:
             value.casts[width] = self._fused(self.like(value, width))
         return value.casts[width]
 
-    @property
-    def trains(self) -> bool:
-        """Return whether the base weights of this layer are trained."""
-        return self.trainable and self.method in ("full", "freeze")
-
     def add(self, a: Value, residual: Value) -> Value:
         """Record the sum of `a` and `residual`, which keeps no tensor, and return it in the wider dtype."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
@@ -140,9 +135,9 @@ class Tape:
 
     def scale(self, x: Value) -> Value:
         """Record on the tape and return `x` times a learned vector; if that is trained, `x` is kept."""
-        if self.trains:
+        if self.trainable:
             self.save(x)
-        return self.like(x, max(x.width, self.weight), x.grad or self.trains)
+        return self.like(x, max(x.width, self.weight), x.grad or self.trainable)
 
     def linear(self, x: Value, name: str, into: int, out: int, *, column: bool = True) -> Value:
         """Record the linear layer `name` on the tape and return its output x W^T.
@@ -151,7 +146,7 @@ class Tape:
         `column`, tensor parallelism splits the output; otherwise it splits the input and sums the outputs.
         """
         adapted = name in self.targets
-        base_trained = self.trains
+        base_trained = self.trainable
         width = self.compute if self.autocast else x.width
         inputs = self.cast(x, width)
         feed_forward = name.endswith(IA3_FEED_FORWARD)
@@ -182,13 +177,13 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """Record a matrix product on the tape and return x W^T, for a W without adapter in the dtype of x.
+        """Record on the tape and return x W^T, for a matrix W that has the dtype of x and no adapter.
 
         Autocast does not cast such a matrix.
         """
-        if self.trains:
+        if self.trainable:
             self.save(x)
-        return self.new(out, x.width, x.grad or self.trains)
+        return self.new(out, x.width, x.grad or self.trainable)
 
     def _save_input(self, x: Value) -> None:
         """Record a linear layer's input as kept for training, in fp8 if Transformer Engine runs the layer."""
@@ -240,14 +235,14 @@ class Tape:
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
         """Record a compiled norm on the tape and return its output; the norm keeps its input and `moments`."""
-        if x.grad or self.trains:
+        if x.grad or self.trainable:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
-        return self._fused(self.like(x, x.width, x.grad or self.trains))
+        return self._fused(self.like(x, x.width, x.grad or self.trainable))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
         """Record on the tape and return `normal`, the normalized `x`, times the weight of the norm."""
-        trained = self.trains
+        trained = self.trainable
         weight = self.weight if trained else self.frozen
         if kind == "rms":
             narrow = self.cast(normal, x.width)
@@ -267,7 +262,7 @@ class Tape:
 
         Autocast computes LayerNorm in fp32 on a GPU, but not on a CPU.
         """
-        trained = self.trains and kind != "layer-none"
+        trained = self.trainable and kind != "layer-none"
         if self.kernels.compiled:
             return self._compiled_norm(x, self.new(2 * groups, 4, True, split=groups > 1 and x.split))
         if kind == "layer-written":
@@ -289,7 +284,7 @@ class Tape:
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
             if kind == "layer-one":  # Under autocast on a GPU, 1 + weight and the bias are cast to 16 bits.
                 cast = self.autocast and self.cuda
-                # autograd keeps 1 + weight
+                # autograd keeps the scaled weight, 1 + weight
                 self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))
                 if cast and weight != self.compute:
                     self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the bias
@@ -319,18 +314,18 @@ class Tape:
             return self.like(squared)
         if kind == "gelu_new":
             self.save(self.cast(x, wide))
-            self.save(out)  # autograd keeps x / 2
-            for _ in range(2):  # autograd keeps tanh and 1 + tanh
+            self.save(out)  # autograd keeps gelu_new's factor x / 2
+            for _ in range(2):  # autograd keeps gelu_new's tanh and 1 + tanh
                 self.save(self.like(x, wide))
             return self.like(x, wide)
         self.save(x)
         if kind == "xielu":
-            learned = max(x.width, self.weight if self.trains else self.frozen)
-            self.save(self.like(x, learned))  # autograd keeps alpha_p x
-            self.save(self.like(x, wide))  # autograd keeps expm1
-            if self.trains:
-                self.save(self.like(x, wide))  # autograd keeps expm1 - x
-            self.save(self.like(x, 1))  # autograd keeps the mask x > 0
+            learned = max(x.width, self.weight if self.trainable else self.frozen)
+            self.save(self.like(x, learned))  # autograd keeps xIELU's product alpha_p x
+            self.save(self.like(x, wide))  # autograd keeps xIELU's expm1(x)
+            if self.trainable:
+                self.save(self.like(x, wide))  # autograd keeps xIELU's expm1(x) - x
+            self.save(self.like(x, 1))  # autograd keeps xIELU's mask x > 0
             return self.like(x, max(learned, wide))
         for _ in range(WRITTEN_OUT.get(kind, 0)):
             self.save(self.like(x))
@@ -351,25 +346,24 @@ class Tape:
 
         grouped_mm runs in the dtype of the weights, because autocast does not cast its operands.
         """
-        if biased and self.trains:
+        if biased and self.trainable:
             self.save(self.new(chosen, 8, False))  # autograd keeps the indices of the biases
-        width = self.weight if self.trains else self.frozen
-        grad = x.grad or self.trains
+        width = self.weight if self.trainable else self.frozen
+        grad = x.grad or self.trainable
         for _ in range(3):  # three index tensors: the sort's permutation, its inverse, the tokens
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
             self.save(Value(Extent(fixed=count), 4, False))  # autograd keeps the experts' end offsets
-        if self.trains:
+        if self.trainable:
             self.save(taken)
         both = self.new(2 * chosen * inner, width, grad, split=True)
         gate, up = self.view(both, chosen * inner), self.view(both, chosen * inner)
         product = self._clamped(gate, up) if act == CLAMPED else self.multiply(self.activation(gate, act), up)
-        if self.trains:
+        if self.trainable:
             self.save(product)
         out = self.new(chosen * hidden, width, grad)
-        sorted_weights = self.like(weights)
-        self.multiply(out, sorted_weights)
+        self.multiply(out, self.like(weights))
         return self.new(hidden, x.width, grad or weights.grad)
 
     def _clamped(self, gate: Value, up: Value) -> Value:
@@ -389,10 +383,6 @@ class Tape:
         if probability and x.grad:
             self.save(self.like(x, 1 if self.cuda else x.width))
         return self.like(x) if probability else x
-
-    def interleaved(self, tables: tuple[Value, Value]) -> tuple[Value, Value]:
-        """Return symbolic copies of the rotary embedding's cos and sin tables, in interleaved order."""
-        return self.like(tables[0]), self.like(tables[1])
 
     def rotate(self, x: Value, tables: tuple[Value, Value]) -> Value:
         """Record the rotary embedding, which keeps only its cos and sin tables, and return `x` after it."""
@@ -436,13 +426,12 @@ class Tape:
         """
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
-        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # One KV head needs no copy.
+        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # expand() suffices for one KV head
         if self.attention == "eager":
+            if upcast or sinks:
+                width = self.compute if self.autocast else v.width
             if upcast:
-                width = self.compute if self.autocast else v.width
                 q, k = self.cast(q, 4), self.cast(k, 4)
-            if sinks:
-                width = self.compute if self.autocast else v.width
             return self._eager(
                 q, k, v, heads, sizes, repeat, softcap, dropout, softmax, width, upcast=upcast,
                 sinks=sinks,
@@ -463,7 +452,7 @@ class Tape:
             for tensor in (q, k, v, out):
                 self.save(tensor)
             self.save(self.new(heads, 4, True, split=True))  # the attention kernel keeps log-sum-exp
-            if self.attention == "sdpa" and (masked or self.explicit_mask):
+            if explicit:
                 # SDPA turns the boolean mask into an additive mask of the queries' dtype, and every layer keeps
                 # it.
                 self.save(Value(Extent(mask=1), width, False))
@@ -524,14 +513,3 @@ class Tape:
         if grad:
             self.save(self._operand(v))
         return self.new(sizes[1], out or width, grad or v.grad, split=True)
-
-    def total(self, *, split: bool | None = None) -> Extent:
-        """Return the bytes of all tensors kept for the backward pass, as a polynomial in batch and length.
-
-        With `split` True, only tensors that tensor parallelism splits count; with False, only all others.
-        """
-        out = Extent()
-        for saved in self.saved.values():
-            if split is None or saved.split == split:
-                out = out + saved.size.times(saved.width)
-        return out

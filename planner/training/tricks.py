@@ -1,4 +1,4 @@
-"""Memory-saving tricks, each planned for the given model and setup and ranked by the time it costs."""
+"""Memory-saving tricks, each planned for one model and setup, and ranked by the time that it costs."""
 
 from __future__ import annotations
 
@@ -45,70 +45,56 @@ class Trick:
 
 def _candidates(setup: TrainingSetup, layers: int, hidden_tokens: int) -> list[tuple[str, dict[str, Any], str]]:
     """Return (name, flag changes, note) of each memory-saving trick that applies to the training setup."""
-    out: list[tuple[str, dict[str, Any], str]] = []
-    many = setup.shard_ranks > 1
-    if setup.micro_batch > 1:
-        steps = setup.gradient_accumulation * setup.micro_batch
-        out.append(("gradient accumulation", {"micro_batch": 1, "gradient_accumulation": steps},
-                    "same effective batch"))  # fmt: skip
-    odd = setup.micro_batch % 8
-    if odd:
-        up = setup.micro_batch + 8 - odd
-        aligned = "b x s is a multiple of 64 already" if hidden_tokens % 64 == 0 else "fills tensor-core tiles"
-        out.append((f"micro-batch {up} (multiple of 8; 64 on A100)", {"micro_batch": up}, aligned))
-    if setup.checkpointing != "full":
-        out.append(("gradient checkpointing", {"checkpointing": "full"}, "recomputes each layer"))
-        root = isqrt(layers)
-        out.append((f"checkpointing in {root} segments", {"checkpointing": "full", "checkpoint_segments": root},
-                    "about sqrt(layers) segments"))  # fmt: skip
-    if setup.checkpointing == "none" and attention_of(setup) == "eager":
-        out.append(("selective checkpointing", {"checkpointing": "selective"}, "recomputes attention scores"))
-    if attention_of(setup) != "flash" and setup.precision != "fp32" and setup.stack != "torchtune":
-        out.append(("FlashAttention", {"attention": "flash"}, "no score matrix in memory; fewer HBM passes"))
-    if not setup.compile:
-        out.append(("torch.compile", {"compile": True}, "pointwise operations are recomputed; an interval"))
-    if setup.method == "full" and not setup.optimizer_in_backward:
-        out.append(("optimizer in backward", {"optimizer_in_backward": True}, "no clipping, no accumulation"))
-        out.append(
-            ("GaLore, 8-bit", {"optimizer": "galore-adamw-8bit"}, "gradients projected to --galore-rank")
-        )
-    if setup.loss == "full" and setup.stack == "torchtune":
-        out.append(("chunked loss", {"loss": "chunked"}, "fp32 for one chunk at a time"))
-    elif setup.loss == "full":
-        out.append(("fused linear cross-entropy", {"loss": "fused"}, "logits in chunks (Liger kernel)"))
-    if setup.precision == "fp32":
-        out.append(("mixed precision", {"precision": "bf16-mixed"}, "16-bit tensor cores"))
-    if not setup.pure_16_bit:
-        out.append(("pure bf16", {"precision": "bf16", "convention": None}, "small updates are rounded away"))
-    for name in ("adamw-8bit", "paged-adamw-8bit", "adafactor", "lion", "sgd"):
-        if setup.optimizer != name:
-            out.append((f"optimizer {name}", {"optimizer": name}, ""))
-    if kernel_of(setup) != "fused":
-        out.append(("fused optimizer", {"optimizer_kernel": "fused"}, "no copies during the step"))
-    if many and setup.strategy == "ddp" and not setup.gradient_as_bucket_view:
-        out.append(
-            ("gradient_as_bucket_view", {"gradient_as_bucket_view": True}, "gradients live in the buckets")
-        )
-    for stage in ("zero1", "zero2", "zero3"):
-        if many and setup.strategy in ("ddp", "zero1", "zero2") and stage > setup.strategy:
-            out.append((f"ZeRO stage {stage[-1]}", {"strategy": stage}, ""))
-    if many and setup.strategy == "ddp":
-        out.append(("FSDP full shard", {"strategy": "fsdp"}, ""))
-    if setup.offload_optimizer == "none" and not setup.is_fsdp:
-        strategy = setup.strategy if setup.zero_stage else "zero2"
-        out.append(("ZeRO-Offload (optimizer to CPU)", {"strategy": strategy, "offload_optimizer": "cpu"},
-                    "CPU Adam"))  # fmt: skip
-        out.append(
-            ("ZeRO-Infinity (weights and optimizer to CPU)",
-             {"strategy": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}, "CPU Adam")
-        )  # fmt: skip
-    if not setup.offload_activations:
-        out.append(("offloaded activations", {"offload_activations": True}, "over PCIe, both ways"))
-    if setup.method == "full":
-        out.append(("LoRA", {"method": "lora"}, "trains adapters only"))
-    if setup.method in ("full", "lora"):
-        out.append(("QLoRA", {"method": "qlora"}, "adapters over a 4-bit base; about 30 % slower than LoRA"))
-    return out
+    many, ddp = setup.shard_ranks > 1, setup.strategy == "ddp"
+    odd, root, attention = setup.micro_batch % 8, isqrt(layers), attention_of(setup)
+    up, steps = setup.micro_batch + 8 - odd, setup.gradient_accumulation * setup.micro_batch
+    offloadable = setup.offload_optimizer == "none" and not setup.is_fsdp
+    table: list[tuple[bool, str, dict[str, Any], str]] = [
+        (setup.micro_batch > 1, "gradient accumulation", {"micro_batch": 1, "gradient_accumulation": steps},
+         "same effective batch"),
+        (odd > 0, f"micro-batch {up} (multiple of 8; 64 on A100)", {"micro_batch": up},
+         "b x s is a multiple of 64 already" if hidden_tokens % 64 == 0 else "fills tensor-core tiles"),
+        (setup.checkpointing != "full", "gradient checkpointing", {"checkpointing": "full"},
+         "recomputes each layer"),
+        (setup.checkpointing != "full", f"checkpointing in {root} segments",
+         {"checkpointing": "full", "checkpoint_segments": root}, "about sqrt(layers) segments"),
+        (setup.checkpointing == "none" and attention == "eager", "selective checkpointing",
+         {"checkpointing": "selective"}, "recomputes attention scores"),
+        (attention != "flash" and setup.precision != "fp32" and setup.stack != "torchtune", "FlashAttention",
+         {"attention": "flash"}, "no score matrix in memory; fewer HBM passes"),
+        (not setup.compile, "torch.compile", {"compile": True},
+         "pointwise operations are recomputed; an interval"),
+        (setup.method == "full" and not setup.optimizer_in_backward, "optimizer in backward",
+         {"optimizer_in_backward": True}, "no clipping, no accumulation"),
+        (setup.method == "full" and not setup.optimizer_in_backward, "GaLore, 8-bit",
+         {"optimizer": "galore-adamw-8bit"}, "gradients projected to --galore-rank"),
+        (setup.loss == "full" and setup.stack == "torchtune", "chunked loss", {"loss": "chunked"},
+         "fp32 for one chunk at a time"),
+        (setup.loss == "full" and setup.stack != "torchtune", "fused linear cross-entropy", {"loss": "fused"},
+         "logits in chunks (Liger kernel)"),
+        (setup.precision == "fp32", "mixed precision", {"precision": "bf16-mixed"}, "16-bit tensor cores"),
+        (not setup.pure_16_bit, "pure bf16", {"precision": "bf16", "convention": None},
+         "small updates are rounded away"),
+        *((setup.optimizer != name, f"optimizer {name}", {"optimizer": name}, "")
+          for name in ("adamw-8bit", "paged-adamw-8bit", "adafactor", "lion", "sgd")),
+        (kernel_of(setup) != "fused", "fused optimizer", {"optimizer_kernel": "fused"},
+         "no copies during the step"),
+        (many and ddp and not setup.gradient_as_bucket_view, "gradient_as_bucket_view",
+         {"gradient_as_bucket_view": True}, "gradients live in the buckets"),
+        *((many and setup.strategy in ("ddp", "zero1", "zero2") and stage > setup.strategy,
+           f"ZeRO stage {stage[-1]}", {"strategy": stage}, "") for stage in ("zero1", "zero2", "zero3")),
+        (many and ddp, "FSDP full shard", {"strategy": "fsdp"}, ""),
+        (offloadable, "ZeRO-Offload (optimizer to CPU)",
+         {"strategy": setup.strategy if setup.zero_stage else "zero2", "offload_optimizer": "cpu"}, "CPU Adam"),
+        (offloadable, "ZeRO-Infinity (weights and optimizer to CPU)",
+         {"strategy": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"}, "CPU Adam"),
+        (not setup.offload_activations, "offloaded activations", {"offload_activations": True},
+         "over PCIe, both ways"),
+        (setup.method == "full", "LoRA", {"method": "lora"}, "trains adapters only"),
+        (setup.method in ("full", "lora"), "QLoRA", {"method": "qlora"},
+         "adapters over a 4-bit base; about 30 % slower than LoRA"),
+    ]  # fmt: skip
+    return [(name, changes, note) for applies, name, changes, note in table if applies]
 
 
 def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:

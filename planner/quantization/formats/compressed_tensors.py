@@ -7,7 +7,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.model.fields import shown
-from tonnage.planner.quantization.fields import AT, size_of, skipped
+from tonnage.planner.quantization.fields import AT, sides_of, size_of, skipped
 from tonnage.planner.quantization.formats.fp8 import FP8, bytes_and_scales
 from tonnage.planner.quantization.formats.microscaling import MXFP4
 from tonnage.planner.quantization.formats.modelopt import NVFP4
@@ -23,7 +23,7 @@ def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     They are the values packed along the inputs into int32 words, one scale per group in the model's dtype, and
     the matrix's shape as two int64.
     """
-    groups = 1 if f.group_size == -1 else ceil_div(into, f.group_size)
+    groups = f.groups(into)
     per_word = 32 // f.bits
     parts = {
         "weight_packed": out * ceil_div(into, per_word) * 4,
@@ -58,9 +58,8 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
             raise ConfigError(f"{shown(group)} is not an object", field=where)
         stored = group.get("format") or found.get("format")
         made.append((*_group(group, stored, where, width), _targets(group, where)))
-    plain = [entry for entry in made if "Linear" in entry[2]]
-    if len(made) == 1 and plain:
-        scheme, linear, _ = plain[0]
+    scheme, linear, targets = made[0]
+    if len(made) == 1 and "Linear" in targets:
         return Quantization(scheme, skip, AT, linear, method="compressed-tensors")
     return _mixed(made, skip)
 
@@ -74,7 +73,8 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
         raise UnsupportedArchitecture(
-            "two groups are planned only if exactly one covers experts", field=f"{AT}.config_groups"
+            "only one group of Linear, or two of which one is of the experts, are planned",
+            field=f"{AT}.config_groups",
         )
     return Quantization(
         f"{others[0][0]}+{experts[0][0]}", skip, AT, others[0][1], experts=experts[0][1],
@@ -138,14 +138,9 @@ def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
         size = weights.get("group_size")
         if type(size) is int and size > 0:
             return (1, size)
-    block = weights.get("block_structure")
-    if (
-        strategy == "block"
-        and isinstance(block, list)
-        and len(block) == 2
-        and all(type(b) is int and b > 0 for b in block)
-    ):
-        return (block[0], block[1])
+    block = sides_of(weights.get("block_structure"))
+    if strategy == "block" and block is not None:
+        return block
     raise UnsupportedArchitecture(f"{shown(strategy)} is not planned yet", field=f"{where}.weights.strategy")
 
 

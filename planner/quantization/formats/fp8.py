@@ -8,7 +8,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.fields import shown
-from tonnage.planner.quantization.fields import AT, skipped
+from tonnage.planner.quantization.fields import AT, sides_of, skipped
 from tonnage.planner.quantization.formats.microscaling import MXFP4
 from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
 from tonnage.planner.quantization.scheme import Quantization
@@ -43,14 +43,9 @@ def read_fp8(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     There is one fp32 scale per 128 x 128 block or per matrix.
     """
     block = found.get("weight_block_size")
-    static = _activations(found)
-    if block is not None and (
-        not isinstance(block, list)
-        or len(block) != 2
-        or not all(type(v) is int and 0 < v <= 1 << 16 for v in block)
-    ):
+    size, static = sides_of(block), _activations(found)
+    if block is not None and size is None:
         raise ConfigError(f"{shown(block)} is not two positive integers", field=f"{AT}.weight_block_size")
-    size = (block[0], block[1]) if block else None
     files = family_of(config.get("model_type")).files
     exponent = found.get("scale_fmt") == "ue8m0" and files.exponent_scales
     made = LinearFormat(FP8, block=size, input_scale=static, scale_bytes=1 if exponent else 4)

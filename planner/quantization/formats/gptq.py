@@ -11,12 +11,6 @@ from tonnage.planner.quantization.fields import AT, bits_of, flag, group_of, nam
 from tonnage.planner.quantization.linear import Kind, LinearFormat, Storages
 from tonnage.planner.quantization.rules import Patterns, compile_patterns
 from tonnage.planner.quantization.scheme import Quantization
-from tonnage.planner.units import ceil_div
-
-
-def _groups(f: LinearFormat, into: int) -> int:
-    """Return the number of quantization groups along the ``into`` inputs of a matrix."""
-    return 1 if f.group_size == -1 else ceil_div(into, f.group_size)
 
 
 def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, int]) -> Storages:
@@ -34,7 +28,7 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
                 f"{where}: {side} {size} x {f.bits} bits do not fill 32-bit words",
                 field="quantization_config.bits",
             )
-    groups = _groups(f, into)
+    groups = f.groups(into)
     return {
         "qweight": into * out * f.bits // 8,
         "qzeros": groups * (out * f.bits // 32) * 4,
@@ -91,7 +85,7 @@ def _gptqmodel_awq_warm(f: LinearFormat, out: int, into: int, where: str) -> Sto
 
 def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
     """Return the bytes of a matrix's unpacked scales (fp32) and zero points (one byte each)."""
-    groups = _groups(f, into)
+    groups = f.groups(into)
     return {"scales": 4 * groups * out, "qzeros": groups * out}
 
 

@@ -41,6 +41,13 @@ _ALGORITHMS = {
 }
 
 
+def _format(algorithm: object, field: str) -> LinearFormat:
+    """Return the format of ModelOpt's algorithm `algorithm`, from the config field `field`."""
+    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+        raise UnsupportedArchitecture(f"{shown(algorithm)} is not planned yet", field=f"{AT}.{field}")
+    return _ALGORITHMS[algorithm]
+
+
 def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     """Return the quantization in ModelOpt's config: one algorithm, or MIXED_PRECISION with one per layer.
 
@@ -52,9 +59,8 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     layers = found.get("quantized_layers")
     if algorithm == "MIXED_PRECISION" or (algorithm is None and layers):
         return Quantization("modelopt-mixed", skip, AT, named=_layers(layers), method="modelopt")
-    if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-        raise UnsupportedArchitecture(f"{shown(algorithm)} is not planned yet", field=f"{AT}.quant_algo")
-    return Quantization(algorithm.lower(), skip, AT, _ALGORITHMS[algorithm], method="modelopt")
+    made = _format(algorithm, "quant_algo")
+    return Quantization(str(algorithm).lower(), skip, AT, made, method="modelopt")
 
 
 def _layers(layers: object) -> dict[str, LinearFormat]:
@@ -64,11 +70,7 @@ def _layers(layers: object) -> dict[str, LinearFormat]:
     out = {}
     for name, entry in layers.items():
         algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None
-        if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-            raise UnsupportedArchitecture(
-                f"{shown(algorithm)} is not planned yet", field=f"{AT}.quantized_layers.{name[:80]}"
-            )
-        out[spelling(name)] = _ALGORITHMS[algorithm]
+        out[spelling(name)] = _format(algorithm, f"quantized_layers.{name[:80]}")
     return out
 
 
