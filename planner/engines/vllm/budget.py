@@ -14,8 +14,8 @@ from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
 _UNLOGGED = (0, 20, 0)  # first version without a start-up log that prints every memory term
-# First version without a published start (published.jsonl). The 13 starts of 0.24 to 0.29 have at most 0.5 % of the
-# GPU's memory less KV pool than planned.
+# First version without a published start (published.jsonl). The 13 starts of 0.24 to 0.29 have at most 0.5 % of
+# the GPU's memory less KV pool than planned.
 _UNPUBLISHED = (0, 30, 0)
 # The interval of a vision tower's peak extends below and above it by these shares of the peak, because the
 # planner assumes an attention kernel and fused activations.
@@ -23,10 +23,10 @@ _ENCODER = 0.15, 0.3
 # For a compute capability without a measured start, the interval extends below the sum by this assumed factor
 # times the fitted spread.
 #
-# Published starts that were not used in the fit (published.jsonl) cover three capabilities. On 8.0, the errors of
-# twelve starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 8.6, those of six starts on RTX 3090
-# and A5000 are within 0.6 %. On 12.0, those of twelve starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12 to 0.27) are
-# within 0.7 %. The fitted spread exceeds all of them.
+# Published starts that were not used in the fit (published.jsonl) cover three capabilities. On 8.0, the errors
+# of twelve starts on A100s of two sizes are within 1.3 % of the GPU's memory. On 8.6, those of six starts on
+# RTX 3090 and A5000 are within 0.6 %. On 12.0, those of twelve starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12
+# to 0.27) are within 0.7 %. The fitted spread exceeds all of them.
 #
 # If the fit leaves out the GPU type of one source, the largest error over eight sources is 1.5 % of the GPU's
 # memory. The other predictions are within 1.8 % (pool_from_flags).
@@ -50,9 +50,10 @@ _BEYOND_DENSE, _BEYOND = 0.15, 0.5
 # Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
 _PCIE, _NCCL = 4 * GiB // 10, GiB
 # On AMD GPUs, memory outside PyTorch that no source explains: four starts on an R9700 on one day have 1.7 to
-# 1.9 GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). The bound takes
-# 1.7 GiB, because the interval around the sum covers the difference. Two of the later starts also compile, with
-# the same build of vLLM. The machine's kernel got another argument between the four and the seven starts. V0, which these GPUs ran before 0.10, does not compile.
+# 1.9 GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). The bound
+# takes 1.7 GiB, because the interval around the sum covers the difference. Two of the later starts also
+# compile, with the same build of vLLM. The machine's kernel got another argument between the four and the seven
+# starts. V0, which these GPUs ran before 0.10, does not compile.
 _UNEXPLAINED_ON_AMD = 17 * GiB // 10
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
