@@ -65,7 +65,10 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
         DeploymentError: there are more stages than layers.
     """
     if stages > layers:
-        raise DeploymentError(f"{stages} stages for {layers} layers", field="--pipeline-parallel-size")
+        raise DeploymentError(
+            f"{stages} stages for {layers} layers would leave stages without a layer",
+            field="--pipeline-parallel-size", hint=f"at most {layers}",
+        )  # fmt: skip
     counts = [layers // stages] * stages
     for i in range(2, layers % stages + 2):
         counts[-i] += 1
@@ -170,7 +173,7 @@ def _on_stage(tensor: TensorSpec, mine: range, stage: int, parallel: Parallel) -
 
 
 def _untied(tensor: TensorSpec, stage: int) -> TensorSpec:
-    """Return a tied output head as a separate tensor if the embedding is on another pipeline stage."""
+    """Return ``tensor``; a tied output head becomes a separate one if the embedding is on another stage."""
     return replace(tensor, tied_to=None) if tensor.role == "head" and stage > 0 else tensor
 
 
@@ -185,14 +188,15 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
         if size % ranks:
             raise _undivided(
-                f"tensor parallel size {ranks} does not divide the vocabulary, padded to {size}", size, ranks
+                f"{ranks} does not divide the vocabulary, which is padded to {size} tokens", size, ranks
             )
-    # Vision and audio towers have as many KV heads as query heads, so their rows divide evenly.
+    # Rows of queries, keys and values are divided by heads. Vision and audio towers have as many KV heads as
+    # query heads, so their rows need no such rule.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
         size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
     elif tensor.role in ("mlp", "attention") and size % ranks:
-        what = f"{ranks} does not divide {tensor.name} {list(tensor.shape)}"
+        what = f"{ranks} does not divide {tensor.name} of shape {list(tensor.shape)}"
         merged = tensor.role == "mlp" and architecture.gated_mlp
         raise _undivided(what, size // tensor.matrices, ranks, "merged" if merged else "divided")
     else:
@@ -215,7 +219,7 @@ def _shard_experts(tensor: TensorSpec, parallel: Parallel) -> TensorSpec:
     size = tensor.shape[dim]
     if not parallel.expert and size % (ranks * tensor.matrices if tensor.matrices > 1 and dim else ranks):
         raise EngineRefusal(
-            f"{ranks} does not divide {tensor.name} {list(tensor.shape)}", field=_TP,
+            f"{ranks} does not divide {tensor.name} of shape {list(tensor.shape)}", field=_TP,
             hint="--enable-expert-parallel divides whole experts", cause="divided",
             facts={"size": size // tensor.matrices if dim else size, "ranks": ranks},
         )  # fmt: skip
