@@ -153,8 +153,8 @@ class Engine(ABC):
     ) -> float | None:
         """Return the effective --mem-fraction-static, or None for an engine without this flag.
 
-        It is SGLang's share of device memory for weights and KV pool. ``memory`` is the device's memory in
-        bytes, ``tokens`` the maximum tokens per step.
+        The flag sets SGLang's share of device memory for weights and KV pool. ``memory`` is the device's memory
+        in bytes, ``tokens`` the maximum tokens per step.
         """
         return None
 

@@ -90,8 +90,8 @@ _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
-_DRAFTS = (0, 5, 15)  # first known release that budgets a draft model's weights and pools
-_PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills in CUDA graphs by default
+_DRAFTS = (0, 5, 15)  # first known SGLang that budgets a draft model's weights and pools
+_PREFILL_GRAPHS = (0, 5, 23)  # first known SGLang that captures prefills in CUDA graphs by default
 
 # Token counts for which prefill graphs are captured, as ranges (first, end, step)
 # (generate_prefill_cuda_graph_batch_sizes).
@@ -121,7 +121,8 @@ class SGLang(Engine):
     name = "sglang"
     title = "SGLang"
     newest = (0, 5, 23)
-    oldest = (0, 4, 0)  # first release whose default mem_fraction_static is known
+    oldest = (0, 4, 0)  # first SGLang whose default mem_fraction_static is known
+
     # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # SGLang's default page_size is 1 token

@@ -14,7 +14,7 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, ceil_div
 
-# First known release with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
+# First known SGLang with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
 _PER_PHASE = (0, 5, 23)
 _KV_NAMES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bfloat16"}
 _HICACHE = (

@@ -18,10 +18,10 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.units import ceil_div
 
-_OLDEST = (0, 5, 4)  # first release whose rules for states are known
-_PADDED = (0, 5, 23)  # first known release that subtracts the pool's padding slot
-_BUFFERED = (0, 5, 15)  # first known release with separate slots for prefix snapshots by default
-_WITHOUT_PREFIXES = 512  # slots without prefix caching in 0.5.4, if --max-running-requests is not set
+_OLDEST = (0, 5, 4)  # first SGLang whose rules for recurrent states the planner knows
+_PADDED = (0, 5, 23)  # first known SGLang that subtracts a padding slot from the pool of states
+_BUFFERED = (0, 5, 15)  # first known SGLang with separate slots for prefix snapshots by default
+_WITHOUT_PREFIXES = 512  # state slots of SGLang 0.5.4 without prefix caching and --max-running-requests
 
 # A running request has three slots (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO). Model classes with
 # "extra_buffer" (_MAMBA_EXTRA_BUFFER_ARCHS in arg_groups/overrides.py) add two alternating slots

@@ -15,10 +15,10 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.tier import KVTier, TierGroup
 from tonnage.planner.units import ceil_div
 
-_RATIO = 2.0  # default of --hicache-ratio
+_RATIO = 2.0  # SGLang's default of --hicache-ratio
 _GB = 10**9
-# First known release that keeps MLA latents on one rank only (mem_cache/mla_host_dedup.py), and first whose
-# default layout is page_first.
+# First known SGLang that keeps MLA latents in the host memory of one rank only (mem_cache/mla_host_dedup.py),
+# and first whose default of --hicache-mem-layout is page_first.
 _ONE_COPY, _PAGE_FIRST = (0, 5, 23), (0, 5, 23)
 
 

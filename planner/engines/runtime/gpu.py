@@ -18,8 +18,8 @@ from tonnage.planner.model.tensor import TOWER_ROLES
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
-# Minimum half-width of an interval. The largest error on GPUs of 16 and 24 GiB is 0.32002 GiB, in report 41 of
-# tests/data/field_reports.jsonl, an RTX 3090 (benchmarks/accuracy_page.py).
+# Minimum half-width of the interval around a GPU memory estimate. The largest error on GPUs of 16 and 24 GiB is
+# 0.32002 GiB, in report 41 of tests/data/field_reports.jsonl, an RTX 3090 (benchmarks/accuracy_page.py).
 _LEAST = GiB // 3
 SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
 

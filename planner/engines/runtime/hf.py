@@ -24,9 +24,9 @@ API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
-# Two copies of the logits are alive at once: the model's own and an fp32 copy. The hf engine's sampler adds a
-# few copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
-# number of copies.
+# Two copies of the logits are alive at once: the logits in the model's dtype and an fp32 copy. The hf engine's
+# sampler adds a few copies for 16 rows at a time (server/engines/hf/sampling/draw.py).
+# benchmarks/memory_terms.py checks the number of copies.
 LOGITS_COPIES = 2
 ACTIVATION_INTERVAL = (0.5, 2.0)
 
@@ -178,7 +178,7 @@ def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
     size = DTYPE_BYTES[flags.dtype]
     tokens = max(chosen.max_model_len, min(GATHERED_TOKENS, chosen.max_num_seqs * chosen.max_model_len))
     narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1
-    copies = 2 * size + (8 if narrow else 0)  # temporary float32 copies of K and V
+    copies = 2 * size + (8 if narrow else 0)  # an 8-bit K or V also has a temporary float32 copy
     groups = architecture.heads // architecture.kv_heads
     queries = min(chosen.max_num_batched_tokens, chosen.max_model_len)
     mask = queries * groups * chosen.max_model_len * (1 + size)

@@ -1,4 +1,4 @@
-"""The vLLM engine: flag defaults and checks. Named source files are from vLLM 0.32.0."""
+"""The vLLM engine: flag defaults and checks. Source files named in comments are from vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -235,12 +235,12 @@ class VLLM(Engine):
         if first is not None and version[:2] < first:
             raise DeploymentError(
                 f"vLLM {text} has no {name}", field="--quantization",
-                hint=f"--engine-version {first[0]}.{first[1]}.0 is the first that has",
+                hint=f"--engine-version {first[0]}.{first[1]}.0 is the first that has it",
             )  # fmt: skip
         if last is not None and version[:2] > last:
             raise DeploymentError(
                 f"vLLM {text} has no {name} any more", field="--quantization",
-                hint=f"--engine-version {last[0]}.{last[1]}.0 is the last that has; or fp8",
+                hint=f"--engine-version {last[0]}.{last[1]}.0 is the last that has it; or use fp8",
             )  # fmt: skip
 
     def choose_kv_dtype(
@@ -399,9 +399,9 @@ class VLLM(Engine):
         if not known and not architecture.is_classifier and not architecture.pooled:
             classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
-                f"vLLM 0.33 is not planned with {architecture.class_name}",
+                f"vLLM 0.33 has no class {architecture.class_name} for this encoder",
                 field="architectures",
-                hint=f"of the encoders it has {', '.join(filter(None, classes))}",
+                hint=f"its encoder classes are {', '.join(filter(None, classes))}",
             )
 
     def check_classifier(self, architecture: Architecture) -> None:
@@ -440,7 +440,7 @@ class VLLM(Engine):
         if latent and not known.cpu_latents:
             raise EngineRefusal(
                 f"vLLM {name} has no latent attention on a CPU", field="--engine-version",
-                hint="0.29.0 is the first that has", cause="cpu_latents", facts={},
+                hint="0.29.0 is the first that has it", cause="cpu_latents", facts={},
             )  # fmt: skip
         if "state" in kinds and kinds & {"full", "sliding"} and not known.cpu_states:
             raise EngineRefusal(
@@ -457,9 +457,9 @@ class VLLM(Engine):
         known, asked = rules(version), flags.mamba_cache_mode
         if asked == "all" and known.cache_mode != "all":
             raise DeploymentError(
-                "vLLM does not know the value all from 0.32 on",
+                "vLLM 0.32 and later have no mode all",
                 field="--mamba-cache-mode",
-                hint="leave it out: prefix caching decides",
+                hint="leave it out: prefix caching decides how many states are kept",
             )
         return known.every_state if asked in ("auto", "none") else asked == "all"
 
@@ -473,7 +473,7 @@ class VLLM(Engine):
         if asked == "auto":
             return None
         names = {state.name for layer in architecture.cache_layers for state in layer.states}
-        if "conv_q" in names and asked == "float16":  # KDA layers, layers/mamba/mamba_utils.py
+        if "conv_q" in names and asked == "float16":  # Kimi delta attention (layers/mamba/mamba_utils.py)
             raise DeploymentError(
                 "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
                 field="--mamba-ssm-cache-dtype", hint="bfloat16",

@@ -43,20 +43,21 @@ _TURBOQUANT = {
 # Octave format -> (bits of a value element, whether a whole key has one scale).
 _OCTAVE = {"octave_k3v4": (4, False), "octave_k3v3": (3, False), "octave_k3v3_compact": (3, True)}
 _OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # Octave's HADAMARD_BLOCK, and the only head size of its kernels
+
 # Cache format -> first vLLM version that has it (config/cache.py of 0.31 to 0.33).
 _SINCE = {"ultraquant_4bit": (0, 32, 0), **dict.fromkeys(_OCTAVE, (0, 33, 0))}
-_ULTRAQUANT_GROUP = 32  # GROUP_SIZE: values that share a scale of one byte
+_ULTRAQUANT_GROUP = 32  # UltraQuant's GROUP_SIZE: values that share a scale of one byte
 _NVFP4_GROUP = 16
 
 
 def _per_token_head(bits: int) -> Callable[[int, int], int]:
-    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # an fp32 scale each for K and V
+    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # K and V have an fp32 scale each
 
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
-        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # 2 bytes for an fp16 norm per key
-        values = ceil_div(key * value_bits, 8) + 4  # 4 bytes for fp16 scale and zero; V is as wide as K
+        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # each key has an fp16 norm of 2 bytes
+        values = ceil_div(key * value_bits, 8) + 4  # each value has an fp16 scale and zero, 4 bytes
         return keys + values + (keys + values) % 2
 
     return slot
@@ -108,7 +109,7 @@ def choose(
             f"{asked!r} is not one of auto, {', '.join(NAMES)}", field=_FLAG, hint=did_you_mean(asked, NAMES)
         )
     if asked == "float32" and dtype != "float32":
-        raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG)
+        raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG, hint="auto")
     found = asked
     if asked == "auto" and stored is not None and stored.dtype is not None and rules(version).stored_kv_dtype:
         found = stored.dtype

@@ -61,8 +61,8 @@ _LINES = (
     ("device_bytes", GiB, rf"(?:Explicitly|Auto) set \([\d.]+/{NUMBER}\)GiB for KV cache"),
 )
 # "worker init memory snapshot: torch_peak=0.0GiB, free_memory=77.71GiB, total_memory=79.19GiB, ..." is taken
-# before the model is loaded. The non_torch_memory of this line is CUDA's context and NCCL. The figure of
-# that name below is another one.
+# before the model is loaded. The non_torch_memory of this line is CUDA's context and NCCL. Lines after the
+# profile run print another figure under the same name.
 _SNAPSHOT = (
     ("free_bytes", GiB, rf"free_memory={NUMBER}GiB"),
     ("device_bytes", GiB, rf"total_memory={NUMBER}GiB"),
@@ -143,7 +143,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # every replica logs a data-parallel size of 1, not the flag's value
+                continue  # every replica logs the size 1 instead of the flag's value
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":
@@ -159,7 +159,7 @@ def _keep_flags(given: dict[str, str], out: LogFigures) -> None:
 
 
 def _plain(value: str) -> str:
-    if value.startswith("{"):  # the value is a dict in Python's notation
+    if value.startswith("{"):  # a flag's value that is a dict in Python's notation
         return value.replace("'", '"')
     match = re.fullmatch(_TYPES, value)
     return match[1] if match else value
@@ -175,7 +175,7 @@ def rank_of(line: str) -> tuple[str, str]:
             continue
         found = match.groupdict()
         process = ":".join(filter(None, (found.get("ip"), found.get("pid"))))
-        if name := found.get("name"):  # ignores the EP rank, which follows from the TP rank
+        if name := found.get("name"):  # the EP rank is left out, because it follows from the TP rank
             return "_".join(part for part in name.split("_") if not part.startswith("EP")) or name, process
         if number := found.get("number"):
             return f"TP{number}", process

@@ -27,10 +27,11 @@ from tonnage.planner.units import ceil_div
 # and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
 CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platforms/cpu.py; 128 with AMX)
+
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 _MAMBA1_CHUNK = 2048  # assumed chunk size in tokens of Mamba-1 (get_mamba_chunk_size in config/model.py)
-HYBRID_MLA_BLOCK = 128  # divides the block size of hybrids with MLA (platforms/interface.py)
+HYBRID_MLA_BLOCK = 128  # blocks of hybrid models with MLA are a multiple of it (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
     "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "
@@ -60,11 +61,11 @@ class VLLMDeployment:
     context_parallel: int = 1
     speculative_tokens: int = 0
     amx: bool = False
-    every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
+    every_state: bool = False  # whether prefix caching keeps a Mamba state for each block of a prompt
     ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's dtype
     native_layers: frozenset[int] = frozenset()  # layers whose cache is not in the packed format
-    rotary: int = 0  # rotated dimensions of a key
-    float32_states: bool = False  # recurrent states are float32, by flag or by default
+    rotary: int = 0  # number of rotated dimensions of a key
+    float32_states: bool = False  # whether recurrent states are float32
 
 
 def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
@@ -84,7 +85,7 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
         raise UnsupportedArchitecture(
-            f"vLLM uses a sliding window in every second layer of {architecture.model_type}, unlike this list",
+            f"vLLM uses a sliding window in every second layer of {architecture.model_type}, unlike the config",
             field="layer_types",
         )
     if known.float32_states:

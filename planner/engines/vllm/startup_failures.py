@@ -319,7 +319,7 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
             for other in _SUFFIXES:
                 if _has_class(name.removesuffix(suffix) + other, version):
                     return name.removesuffix(suffix) + other
-    if architecture.kind == "encoder" and not architecture.is_classifier:  # their classes are in check_encoder
+    if architecture.kind == "encoder" and not architecture.is_classifier:  # VLLM.check_encoder checks its class
         later = names[0] in _architectures()["first"] or names[0] in _architectures()["oldest"]
         return None if later else architecture.class_name
     # transformers spells some names in another way: PhimoeForCausalLM is vLLM's PhiMoEForCausalLM.
@@ -356,7 +356,7 @@ def _has_class(name: str, version: Version) -> bool:
     return last is None or version <= parse_version(last)
 
 
-_FALLBACK = (0, 24, 0)  # from this version on, vLLM requires transformers 5, whose modules were checked
+_FALLBACK = (0, 24, 0)  # first vLLM that requires transformers 5; its modules were checked for these models
 
 
 def _runs_modules(architecture: Architecture, version: Version) -> bool:
@@ -414,7 +414,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
                 f"ValueError: Tensor parallel size ({world}) cannot be larger than the number of available GPUs "
                 f"({here})."
             )
-        ray = "ValueError: Unable to load Ray"  # if Ray is installed, vLLM waits for a cluster instead
+        ray = "ValueError: Unable to load Ray"  # with Ray installed, vLLM would wait for a Ray cluster instead of failing
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
@@ -504,7 +504,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # older messages place the blanks differently
+    if version < (0, 9, 0):  # before 0.9, the blank of this sentence is at its end
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):

@@ -18,8 +18,8 @@ from tonnage.planner.model.tensor import TensorSpec
 # images and videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
-
-_QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1
+# First vLLM that quantizes Gemma 4's towers (recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1).
+_QUANTIZED_TOWERS = (0, 23, 0)
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
 _GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias", ".router.classifier.weight")
@@ -27,7 +27,8 @@ _NGRAMS = ".ngram_embeddings.embedders.weight"
 # Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after that layer
 # (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
-_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads this bias as the bias of the output head's decoder
+# BERT's bias of the output head, which vLLM loads as the bias of the head's module "decoder".
+_SHARED_BIAS = "cls.predictions.bias"
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -49,9 +50,9 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if architecture.pooled:  # a pooled model's head states its own dtype
+    if architecture.pooled:  # the tensors of a pooled model's head have a dtype already
         pass
-    elif architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
+    elif architecture.is_classifier:  # heads are float32 (ModelConfig.head_dtype, 0.33)
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
     elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
         held = tuple(tensor for tensor in held if tensor.role != "head")

@@ -28,10 +28,15 @@ SHARED_SINCE = (0, 30, 0)
 # First vLLM that keeps all layers of a model with one KV cache group in a single tensor for its connectors
 # (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).
 _ONE_TENSOR = (0, 12, 0)
-_PAGE = 4096  # SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
-_SECONDARY = ("fs", "obj", "p2p", "kvcr", "example", "tonnage")  # v1/kv_offload/tiering/factory.py
-_SIMPLE_HOST, _SIMPLE_DISK, _SIMPLE_SLOTS = 8 * GiB, 100 * GiB, 2  # simple_cpu_offload_connector.py
-# Defaults of LMCache (v1/config.py), and of its server (v1/distributed/config.py).
+_PAGE = 4096  # bytes to which a chunk is rounded up (SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT)
+
+# Types of secondary tiers (v1/kv_offload/tiering/factory.py).
+_SECONDARY = ("fs", "obj", "p2p", "kvcr", "example", "tonnage")
+# Defaults of SimpleCPUOffloadConnector: bytes in host memory, bytes on disk, slots of a disk buffer
+# (simple_cpu_offload_connector.py).
+_SIMPLE_HOST, _SIMPLE_DISK, _SIMPLE_SLOTS = 8 * GiB, 100 * GiB, 2
+# Defaults of LMCache (v1/config.py) and of its server (v1/distributed/config.py): tokens per chunk, and GiB of
+# host memory.
 _LMCACHE_CHUNK, _LMCACHE_HOST = 256, 5.0
 
 
@@ -83,7 +88,7 @@ def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
     sizes = {_group_tokens(hosted, place) for place in range(len(hosted.layout.groups))}
     if len(sizes) > 1:
         raise DeploymentError(
-            f"block_size needs groups of one block size; this model's have {sorted(sizes)} tokens",
+            f"block_size needs KV cache groups with equal blocks; this model's have {sorted(sizes)} tokens",
             field=connector.field, hint="give blocks_per_chunk",
         )  # fmt: skip
     block = sizes.pop()
@@ -100,7 +105,7 @@ def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
     asked = connector.size("cpu_bytes_to_use")
     if asked is None:
         raise DeploymentError(
-            "cpu_bytes_to_use must be specified in kv_connector_extra_config, says vLLM", field=connector.field
+            "cpu_bytes_to_use must be specified in kv_connector_extra_config", field=connector.field
         )
     copies = _copies(hosted)
     chunk = ceil_div(_rank_block(hosted) * copies * per_chunk, _PAGE) * _PAGE
@@ -134,7 +139,7 @@ def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier
             "has both num_cpu_blocks and cpu_bytes_to_use; give one of them", field=connector.field
         )
     if count is None and asked is None:
-        raise DeploymentError("has neither cpu_bytes_to_use nor num_cpu_blocks", field=connector.field)
+        raise DeploymentError("needs cpu_bytes_to_use or num_cpu_blocks; give one", field=connector.field)
     chunks = count if count is not None else (asked or 0) // (block * ranks)
     _check_chunks(chunks, asked or 0, block * ranks, connector)
     layout, tensors = hosted.layout, hosted.layout.layer_slots
@@ -175,7 +180,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
     asked = connector.extra.get("secondary_tiers", [])
     spec = connector.extra.get("spec_name", "CPUOffloadingSpec")
     if spec not in ("CPUOffloadingSpec", "TieringOffloadingSpec", "CpuTieringSpec"):
-        raise DeploymentError(f"spec_name {spec!r:.60} is not planned", field=connector.field,
+        raise DeploymentError(f"the planner does not know spec_name {spec!r:.60}", field=connector.field,
                               hint="CPUOffloadingSpec or TieringOffloadingSpec")  # fmt: skip
     if not isinstance(asked, list) or not all(isinstance(tier, dict) for tier in asked):
         raise DeploymentError("secondary_tiers is not a list of objects", field=connector.field)
@@ -190,12 +195,12 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
             raise DeploymentError(f"secondary tier {kind!r:.60} is not one of {', '.join(_SECONDARY)}",
                                   field=connector.field)  # fmt: skip
         if kind == "fs" and not tier.get("root_dir"):
-            raise DeploymentError("the secondary tier of type fs needs root_dir", field=connector.field)
+            raise DeploymentError("a secondary tier of type fs needs root_dir, a folder", field=connector.field)
         if kind == "tonnage":
             found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
         if kind not in ("fs", "obj"):
             continue
-        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes a chunk
+        chunk = host.chunk_bytes  # fs/manager.py writes a chunk padded to whole pages
         found.append(
             KVTier(
                 kind, "disk", None, None, 0, None, None, 1, False, False, chunk, None, None,
@@ -210,9 +215,9 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
 def _bounded(
     hosted: HostInputs, connector: Connector, tier: Mapping[str, Any], chunk: int, per_chunk: int
 ) -> KVTier:
-    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most ``size`` bytes, a setting."""
+    """Return Tonnage's disk tier (docs/disk_tier.md); its setting ``size`` limits the bytes of its files."""
     if not tier.get("path") or not tier.get("size"):
-        raise DeploymentError("the secondary tier tonnage needs path and size", field=connector.field)
+        raise DeploymentError("a secondary tier of type tonnage needs path and size", field=connector.field)
     size = parse_size(str(tier["size"]), connector.field)
     chunks = blocks_on_disk(size, chunk)
     _check_chunks(chunks, size, chunk, connector)
@@ -353,7 +358,7 @@ def _token_bytes(hosted: HostInputs) -> int:
     """Return the KV cache bytes of one token on one rank, for a model whose layers all keep every token."""
     if len(hosted.layout.groups) > 1 or hosted.layout.groups[0].kind not in ("full", "mla"):
         raise UnsupportedArchitecture(
-            "what LMCache stores of windows and states is not known here", field="layer_types",
+            "what LMCache stores of sliding windows and states is not known", field="layer_types",
             hint="--kv-offloading-backend native",
         )  # fmt: skip
     return ceil_div(_rank_block(hosted), _group_tokens(hosted, 0))
