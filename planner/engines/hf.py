@@ -156,7 +156,7 @@ class HF(Engine):
         if not files:
             raise DeploymentError(
                 f"{size:,} bytes hold no block of {block:,} bytes with its file's header",
-                field="--kv-offloading-disk", hint="a larger size",
+                field="--kv-offloading-disk", hint="give a larger size",
             )  # fmt: skip
         return host, KVTier(
             "disk", "disk", size, size, files * block, size, None, 1, False, False, block, files,

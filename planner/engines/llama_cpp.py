@@ -442,7 +442,7 @@ def row_bytes(elements: int, kind: str) -> int:
         raise DeploymentError(
             f"{kind} quantizes {values} values at a time, which do not divide the {elements} values that a "
             "layer caches per token",
-            field="--kv-cache-dtype", hint="f16",
+            field="--kv-cache-dtype", hint="use f16",
         )  # fmt: skip
     return elements // values * size
 
