@@ -62,7 +62,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
     once = latent and not slot and hosted.chosen.version >= _ONE_COPY
     ranks = 1 if once else len(hosted.ranks)
     low = high = rank
-    if flags.hicache_size is None and tokens:  # the device pool's bounds, times the ratio
+    if flags.hicache_size is None and tokens:  # bounds of the device pool's tokens x ratio
         low, high = (rank * bound // tokens for bound in hosted.token_bounds)
     kept = held.get("full", held.get("sliding", 0))
     groups = tuple(

@@ -167,7 +167,7 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
-    last = (layer.mlp[0] + 1) * h + inner + reduced  # at the MLP's last product, its input and output
+    last = (layer.mlp[0] + 1) * h + inner + reduced  # during the MLP's last product
     middle, out = vision.projector
     projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
     widest = layer.rotary * vision.head_size + max(attention, mlp, last)

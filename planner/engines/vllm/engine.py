@@ -99,7 +99,7 @@ class VLLM(Engine):
         "tokens|num_blocks": "",
         "device_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
     }
-    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's MaxLoRARanks, config/lora.py
+    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks in config/lora.py
     smaller: ClassVar = {"cpu": ("w4a16",), "cuda": ("fp8", "w4a16")}
     quantizes_to = ("nf4", "fp8")
     names_formats = True

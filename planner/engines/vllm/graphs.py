@@ -74,7 +74,7 @@ def capture_sizes(chosen: Resolved) -> tuple[int, ...]:
     if known.step_graph and tokens <= most:
         found.add(tokens)
     if known.uniform_graphs and ceiling is None:
-        # In a decode step all sequences have the same number of tokens.
+        # In a decode step all sequences have the same number of tokens, so graph sizes are multiples of it.
         requests = min(chosen.max_num_seqs, _LARGEST_WIDE if wide else _LARGEST)
         counts = {*_grid(requests), requests} if query > 1 else {chosen.max_num_seqs}
         found |= {count * query for count in counts if count * query <= min(most, tokens)}

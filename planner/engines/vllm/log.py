@@ -68,7 +68,8 @@ _SNAPSHOT = (
     ("device_bytes", GiB, rf"total_memory={NUMBER}GiB"),
     ("init_non_torch_bytes", GiB, rf"non_torch_memory={NUMBER}GiB"),
 )
-# 0.6.3 to 0.6.5: "Memory profiling results: total_gpu_memory=..., peak_torch_memory=..., non_torch_memory=..."
+# vLLM 0.6.3 to 0.6.5 log "Memory profiling results: total_gpu_memory=..., peak_torch_memory=...,
+# non_torch_memory=...".
 _PROFILE = (
     ("peak_torch_bytes", GiB, rf"peak_torch_memory={NUMBER}GiB"),
     ("non_torch_bytes", GiB, rf"non_torch_memory={NUMBER}GiB"),

@@ -31,7 +31,7 @@ CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platf
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 _MAMBA1_CHUNK = 2048  # assumed chunk size in tokens of Mamba-1 (get_mamba_chunk_size in config/model.py)
-HYBRID_MLA_BLOCK = 128  # blocks of hybrid models with MLA are a multiple of it (platforms/interface.py)
+HYBRID_MLA_BLOCK = 128  # divisor of the block size of hybrid models with MLA (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
     "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "

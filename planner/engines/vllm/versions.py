@@ -75,7 +75,7 @@ class VersionRules:
     runner_v2_graphs: bool = False  # the V2 runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
-    in_flight_batches: int = 1  # batches scheduled ahead whose tokens sliding layers hold
+    in_flight_batches: int = 1  # number of batches in flight whose tokens sliding layers hold
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
 
@@ -112,8 +112,9 @@ class VersionRules:
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
 # Entries of (first version, changed rules), in ascending order of version. Their comments name the sources.
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
-    # V1 is the default (release notes of 0.8.0); _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler
-    # in v1/sample/ops/topk_topp_sampler.py, determine_available_memory in v1/worker/gpu_worker.py of 0.8.2
+    # vLLM's V1 engine is the default from this version on (release notes of 0.8.0). Sources in 0.8.2:
+    # _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py,
+    # determine_available_memory in v1/worker/gpu_worker.py.
     (
         (0, 8, 0),
         {
@@ -138,8 +139,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # unsorted_if_installed: TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py of 0.10.0, 0.10.1.1, 0.10.2
     # and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 asks for the variable.
     ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
-    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. The default fp8 cache is
-    # pull request 25988, a cherry-pick of 0.11.0 that a later release reverted.
+    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. sparse_default_fp8: pull
+    # request 25988, a cherry-pick of 0.11.0 that a later release reverted.
     # marlin_beyond_hopper: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
     # formatted_videos: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0 and 0.13.0.
     # padded_embeddings: profile_run in v1/worker/gpu_model_runner.py of the same. late_communicators:
@@ -157,30 +158,33 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     ((0, 11, 1), {"sparse_default_fp8": False, "unsorted_if_installed": False}),
     ((0, 12, 0), {"padded_embeddings": "item"}),
-    # v1/worker/workspace.py first appears in the sources of 0.13.0. The rules of CUDA graphs are
-    # _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2, 0.28.0 and 0.29.0.
+    # expert_buffer: v1/worker/workspace.py first appears in the sources of 0.13.0. draft_graphs, and in later
+    # rows step_graph, wide_graphs and uniform_graphs: _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2,
+    # 0.28.0 and 0.29.0.
     (
         (0, 13, 0),
         {"expert_buffer": True, "draft_graphs": True, "formatted_videos": False, "padded_embeddings": ""},
     ),
     # In 0.9.2 to 0.13, an MI300X (192 GiB) had the batch defaults of devices with 70 GiB.
     ((0, 14, 0), {"huge_batches": True}),
-    # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
+    # drops_towers: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
     # times_kernels: PyTorch 2.10. First starts of 0.12.0, with PyTorch 2.9.0, on six kinds of NVIDIA GPUs have
     # pools without the copy of the embedding (tests/data/startups/published.jsonl).
     ((0, 16, 0), {"times_kernels": True}),
-    # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py) first appear in 0.17.0.
-    # Starts of 0.16.0 and 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations.
+    # sampler: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and 0.17.0 in
+    # tests/data/startups have 5.64 and 2.23 GiB of activations. fused_all_reduce: enable_allreduce_rms_fusion
+    # in config/vllm.py first appears in 0.17.0.
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
-    # profile_cudagraph_memory first appears in 0.18.0, and VLLM_FUSED_MOE_CHUNK_SIZE is removed: no expert
-    # chunks.
+    # graphs_estimated: profile_cudagraph_memory first appears in 0.18.0. expert_chunk: 0.18.0 has no
+    # VLLM_FUSED_MOE_CHUNK_SIZE, so experts process a whole step at once.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
     # sparse_flashinfer: vLLM's pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
-    # vLLM's pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
-    # model_executor/models/config.py of 0.20.1 (not known for older versions). fused_index_key: wk_weights_proj
-    # in model_executor/models/deepseek_v2.py of 0.20.1, which 0.19.0 lacks.
+    # graphs_subtracted and default_utilization: vLLM's pull request 38284, envs.py and config/cache.py of
+    # 0.19.0 and 0.20.0. every_state: MambaModelConfig in model_executor/models/config.py of 0.20.1 (not known
+    # for older versions). fused_index_key: wk_weights_proj in model_executor/models/deepseek_v2.py of 0.20.1,
+    # which 0.19.0 lacks.
     (
         (0, 20, 0),
         {
@@ -194,11 +198,12 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # token_line: vLLM's pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and
     # 0.20.1.
     ((0, 20, 1), {"token_line": "concurrency"}),
-    # VLLM_USE_FLASHINFER_SAMPLER is on in envs.py; all-reduce is fused with pipeline and data parallelism too;
-    # update_block_size_for_backend in platforms/cpu.py.
+    # sampler: VLLM_USE_FLASHINFER_SAMPLER is on in envs.py. fused_alone: all-reduce is fused with pipeline and
+    # data parallelism too. cpu_states: update_block_size_for_backend in platforms/cpu.py.
     ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False, "cpu_states": True}),
-    # runner_v2, in all rows: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py.
-    # gemma4_batches: _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, which 0.21.0 lacks.
+    # runner_v2, in this and all later rows: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in
+    # config/vllm.py. gemma4_batches: _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, which
+    # 0.21.0 lacks.
     ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",), "gemma4_batches": True}),
     # padded_pages: unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py.
     (
@@ -225,8 +230,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # in_flight_batches: vLLM's pull request 47728 (July 2026; not yet in 0.25.1's logs). sized_workspace:
     # _get_workspace_buffer in v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0.
     ((0, 26, 0), {"in_flight_batches": 2, "sized_workspace": True}),
-    # worker/gpu_worker.py, and total_consumed in utils/mem_utils.py, which first appears in 0.27.0; profile_run
-    # in v1/worker/gpu/model_runner.py.
+    # graphs_within_profile and counts_consumed: worker/gpu_worker.py, and total_consumed in utils/mem_utils.py,
+    # which first appears in 0.27.0. runner_v2_encodes: profile_run in v1/worker/gpu/model_runner.py.
     ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
     # hybrid_prefix_caching: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0),
     # default_prefix_caching in engine/arg_utils.py. every_state: "align" instead of "all" in MambaModelConfig
@@ -235,8 +240,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         (0, 28, 0),
         {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True, "wide_graphs": True},
     ),
-    # v1/attention/backends/mla/prefill/cpu_sdpa.py; models/pixtral.py; profile_cudagraph_memory in
-    # v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28 (pull request 53306).
+    # cpu_latents: v1/attention/backends/mla/prefill/cpu_sdpa.py. pixtral_mask: models/pixtral.py.
+    # runner_v2_graphs: profile_cudagraph_memory in v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28
+    # (pull request 53306).
     (
         (0, 29, 0),
         {
@@ -252,9 +258,10 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # models/deepseek_v4 runs on a CPU from 0.30 on, with the rules of 0.32
     # (tests/data/oracles/vllm_versions.json).
     ((0, 30, 0), {"stored_kv_dtype": True, "sliding_kernel_block": False, "compressed_cache": True}),
-    # GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31); num_prefill_checkpoint_blocks in
-    # model_executor/layers/mamba/mamba_mixer2.py; mrope_positions_factor in models/qwen3_vl.py (pull request
-    # 44738 measured four times the length for Qwen3-VL in June 2026); MambaCacheMode in config/cache.py.
+    # glm_sparse_fp8: GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31). prefill_checkpoint:
+    # num_prefill_checkpoint_blocks in model_executor/layers/mamba/mamba_mixer2.py. one_mrope_length:
+    # mrope_positions_factor in models/qwen3_vl.py (pull request 44738 measured four times the length for
+    # Qwen3-VL in June 2026). cache_mode: MambaCacheMode in config/cache.py.
     (
         (0, 32, 0),
         {
@@ -264,9 +271,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "cache_mode": "align",
         },
     ),
-    # Sources: get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache and
-    # _limit_max_model_len_to_draft in config/vllm.py, init_device in v1/worker/gpu_worker.py. The pool's rules
-    # moved to v1/core/kv_cache_planning.py without a change.
+    # same_kv_dtype and draft_limits: _reject_mismatched_float_kv_cache and _limit_max_model_len_to_draft in
+    # config/vllm.py. cublas_first: init_device in v1/worker/gpu_worker.py. get_batch_defaults in
+    # engine/arg_utils.py was read too. The pool's rules moved to v1/core/kv_cache_planning.py without a change.
     (
         (0, 33, 0),
         {
