@@ -7,9 +7,9 @@ from functools import partial
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
-from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.multimodal import is_lost, lost_towers
-from tonnage.planner.engines.vllm.versions import NEWEST, rules
+from tonnage.planner.engines.vllm.versions import rules, version_of
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
@@ -35,7 +35,7 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     """Return the tensors that vLLM holds for one rank's share of the model."""
     if architecture.kind == "encoder":
         return _encoder_tensors(architecture)
-    version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
+    version = version_of(flags)
     lost = lost_towers(architecture, flags, version)
     if lost:
         left = tuple(tensor for tensor in architecture.tensors if not is_lost(tensor, lost))
@@ -147,8 +147,7 @@ def _gemma4_table(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
 def _position_factor(architecture: Architecture, flags: Deployment) -> int:
     if architecture.rotary is None or not architecture.rotary.mrope:
         return 1
-    version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
-    one = rules(version).one_mrope_length and family_of(architecture.model_type).vllm.one_mrope_length
+    one = rules(version_of(flags)).one_mrope_length and family_of(architecture.model_type).vllm.one_mrope_length
     return 1 if one else _MROPE_FACTOR
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from tonnage.planner.engines.version import Version
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.model.architecture import Architecture
 
 
@@ -301,6 +302,11 @@ def rules(version: Version) -> VersionRules:
         if version >= since:
             found = replace(found, **changed)
     return found
+
+
+def version_of(flags: Deployment) -> Version:
+    """Return the vLLM version of a deployment, the newest known one if none is given."""
+    return NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
 
 
 def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
