@@ -106,7 +106,10 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
     if states and token:
         block = _aligned_block(architecture, flags, block, max(states), token)
         pages = [page for layer in architecture.cache_layers for page in _pages(layer, flags, block)]
-        pages = [_padded(page, block * token) if page.kind == "state" else page for page in pages]
+        pages = [
+            replace(page, page_bytes=max(page.page_bytes, block * token)) if page.kind == "state" else page
+            for page in pages
+        ]
     version = rules(flags.version)
     if not version.hybrid_groups:
         pages = [_promoted(page) for page in pages]
@@ -302,21 +305,13 @@ def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
     return 2 + flags.speculative_tokens + int(checkpoint and rules(flags.version).prefill_checkpoint)
 
 
-def _padded(page: LayerPages, size: int) -> LayerPages:
-    if page.page_bytes > size:
-        return page
-    return LayerPages(page.layer, page.kind, page.block_size, size, page.shape, page.window, page.fixed)
-
-
 def _promoted(page: LayerPages) -> LayerPages:
     """Return the KV cache page of a sliding or chunked layer, changed to that of a full-attention layer.
 
     Some vLLM versions keep every token in sliding layers, so they treat them as full layers. The rule is
     unify_hybrid_kv_cache_specs.
     """
-    if page.kind not in ("sliding", "chunked"):
-        return page
-    return LayerPages(page.layer, "full", page.block_size, page.page_bytes, page.shape)
+    return replace(page, kind="full", window=None) if page.kind in ("sliding", "chunked") else page
 
 
 def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
