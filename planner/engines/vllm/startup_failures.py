@@ -35,30 +35,21 @@ _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
 
 def error_message(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
     """Return the error message of vLLM ``version`` for the start-up failure ``cause``, or None without one."""
+    if cause in _TEXTS:
+        return _TEXTS[cause].format_map(facts)
     found = _MESSAGES.get(cause)
     return None if found is None else found(version, facts)
 
 
-def _heads(version: Version, facts: Mapping[str, Any]) -> str:
-    return (
-        f"ValueError: Total number of attention heads ({facts['heads']}) must be divisible by tensor parallel "
-        f"size ({facts['ranks']})."
-    )
-
-
-def _divided(version: Version, facts: Mapping[str, Any]) -> str:
-    return f"AssertionError: {facts['size']} is not divisible by {facts['ranks']}"
-
-
-def _merged(version: Version, facts: Mapping[str, Any]) -> str:
-    return "AssertionError without words (assert all(output_size % self.tp_size == 0 for output_size in output_sizes))"
-
-
-def _mm_input(version: Version, facts: Mapping[str, Any]) -> str:
-    return (
-        f"ValueError: Chunked MM input disabled but max_tokens_per_mm_item ({facts['tokens']}) is larger than "
-        f"max_num_batched_tokens ({facts['step']}). Please increase max_num_batched_tokens."
-    )
+# Cause of a failure -> vLLM's message, if it is the same in all versions, with the names of the facts in braces.
+_TEXTS = {
+    "heads": "ValueError: Total number of attention heads ({heads}) must be divisible by tensor parallel size ({ranks}).",
+    "divided": "AssertionError: {size} is not divisible by {ranks}",
+    "merged": "AssertionError without words (assert all(output_size % self.tp_size == 0 for output_size in output_sizes))",
+    "mm_input": "ValueError: Chunked MM input disabled but max_tokens_per_mm_item ({tokens}) is larger than "
+    "max_num_batched_tokens ({step}). Please increase max_num_batched_tokens.",
+    "batch": "ValueError: max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({seqs}).",
+}
 
 
 def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
@@ -117,13 +108,6 @@ def _kv_dtype(version: Version, facts: Mapping[str, Any]) -> str:
     )
 
 
-def _batch(version: Version, facts: Mapping[str, Any]) -> str:
-    return (
-        f"ValueError: max_num_batched_tokens ({facts['tokens']}) must be greater than or equal to max_num_seqs "
-        f"({facts['seqs']})."
-    )
-
-
 def _cpu_latents(version: Version, facts: Mapping[str, Any]) -> str:
     if version < (0, 28, 0):
         return "NotImplementedError: MLA is not supported on CPU."
@@ -134,8 +118,8 @@ def _cpu_latents(version: Version, facts: Mapping[str, Any]) -> str:
 
 
 _MESSAGES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
-    "heads": _heads, "kv_heads": _kv_heads, "divided": _divided, "merged": _merged, "length": _length, "float16": _float16, "bfloat16": _bfloat16,
-    "kv_dtype": _kv_dtype, "batch": _batch, "mm_input": _mm_input, "cpu_latents": _cpu_latents,
+    "kv_heads": _kv_heads, "length": _length, "float16": _float16, "bfloat16": _bfloat16, "kv_dtype": _kv_dtype,
+    "cpu_latents": _cpu_latents,
 }  # fmt: skip
 
 
@@ -146,9 +130,7 @@ def predict_failure(
 
     ``rank`` is the rank with the smallest pool.
     """
-    for failure in _failures(architecture, chosen, rank, pool, held):
-        return failure
-    return None
+    return next(_failures(architecture, chosen, rank, pool, held), None)
 
 
 def _failures(
