@@ -202,14 +202,9 @@ class LlamaCpp(Engine):
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache cells for a model that generates tokens."""
-        sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
-        context = _context(chosen)
         architecture, _ = split_blocks(architecture, chosen.flags)
-        cache = size_cache(
-            architecture, context, types, sequences=sequences, ubatch=chosen.max_num_batched_tokens,
-            unified=sequences == 1 or chosen.flags.kv_unified,
-        )  # fmt: skip
-        return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
+        size = ceil_div(_cache_bytes(architecture, chosen), _context(chosen))
+        return token_pool(architecture, size, chosen.flags.kv_cache_dtype, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
         """Return the rule for the number of KV cache cells that a request takes.
@@ -252,12 +247,9 @@ class LlamaCpp(Engine):
         _, left = split_blocks(architecture, chosen.flags)
         if not left.cache_layers:
             return found
-        cache = size_cache(
-            left, _context(chosen), chosen.flags.kv_cache_dtype, sequences=chosen.max_num_seqs,
-            ubatch=chosen.max_num_batched_tokens, unified=chosen.max_num_seqs == 1 or chosen.flags.kv_unified,
-        )  # fmt: skip
+        size = _cache_bytes(left, chosen)
         part = HostPart(
-            "KV cache of blocks on the host", cache.bytes, cache.bytes, cache.bytes,
+            "KV cache of blocks on the host", size, size, size,
             f"{first_block(architecture.layers, chosen.flags)} blocks",
             "--n-gpu-layers; src/llama-kv-cache.cpp",
         )  # fmt: skip
@@ -494,6 +486,14 @@ def size_cache(
         k += rows * row_bytes(k_row, k_type)
         v += rows * (row_bytes(v_row, v_type) if v_row else 0)
     return Cache(cells * streams, k, v, state)
+
+
+def _cache_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """Return the KV cache bytes of all sequences of the plan in the layers of ``architecture``."""
+    return size_cache(
+        architecture, _context(chosen), chosen.flags.kv_cache_dtype, sequences=chosen.max_num_seqs,
+        ubatch=chosen.max_num_batched_tokens, unified=chosen.max_num_seqs == 1 or chosen.flags.kv_unified,
+    ).bytes  # fmt: skip
 
 
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
