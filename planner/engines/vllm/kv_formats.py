@@ -46,8 +46,6 @@ _OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # Octave's HADAMARD_BLOCK, and the only h
 
 # Cache format -> first vLLM version that has it (config/cache.py of 0.31 to 0.33).
 _SINCE = {"ultraquant_4bit": (0, 32, 0), **dict.fromkeys(_OCTAVE, (0, 33, 0))}
-_ULTRAQUANT_GROUP = 32  # UltraQuant's GROUP_SIZE: values that share a scale of one byte
-_NVFP4_GROUP = 16
 
 
 def _per_token_head(bits: int) -> Callable[[int, int], int]:
@@ -63,12 +61,8 @@ def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     return slot
 
 
-def _ultraquant(key: int, value: int) -> int:
-    return 2 * (key // 2 + key // _ULTRAQUANT_GROUP)
-
-
-def _nvfp4(key: int, value: int) -> int:
-    return 2 * (key // 2 + key // _NVFP4_GROUP)
+def _grouped_4bit(group: int) -> Callable[[int, int], int]:
+    return lambda key, value: 2 * (key // 2 + key // group)  # each group of values has a scale of one byte
 
 
 # Packed format -> function from the head sizes of K and V to the bytes of one token in one KV head. Octave is
@@ -77,9 +71,9 @@ PACKED: dict[str, Callable[[int, int], int]] = {
     "int4_per_token_head": _per_token_head(4),
     "int8_per_token_head": _per_token_head(8),
     "fp8_per_token_head": _per_token_head(8),
-    "nvfp4": _nvfp4,
-    "nvfp4_4over6": _nvfp4,
-    "ultraquant_4bit": _ultraquant,
+    "nvfp4": _grouped_4bit(16),
+    "nvfp4_4over6": _grouped_4bit(16),
+    "ultraquant_4bit": _grouped_4bit(32),  # GROUP_SIZE in ops/ultraquant/format.py
     **{name: _turboquant(*bits) for name, bits in _TURBOQUANT.items()},
 }
 
