@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tonnage.planner.engines.tensors import VOCABULARY_PADDING
 from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.units import ceil_div
 
-# vLLM pads a vocabulary to a multiple of this many rows (DEFAULT_VOCAB_PADDING_SIZE in
-# model_executor/layers/vocab_parallel_embedding.py, 0.32.0).
-VOCAB_PADDING = 64
 _LAST = ("norm", "head")  # roles of the tensors after the last layer
 _TP = "--tensor-parallel-size"
 _MOST_RANKS = 64  # Error messages suggest rank counts up to this one.
@@ -185,7 +183,7 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         return tensor
     size = tensor.shape[dim]
     if tensor.role in ("embedding", "head") and size == architecture.vocab_size and parallel.pad_vocabulary:
-        size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
+        size = ceil_div(size, VOCABULARY_PADDING) * VOCABULARY_PADDING
         if size % ranks:
             raise _undivided(
                 f"{ranks} does not divide the vocabulary, which is padded to {size} tokens", size, ranks
