@@ -21,6 +21,7 @@ from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.units import ceil_div
 
 _LAST = ("norm", "head")  # roles of the tensors after the last layer
+_DIVIDED = ("full", "sliding", "chunked", "cross")  # kinds of layers whose KV heads the ranks divide
 _TP = "--tensor-parallel-size"
 _MOST_RANKS = 64  # Error messages suggest rank counts up to this one.
 
@@ -73,15 +74,10 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Return the KV heads of one rank, at least one: with fewer heads than ranks, heads are replicated."""
-    return ceil_div(kv_heads, ranks)
-
-
 def check(architecture: Architecture, ranks: int) -> None:
     """Raise DeploymentError if ``ranks`` tensor-parallel ranks cannot divide the model's heads."""
     if (refusal := _refusal(architecture, ranks)) is not None:
-        refusal.hint = _examples(architecture)
+        refusal.hint = "for example " + ", ".join(map(str, accepted_ranks(architecture)))
         raise refusal
 
 
@@ -89,32 +85,26 @@ def _refusal(architecture: Architecture, ranks: int) -> DeploymentError | None:
     """Return why ``ranks`` tensor-parallel ranks cannot divide the model's heads, or None if they can."""
     if ranks == 1:
         return None
-    if architecture.heads % ranks and not _headless(architecture):
+    layers = architecture.cache_layers
+    headless = bool(layers) and all(layer.kind == "state" for layer in layers)
+    if architecture.heads % ranks and not headless:
         return EngineRefusal(
             f"{ranks} does not divide {architecture.heads} attention heads", field=_TP, cause="heads",
             facts={"heads": architecture.heads, "ranks": ranks},
         )  # fmt: skip
-    for kv_heads in sorted({layer.kv_heads for layer in architecture.cache_layers if _divided(layer.kind)}):
+    for kv_heads in sorted({layer.kv_heads for layer in layers if layer.kind in _DIVIDED}):
         if kv_heads % ranks and ranks % kv_heads:
             return EngineRefusal(
                 f"{ranks} neither divides nor is divided by {kv_heads} KV heads", field=_TP, cause="kv_heads",
                 facts={"heads": kv_heads, "ranks": ranks},
             )  # fmt: skip
-    for layer in architecture.cache_layers:
+    for layer in layers:
         for state in layer.states:
             if state.shard_dim is not None and state.name in ("ssm", "recurrent", "linear"):
                 size = state.shape[state.shard_dim]
                 if size % ranks:
                     return DeploymentError(f"{ranks} does not divide {size} heads of the state", field=_TP)
     return None
-
-
-def _headless(architecture: Architecture) -> bool:
-    return all(layer.kind == "state" for layer in architecture.cache_layers) and bool(architecture.cache_layers)
-
-
-def _divided(kind: str) -> bool:
-    return kind in ("full", "sliding", "chunked", "cross")
 
 
 def accepted_ranks(architecture: Architecture, most: int = _MOST_RANKS) -> list[int]:
@@ -131,10 +121,6 @@ def accepted_ranks(architecture: Architecture, most: int = _MOST_RANKS) -> list[
             continue
         found.append(ranks)
     return found
-
-
-def _examples(architecture: Architecture) -> str:
-    return "for example " + ", ".join(map(str, accepted_ranks(architecture)))
 
 
 def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int) -> Architecture:
@@ -192,7 +178,7 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
     # query heads, so their rows need no such rule.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
-        size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
+        size = ceil_div(size - tensor.kv_rows, ranks) + per_head * ceil_div(tensor.kv_units, ranks)
     elif tensor.role in ("mlp", "attention") and size % ranks:
         what = f"{ranks} does not divide {tensor.name} of shape {list(tensor.shape)}"
         merged = tensor.role == "mlp" and architecture.gated_mlp
