@@ -19,6 +19,7 @@ tests/data/startups.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from tonnage.planner.devices.catalogue import capability_of, is_amd
@@ -31,7 +32,6 @@ from tonnage.planner.engines.vllm.tensors import predicts_tokens
 from tonnage.planner.engines.vllm.versions import VersionRules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
-from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
@@ -270,7 +270,8 @@ def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
     kernel on Hopper allocates its own memory.
     """
     flags = chosen.flags
-    if not architecture.experts_per_token or _allocates_inside(chosen):
+    inside = flags.quantization == "mxfp4" and mxfp4_kernel(flags) in ("triton", "rocm")
+    if not architecture.experts_per_token or inside:
         return 0
     hidden = architecture.hidden_size
     held = architecture.experts
@@ -285,19 +286,11 @@ def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
     return tokens * architecture.experts_per_token * each * DTYPE_BYTES[flags.dtype]
 
 
-def _allocates_inside(chosen: Resolved) -> bool:
-
-    return chosen.flags.quantization == "mxfp4" and mxfp4_kernel(chosen.flags) in ("triton", "rocm")
-
-
 def _widest(architecture: Architecture, role: str) -> int:
     """Return the elements of a layer's matrices with ``role``, for the layer that has the most."""
-    layers: dict[int, int] = {}
+    layers: Counter[int] = Counter()
     for tensor in architecture.tensors:
-        if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):
-            layers[tensor.layer] = layers.get(tensor.layer, 0) + tensor.elements
+        is_matrix = len(tensor.shape) >= (3 if role == "expert" else 2)
+        if tensor.role == role and tensor.layer is not None and is_matrix:
+            layers[tensor.layer] += tensor.elements
     return max(layers.values(), default=0)
-
-
-def _is_matrix(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) >= (3 if tensor.role == "expert" else 2)
