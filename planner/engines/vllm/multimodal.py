@@ -28,7 +28,7 @@ from tonnage.planner.units import ceil_div
 
 _LIMIT = "--limit-mm-per-prompt"
 _KWARGS = "--mm-processor-kwargs"
-_FLAGS = (
+IMAGE_FLAGS = (
     "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
     "disable_chunked_mm_input", "mm_encoder_tp_mode",
 )  # fmt: skip
@@ -89,9 +89,14 @@ def limits(flags: Deployment) -> dict[str, int]:
     return found
 
 
+def _given(flags: Deployment) -> list[str]:
+    """Return the names of the image flags that differ from their defaults."""
+    return [name for name in IMAGE_FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
+
+
 def check(architecture: Architecture, flags: Deployment) -> None:
     """Raise DeploymentError for an image flag whose effect on the model's memory is not known."""
-    given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
+    given = _given(flags)
     if not given:
         return
     limits(flags)
@@ -110,8 +115,7 @@ def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
     flags = chosen.flags
     if not architecture.tower_parameters:
         # A text model has no multimodal_config, and vLLM drops the flags (config/model.py).
-        given = (name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default)
-        options = ", ".join(flags_of(Deployment)[name].option for name in given)
+        options = ", ".join(flags_of(Deployment)[name].option for name in _given(flags))
         return (f"{architecture.class_name} reads no pictures: {options} changes nothing",) if options else ()
     if architecture.vision is not None or not any(limits(flags).values()):
         return ()
