@@ -138,7 +138,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
     for mark, sign in _GIVEN:
         if mark in line:
             given = dict(arguments(line.partition(mark)[2], sign))
-            _keep_flags(given, out)
+            out.flags |= {_NAMES.get(k, k): _plain(value) for k, value in given.items() if value != "None"}
             out.model = given.get("model") or given.get("model_tag") or out.model
     if _CONFIG in line and "model=" in line:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
@@ -151,12 +151,6 @@ def _read_arguments(line: str, out: LogFigures) -> None:
             out.flags["device"] = "cpu"
         out.model = out.model or config.get("model")
         out.engine = out.engine or "vllm"
-
-
-def _keep_flags(given: dict[str, str], out: LogFigures) -> None:
-    for name, value in given.items():
-        if value != "None":
-            out.flags[_NAMES.get(name, name)] = _plain(value)
 
 
 def _plain(value: str) -> str:
