@@ -85,7 +85,7 @@ _VERSION = r"(?:vLLM (?:API)? (?:server)? version|LLM engine \(v|█ version|▄
 _GIVEN = (("non-default args: {", ":"), ("args: Namespace(", "="))
 _CONFIG = "with config: "
 # Name in vLLM's config line -> name of the flag, where they differ.
-_NAMES = {"max_seq_len": "max_model_len", "model_tag": "model", "speculative_model": "speculative_model"}
+_NAMES = {"max_seq_len": "max_model_len", "model_tag": "model"}
 _TYPES = r"torch\.(\w+)"
 
 _STARTED = (
