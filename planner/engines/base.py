@@ -8,7 +8,7 @@ own file, with one row for each version that changed something.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from tonnage.planner.deployment import Deployment, EngineName
@@ -46,7 +46,7 @@ class Engine(ABC):
     # `batch` and `blocks` map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
     blocks: ClassVar[Mapping[str, int]]  # default tokens per KV cache block
-    kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes of one value
+    kv_dtypes: ClassVar[Collection[str]] = KV_DTYPE_BYTES  # valid values of --kv-cache-dtype besides auto
 
     # Features that the engine supports.
     divides = True  # whether the engine splits a model over several devices
@@ -216,7 +216,9 @@ class Engine(ABC):
             )  # fmt: skip
         if asked == "float32" and dtype != "float32" and not self.float32_kv_cache:
             raise DeploymentError(
-                f"{self.title} has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype"
+                f"{self.title} has no float32 KV cache for a 16-bit model",
+                field="--kv-cache-dtype",
+                hint="auto",
             )
         return asked
 

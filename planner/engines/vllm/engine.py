@@ -86,6 +86,7 @@ class VLLM(Engine):
     # The CPU values are the defaults of AsyncLLM (config/scheduler.py).
     batch: ClassVar = {"cpu": (128, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = DEFAULT_BLOCK
+    kv_dtypes: ClassVar = kv_formats.NAMES
     drafts = True
     fp8_kv_cache = True
     graphs = True
@@ -260,6 +261,7 @@ class VLLM(Engine):
                 hint=f"auto{'' if dtype == 'float32' else f', or {dtype}'}", cause="kv_dtype",
                 facts={"asked": asked, "dtype": dtype},
             )  # fmt: skip
+        super().choose_kv_dtype(flags, dtype, architecture, version, stored)  # rejects unknown formats
         return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:

@@ -19,7 +19,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
-from tonnage.planner.errors import DeploymentError, did_you_mean
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.quantization.kv_cache import StoredCache
@@ -95,17 +95,10 @@ def choose(
     ``stored`` is the KV cache format that the checkpoint's config requests, or None.
 
     Raises:
-        DeploymentError: the format is unknown, or not supported for this deployment.
+        DeploymentError: no attention backend supports the format for this deployment.
     """
-    asked = flags.kv_cache_dtype
-    if asked != "auto" and asked not in NAMES:
-        raise DeploymentError(
-            f"{asked!r} is not one of auto, {', '.join(NAMES)}", field=_FLAG, hint=did_you_mean(asked, NAMES)
-        )
-    if asked == "float32" and dtype != "float32":
-        raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG, hint="auto")
-    found = asked
-    if asked == "auto" and stored is not None and stored.dtype is not None and rules(version).stored_kv_dtype:
+    found = flags.kv_cache_dtype
+    if found == "auto" and stored is not None and stored.dtype is not None and rules(version).stored_kv_dtype:
         found = stored.dtype
     if sparse_latent(architecture):
         found = _of_sparse(found, flags, architecture, version)
