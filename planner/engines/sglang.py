@@ -410,20 +410,13 @@ class SGLang(Engine):
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
         """Return the tiers of HiCache (SGLang's KV offloading) in host memory and on disk."""
-        return sglang_tier.tiers(hosted, *self._hicache_sizes(hosted))
-
-    def _hicache_sizes(self, hosted: HostInputs) -> tuple[int, int, int]:
-        """Return the bytes of HiCache's three units on one rank, or zeros without HiCache.
-
-        They are a token in full-attention layers, a token in sliding-window layers, and a state slot.
-        """
         architecture, flags = hosted.architecture, hosted.chosen.flags
         if not flags.enable_hierarchical_cache:
-            return 0, 0, 0
+            return ()
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
-        slot = states.slot_bytes(architecture, flags.tensor_parallel_size)
-        kept = replace(architecture, cache_layers=attention)
-        return *token_bytes(kept, flags.kv_cache_dtype, flags.tensor_parallel_size), slot
+        kept, ranks = replace(architecture, cache_layers=attention), flags.tensor_parallel_size
+        full, sliding = token_bytes(kept, flags.kv_cache_dtype, ranks)
+        return sglang_tier.tiers(hosted, full, sliding, states.slot_bytes(architecture, ranks))
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``sglang.launch_server`` command of ``plan``."""

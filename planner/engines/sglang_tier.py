@@ -23,7 +23,7 @@ _ONE_COPY, _PAGE_FIRST = (0, 5, 23), (0, 5, 23)
 
 
 def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTier, ...]:
-    """Return HiCache's tiers of one replica; empty without --enable-hierarchical-cache.
+    """Return HiCache's tiers of one replica, for a deployment with --enable-hierarchical-cache.
 
     Args:
         hosted: The sized plan.
@@ -36,8 +36,6 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
         UnsupportedArchitecture: HiCache's pools are not known for this model.
     """
     flags = hosted.chosen.flags
-    if not flags.enable_hierarchical_cache:
-        return ()
     _check(hosted, slot)
     ratio = _RATIO if flags.hicache_ratio is None else float(flags.hicache_ratio)
     page, tokens = hosted.chosen.block_size, hosted.tokens
