@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from tonnage.planner.devices.catalogue import is_amd
@@ -249,34 +250,29 @@ def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
         )  # fmt: skip
     asked = connector.size("cpu_bytes_to_use", _SIMPLE_HOST) or 0
     rank = connector.size("cpu_bytes_to_use_per_rank") or asked // ranks
-    source = "v1/simple_kv_offload/worker.py"
+    if backend == "disk":
+        if not connector.extra.get("disk_path"):
+            raise DeploymentError('kv_offload_backend "disk" requires disk_path', field=CONFIG)
+        rank = connector.size("disk_capacity_bytes", _SIMPLE_DISK) or 0
+    chunks = max(1, rank // block)
+    held = chunks * block
+    on_rank = f"{block:,} on each of {ranks} ranks"
+    tier = KVTier(
+        connector.name, "host", rank * ranks, held * ranks, held * ranks, held * ranks, held, ranks, True,
+        False, block * ranks, chunks, tokens_held(hosted, chunks, 1), _groups(hosted, 1),
+        f"{chunks:,} blocks x {on_rank}", "v1/simple_kv_offload/worker.py",
+    )  # fmt: skip
     if backend == "cpu":
-        chunks = max(1, rank // block)
-        return (
-            KVTier(
-                connector.name, "host", rank * ranks, chunks * block * ranks, chunks * block * ranks,
-                chunks * block * ranks, chunks * block, ranks, True, False, block * ranks, chunks,
-                tokens_held(hosted, chunks, 1), _groups(hosted, 1),
-                f"{chunks:,} blocks x {block:,} on each of {ranks} ranks", source,
-            ),
-        )  # fmt: skip
-    if not connector.extra.get("disk_path"):
-        raise DeploymentError('kv_offload_backend "disk" requires disk_path', field=CONFIG)
-    capacity = connector.size("disk_capacity_bytes", _SIMPLE_DISK) or 0
-    chunks = max(1, capacity // block)
+        return (tier,)
     slots = connector.size("disk_buffer_slots", _SIMPLE_SLOTS) or 1
     staged = 2 * slots * block  # one buffer for writes, one for reads (disk_backend.py)
+    formula = f"a file of {chunks:,} blocks x {block:,} of each of {ranks} ranks"
     return (
-        KVTier(
-            connector.name, "disk", capacity * ranks, chunks * block * ranks, chunks * block * ranks,
-            chunks * block * ranks, chunks * block, ranks, False, False, block * ranks, chunks,
-            tokens_held(hosted, chunks, 1), _groups(hosted, 1),
-            f"a file of {chunks:,} blocks x {block:,} of each of {ranks} ranks", source,
-        ),
+        replace(tier, medium="disk", pinned=False, formula=formula),
         KVTier(
             "staging buffers", "host", None, staged * ranks, staged * ranks, staged * ranks, staged, ranks,
-            True, False, block * ranks, None, None, (),
-            f"2 x {slots} blocks x {block:,} on each of {ranks} ranks", "v1/simple_kv_offload/disk_backend.py",
+            True, False, block * ranks, None, None, (), f"2 x {slots} blocks x {on_rank}",
+            "v1/simple_kv_offload/disk_backend.py",
         ),
     )  # fmt: skip
 
