@@ -112,8 +112,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
         low, high = graphs.bounds(chosen, size)
         captured = Estimate(size + more, low + more, high + more, formula, f"sizes derived, bytes {SOURCE}")
         if off:
-            reached = low, high
-            below, above = _with_graphs(below, above, size, reached, small=graphs.is_small(chosen))
+            below, above = _with_graphs(below, above, size, (low, high), small=graphs.is_small(chosen))
     taken = captured if off else NOTHING
     later = _later(NOTHING if off else captured, flashinfer.uncounted(architecture, chosen))
     total = outside.value + inside.value + taken.value
