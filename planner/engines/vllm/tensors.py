@@ -50,13 +50,14 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if architecture.pooled:  # the tensors of a pooled model's head have a dtype already
-        pass
-    elif architecture.is_classifier:  # heads are float32 (ModelConfig.head_dtype, 0.33)
+    # The tensors of a pooled model's head have a dtype already. A classifier's head is float32
+    # (ModelConfig.head_dtype, 0.33). Other pooling models have no output head
+    # (model_executor/models/adapters.py).
+    if architecture.is_classifier and not architecture.pooled:
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
-    elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
+    elif flags.runner == "pooling" and not architecture.pooled:
         held = tuple(tensor for tensor in held if tensor.role != "head")
-    held = tuple(_served(architecture, tensor) for tensor in held)
+    held = tuple(_served(architecture, version, tensor) for tensor in held)
     if architecture.model_type == "phi3_v":
         held = tuple(tensor for tensor in held if not any(part in tensor.name for part in _UNREAD))
     kept = _unquantized_towers(architecture, version)
@@ -66,19 +67,6 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         )
     if architecture.model_type.startswith("gemma4"):
         held = (*map(partial(_gemma4_table, architecture), held), *_values_from_keys(architecture))
-    if rules(version).fused_index_key:
-        held = tuple(
-            replace(tensor, module_class="KeptLinear") if tensor.name.endswith(_INDEX_KEY) else tensor
-            for tensor in held
-        )
-    wide = family_of(architecture.model_type).vllm.wide_router
-    if wide:
-        held = tuple(
-            replace(tensor, dtype="float32")
-            if tensor.role == "router" and tensor.name.endswith(_GATES)
-            else tensor
-            for tensor in held
-        )
     # The router's correction bias is a parameter in vLLM, not a buffer (model_executor/models/deepseek_v2.py).
     biases = [
         replace(tensor, dtype="float32")
@@ -88,14 +76,19 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     return (*held, *biases, *scales)
 
 
-def _served(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
-    """Return ``tensor`` without rows that transformers allocates and vLLM does not, or padded as vLLM pads it.
+def _served(architecture: Architecture, version: Version, tensor: TensorSpec) -> TensorSpec:
+    """Return a tensor of transformers' modules in the shape, dtype and module class that vLLM gives it.
 
     LongCat-Flash has empty experts, for which only transformers has matrices (ZeroExpertRouter in
     layers/fused_moe/router/zero_expert_router.py, 0.32).
     """
     if tensor.role == "expert" and tensor.shape[0] > architecture.experts:
         return replace(tensor, shape=(architecture.experts, *tensor.shape[1:]))
+    if tensor.name.endswith(_INDEX_KEY) and rules(version).fused_index_key:
+        return replace(tensor, module_class="KeptLinear")
+    wide = family_of(architecture.model_type).vllm.wide_router
+    if wide and tensor.role == "router" and tensor.name.endswith(_GATES):
+        return replace(tensor, dtype="float32")
     return padded_rows(tensor) if tensor.name.endswith(_NGRAMS) else tensor
 
 
