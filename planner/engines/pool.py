@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -80,14 +81,7 @@ class PoolSpec:
 
     def longest(self, blocks: int, limit: int) -> int:
         """Return the most tokens, up to ``limit``, of a sequence that fits into ``blocks`` KV cache blocks."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.sequence_blocks(middle) <= blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return bisect_right(range(1, limit + 1), blocks, key=self.sequence_blocks)
 
 
 @dataclass(frozen=True, slots=True)
