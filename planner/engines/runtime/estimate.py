@@ -97,8 +97,3 @@ class Coefficients:
 
 
 NOTHING = Estimate(0, 0, 0, "", "")
-
-
-def scaled(value: int, interval: tuple[float, float], formula: str, source: str) -> Estimate:
-    """Return an estimate of ``value`` bytes, with ``interval`` as (low, high) factors of it."""
-    return Estimate(value, int(value * interval[0]), int(value * interval[1]), formula, source)
