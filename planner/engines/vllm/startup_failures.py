@@ -140,7 +140,7 @@ def _failures(
     yield from _without_class(architecture, version)
     if flags.device == "cpu":
         yield from _sparse_on_cpu(architecture, version)
-    if flags.device != "cpu":
+    else:
         yield from _too_few_gpus(chosen)
         yield from _in_use(chosen)
         if rank.weights_bytes > chosen.device_memory:
@@ -243,7 +243,7 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
         return
     name, known = (*architecture.declared, architecture.class_name)[0], _architectures()
     first, until = known["first"].get(name), known["until"].get(name)
-    last = known["removed"].get(name)
+    last = until or known["removed"].get(name)
     text = ".".join(map(str, version))
     unsupported = (
         f"ValueError: Model architectures ['{name}'] are not supported for now. Supported architectures: ..."
@@ -256,16 +256,14 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
             "transformers beside an older one knows the model, and then its own modules run, with other memory",
             unsupported,
         )
-    elif until is not None:
-        yield Failure(
-            f"vLLM {text} has no class {name} any more: --engine-version {until} is the last that has",
-            f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
-            "anymore. Please use an older version of vLLM if you want to use this model architecture.",
-        )
     elif last is not None:
+        removed = (
+            f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
+            "anymore. Please use an older version of vLLM if you want to use this model architecture."
+        )
         yield Failure(
             f"vLLM {text} has no class {name} any more: --engine-version {last} is the last that has",
-            unsupported,
+            removed if until is not None else unsupported,
         )
     else:
         yield Failure(
