@@ -109,12 +109,6 @@ _STORED_CACHE_NVFP4 = (0, 5, 3)
 _WITH_PICTURES = 0.95
 
 
-def _stored_cache_since(stored: StoredCache) -> Version:
-    """Return the first SGLang release that supports the KV cache dtype that the checkpoint requests."""
-    nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
-    return _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
-
-
 class SGLang(Engine):
     """The SGLang engine, which divides mem_fraction_static of device memory between weights and token pools."""
 
@@ -227,21 +221,33 @@ class SGLang(Engine):
             return "fp8_e4m3" if (capability_of(flags.gpu) or _AMPERE) >= _BLACKWELL else found
         if stored is None or not stored.static_fp8:
             return found
-        return "fp8_e4m3" if version >= _stored_cache_since(stored) else found
+        nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
+        since = _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
+        return "fp8_e4m3" if version >= since else found
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         """Return the tensors of SGLang's modules: padded vocabulary, and one table per rotary embedding."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return the layout of SGLang's token pool on one rank, for a model that generates tokens."""
+        """Return the layout of SGLang's token pool on one rank, for a model that generates tokens.
+
+        Raises:
+            DeploymentError: SGLang's memory for the draft model is not known.
+            UnsupportedArchitecture: SGLang's pools for the model are not known.
+        """
         flags = chosen.flags
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
         if len(attention) < len(architecture.cache_layers):
             states.check(architecture, chosen)
         drafted = [layer for layer in attention if layer.layer >= architecture.layers]
         if drafted:
-            self._check_draft(chosen)
+            # Before 0.5.15, the draft's weights and pool took memory outside the share mem_fraction_static.
+            if chosen.version < _DRAFTS or flags.pipeline_parallel_size > 1:
+                raise DeploymentError(
+                    "SGLang's memory for a draft model is known from 0.5.15 on, without pipeline parallelism",
+                    field="--speculative-model", hint="--engine-version 0.5.23",
+                )  # fmt: skip
             attention = attention[: -len(drafted)]
         architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
@@ -257,17 +263,6 @@ class SGLang(Engine):
     def draft_note(self, method: str) -> str:
         """Return a note on the --speculative-algorithm option that SGLang needs for a draft of ``method``."""
         return f"SGLang takes this draft with --speculative-algorithm {method.upper()}"
-
-    def _check_draft(self, chosen: Resolved) -> None:
-        """Raise DeploymentError for a draft model with SGLang before 0.5.15 or with several pipeline stages.
-
-        Before 0.5.15, the draft model's weights and pool took memory outside the share mem_fraction_static.
-        """
-        if chosen.version < _DRAFTS or chosen.flags.pipeline_parallel_size > 1:
-            raise DeploymentError(
-                "SGLang's memory for a draft model is known from 0.5.15 on, without pipeline parallelism",
-                field="--speculative-model", hint="--engine-version 0.5.23",
-            )  # fmt: skip
 
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
