@@ -192,7 +192,7 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
         return fitted.spread_unified, fitted.spread_unified
     if has_towers(architecture) and architecture.vision is None:
         return fitted.spread, 2 * fitted.spread
-    if _is_other_vendor(chosen):
+    if chosen.flags.gpu is not None and capability_of(chosen.flags.gpu) is None:  # not an NVIDIA GPU
         # Seven starts on an R9700 differ from the plan by at most 0.7 % of the GPU's memory, if the copies that
         # compilation makes are counted. Memory that no source explains is added to the upper bound
         # (_UNEXPLAINED_ON_AMD).
@@ -206,12 +206,6 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     if architecture.experts or any(layer.kind == "mla" for layer in architecture.cache_layers):
         return fitted.spread_seen * 2 / 3, fitted.spread_seen * 2
     return fitted.spread_seen, fitted.spread_seen
-
-
-def _is_other_vendor(chosen: Resolved) -> bool:
-    """Return whether the GPU is from another vendor than NVIDIA."""
-    gpu = chosen.flags.gpu
-    return gpu is not None and capability_of(gpu) is None
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:

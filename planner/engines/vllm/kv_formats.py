@@ -81,11 +81,6 @@ PLAIN = {**KV_DTYPE_BYTES, "fp8_inc": 1}
 NAMES = (*PLAIN, *ROW_BYTES, *PACKED, *_OCTAVE)
 
 
-def element_bytes(kv_dtype: str) -> int:
-    """Return the bytes of one cached value as the plan shows them; 1 for packed formats, stored as uint8."""
-    return PLAIN.get(kv_dtype, 1)
-
-
 def choose(
     flags: Deployment, dtype: str, architecture: Architecture, version: Version,
     stored: StoredCache | None,

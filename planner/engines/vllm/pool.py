@@ -177,10 +177,8 @@ def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) ->
 
     vLLM uses these bytes to choose the block size of hybrid models, whose blocks must hold a recurrent state.
     """
-    for layer in architecture.cache_layers:
-        if layer.kind in ("full", "sliding", "mla"):
-            return _entry_bytes(layer, flags)
-    return 0
+    layers = (layer for layer in architecture.cache_layers if layer.kind in ("full", "sliding", "mla"))
+    return next((_entry_bytes(layer, flags) for layer in layers), 0)
 
 
 def _aligned_block(
@@ -340,7 +338,7 @@ def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
         kv_heads=heads if isinstance(heads, int) else 0,
         head_size=head if isinstance(head, int) else 0,
         dtype=flags.kv_dtype,
-        dtype_bytes=kv_formats.element_bytes(flags.kv_dtype),
+        dtype_bytes=kv_formats.PLAIN.get(flags.kv_dtype, 1),  # packed formats are stored as uint8
         page_bytes=size,
     )
 

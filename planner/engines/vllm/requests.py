@@ -79,12 +79,7 @@ def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:
         return GroupLaw("fixed", size, blocks=demand.fixed)
-    if group.kind == "sliding":
-        return GroupLaw("window", size, window=group.window or 1, cap=_cap(demand))
-    if group.kind == "chunked":
-        return GroupLaw("chunk", size, window=group.window or 1, cap=_cap(demand))
+    if group.kind in ("sliding", "chunked"):
+        cap = None if demand.most is None else demand.blocks(demand.most)
+        return GroupLaw("window" if group.kind == "sliding" else "chunk", size, group.window or 1, cap=cap)
     return GroupLaw("all", size)
-
-
-def _cap(demand: Demand) -> int | None:
-    return None if demand.most is None else demand.blocks(demand.most)
