@@ -77,10 +77,13 @@ _PROFILE = (
 _OLD_PEAK = rf"torch peak memory increase: {NUMBER}GiB; non-torch"
 _NOT_APPLIED = r"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0\)|To try it now, set VLLM_MEMORY_PROFILER"
 
-_UTILIZATION = r"tilization (?:is)? [(=](\d\.\d+)"
-_BATCH = r"max_num_batched_tokens (?:=|to) (\d+)"
-_SEQUENCES = r"Defaulting max_num_seqs to (\d+)"
-_LENGTH = r"Using max model len (\d+)"
+# Name of a flag -> pattern of the log line that prints its value.
+_PRINTED = {
+    "gpu_memory_utilization": r"tilization (?:is)? [(=](\d\.\d+)",
+    "max_num_batched_tokens": r"max_num_batched_tokens (?:=|to) (\d+)",
+    "max_num_seqs": r"Defaulting max_num_seqs to (\d+)",
+    "max_model_len": r"Using max model len (\d+)",
+}
 _VERSION = r"(?:vLLM (?:API)? (?:server)? version|LLM engine \(v|█ version|▄ version) [:v]* (\d+\.\d+[\w.+-]*)"
 _GIVEN = (("non-default args: {", ":"), ("args: Namespace(", "="))
 _CONFIG = "with config: "
@@ -120,10 +123,7 @@ def read_line(line: str, out: LogFigures) -> None:
         out.state.add("activation has graphs")
     if compiled(_NOT_APPLIED).search(text):
         out.state.add("graphs not applied")
-    for name, pattern in (
-        ("gpu_memory_utilization", _UTILIZATION), ("max_num_batched_tokens", _BATCH),
-        ("max_num_seqs", _SEQUENCES), ("max_model_len", _LENGTH),
-    ):  # fmt: skip
+    for name, pattern in _PRINTED.items():
         if match := compiled(pattern).search(text):
             out.flags.setdefault(name, match[1])
     if match := compiled(_VERSION).search(text):

@@ -51,13 +51,8 @@ def tiers(hosted: HostInputs) -> tuple[KVTier, ...]:
     connector = connector_of(hosted.chosen.flags)
     if connector is None or not hosted.layout.groups:
         return ()
-    if connector.name == LMCACHE:
-        return _lmcache(hosted, connector)
-    if connector.name == LMCACHE_MP:
-        return _lmcache_server(hosted, connector)
-    if connector.name == "SimpleCPUOffloadConnector":
-        return _simple(hosted, connector)
-    return _native(hosted, connector)
+    others = {LMCACHE: _lmcache, LMCACHE_MP: _lmcache_server, "SimpleCPUOffloadConnector": _simple}
+    return others.get(connector.name, _native)(hosted, connector)
 
 
 # -- OffloadingConnector
