@@ -189,15 +189,12 @@ class HF(Engine):
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` command of ``plan``."""
-        asked = plan.deployment.quantization
-        more = ["--quantization", asked] if asked in self.quantizes_to else []
-        if plan.deployment.kv_offloading_bytes:
-            more += ["--kv-offloading-size", f"{plan.deployment.kv_offloading_bytes / GiB:.12g}"]
-        return (
-            tonnage_serve(
-                plan, [*more, *changed(plan.deployment, ("kv_offloading_disk", "kv_offloading_policy"))]
-            ),
-        )
+        flags = plan.deployment
+        more = ["--quantization", flags.quantization] if flags.quantization in self.quantizes_to else []
+        if flags.kv_offloading_bytes:
+            more += ["--kv-offloading-size", f"{flags.kv_offloading_bytes / GiB:.12g}"]
+        more += changed(flags, ("kv_offloading_disk", "kv_offloading_policy"))
+        return (tonnage_serve(plan, more),)
 
 
 def build_pool(

@@ -359,8 +359,6 @@ def first_block(layers: int, flags: Deployment) -> int:
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
     """Return the model twice: with only the KV caches on the GPU, and with only those in host memory."""
     first = first_block(architecture.layers, flags)
-    if not first:
-        return architecture, replace(architecture, cache_layers=())
     here = tuple(layer for layer in architecture.cache_layers if layer.layer >= first)
     there = tuple(layer for layer in architecture.cache_layers if layer.layer < first)
     return replace(architecture, cache_layers=here), replace(architecture, cache_layers=there)
