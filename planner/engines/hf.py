@@ -271,7 +271,7 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
     """
     if not layers:
         raise UnsupportedArchitecture(
-            "the model has no attention layer with a KV cache, so there is no pool to size",
+            "an encoder generates no tokens and has no KV cache, so there is no pool to size",
             field="architectures",
         )
     for layer in layers:
