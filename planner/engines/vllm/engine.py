@@ -459,7 +459,7 @@ class VLLM(Engine):
         known, asked = rules(version), flags.mamba_cache_mode
         if asked == "all" and known.cache_mode != "all":
             raise DeploymentError(
-                "vLLM 0.32 and later have no mode all",
+                "vLLM does not know the value all from 0.32 on",
                 field="--mamba-cache-mode",
                 hint="leave it out: prefix caching decides how many states are kept",
             )
