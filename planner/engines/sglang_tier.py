@@ -46,7 +46,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
         pool for pool in (("full", tokens, full, page), ("sliding", windows, sliding, page),
                           ("state", slots, slot, 1)) if pool[2]
     ]  # fmt: skip
-    device = sum(count * size for _, count, size, _ in pools)
+    device = max(1, sum(count * size for _, count, size, _ in pools))  # 0 if the weights leave no token pool
     held, rank, parts = {}, 0, []
     for kind, count, size, paged in pools:
         if flags.hicache_size is None:

@@ -161,6 +161,11 @@ def test_sglang_hicache_ratio_also_multiplies_the_mamba_state_slots(plan_of) -> 
     assert 0 <= sized.rank_bytes - 100 * 10**9 + token + slot <= 2 * (token + slot)
 
 
+def test_hicache_size_of_a_model_larger_than_the_gpu_gives_a_plan_that_does_not_fit(plan_of) -> None:
+    flags = {"engine": "sglang", "enable_hierarchical_cache": True, "hicache_size": 20}
+    assert not plan_of("Qwen/Qwen3-235B-A22B", **flags).fits
+
+
 def _slot(plan) -> tuple[int, int]:
     """Return bytes and number of the plan's state slots on one rank, from its note."""
     (note,) = [note for note in plan.notes if "slots of" in note]
