@@ -78,16 +78,14 @@ class NonTorchMemory:
     @property
     def formula(self) -> str:
         """Return the sum of the non-torch memory's parts with its numbers, as ``--explain`` prints it."""
-        text = f"non-torch memory {self.rest:,}"
-        if self.fused:
-            text += f" + workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})"
-        if self.counts:
-            text += f" + counts of tokens for penalties {self.counts:,}"
-        if self.context:
-            text += f" + CUDA context and NCCL {self.context:,}"
-        if self.embeddings:
-            text += f" + buffers of embeddings and drafts {self.embeddings:,}"
-        return text
+        parts = {
+            f"workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})": self.fused,
+            f"counts of tokens for penalties {self.counts:,}": self.counts,
+            f"CUDA context and NCCL {self.context:,}": self.context,
+            f"buffers of embeddings and drafts {self.embeddings:,}": self.embeddings,
+        }
+        shown = (text for text, size in parts.items() if size)
+        return " + ".join((f"non-torch memory {self.rest:,}", *shown))
 
 
 def non_torch_memory(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> NonTorchMemory:
