@@ -8,7 +8,7 @@ own file, with one row for each version that changed something.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from tonnage.planner.deployment import Deployment, EngineName
@@ -46,7 +46,7 @@ class Engine(ABC):
     # `batch` and `blocks` map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
     blocks: ClassVar[Mapping[str, int]]  # default tokens per KV cache block
-    kv_dtypes: ClassVar[Mapping[str, int]] = KV_DTYPE_BYTES  # --kv-cache-dtype -> bytes of one value
+    kv_dtypes: ClassVar[Collection[str]] = KV_DTYPE_BYTES  # valid values of --kv-cache-dtype besides auto
 
     # Features that the engine supports.
     divides = True  # whether the engine splits a model over several devices
@@ -55,11 +55,12 @@ class Engine(ABC):
     float32_kv_cache = False  # whether the engine supports a float32 KV cache for a 16-bit model
     graphs = False  # whether the engine captures CUDA graphs unless --enforce-eager is set
     lora_ranks: tuple[int, ...] = ()  # valid values of --max-lora-rank; empty if any is valid
-    # device -> quantization formats that advice suggests if the weights are too large
+
+    # Device -> quantization formats that advice suggests if the weights are too large
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     # Formats to which the engine can quantize 16-bit weights while it loads them.
     quantizes_to: tuple[str, ...] = ()
-    # whether the engine makes the formats of quantization.names.WHILE_LOADING, by those names
+    # whether --quantization of this engine names a format of quantization.names.WHILE_LOADING, as in vLLM
     names_formats = False
 
     # Engine that is planned instead for models that this engine cannot serve, if --engine is not set.
@@ -67,19 +68,21 @@ class Engine(ABC):
 
     # Memory layout of a loaded model.
     as_transformers = False  # whether keys and values are cached in the shapes of transformers' modules
-    pads_vocabulary = False  # whether each rank's rows of embedding and head are padded to a multiple of 64
+    pads_vocabulary = False  # whether a rank's rows of embedding and output head are padded to 64
     towers_everywhere = False  # whether every pipeline stage loads the vision and audio towers
-    keeps_gguf = False  # whether tensors of a GGUF file keep their stored types
+    keeps_gguf = False  # whether tensors of a GGUF file keep their GGML types in memory
     tiles_linear = False  # whether linear weights may be repacked into padded tiles
     null_block = False  # whether block 0 of the pool is reserved and holds no tokens
-    sized_by_context = False  # whether the requested context sets the pool's size, not free memory
-    # Device -> quantization format -> name of the kernel that repacks the weights. It is a key of Kind.loaded
-    # and Kind.warmed in quantization/linear.py.
+    sized_by_context = False  # whether the requested context sets the pool's size, instead of free memory
+
+    # Device -> quantization format -> name of the kernel that repacks the weights. The name is a key of
+    # Kind.loaded and Kind.warmed in quantization/linear.py.
     kernels: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     shows_version = True  # whether a plan shows the engine's version beside its name
     logs = False  # whether the start-up log reports memory figures
-    # Name of a figure that a complete start-up log contains -> the setting that makes the engine log it. Of
-    # names that a bar separates, the log needs one.
+
+    # Name of a figure that a complete start-up log contains -> the setting that makes the engine log it. A name
+    # such as "a|b" means that the log contains figure a or figure b.
     log_figures: ClassVar[Mapping[str, str]] = {}
 
     # -- Flags: planning/deployment.py uses these methods to fill in defaults and to reject invalid flags.
@@ -150,8 +153,8 @@ class Engine(ABC):
     ) -> float | None:
         """Return the effective --mem-fraction-static, or None for an engine without this flag.
 
-        It is SGLang's share of device memory for weights and KV pool. ``memory`` is the device's memory in
-        bytes, ``tokens`` the maximum tokens per step.
+        The flag sets SGLang's share of device memory for weights and KV pool. ``memory`` is the device's memory
+        in bytes, ``tokens`` the maximum tokens per step.
         """
         return None
 
@@ -213,7 +216,9 @@ class Engine(ABC):
             )  # fmt: skip
         if asked == "float32" and dtype != "float32" and not self.float32_kv_cache:
             raise DeploymentError(
-                f"{self.title} has no float32 KV cache for a 16-bit model", field="--kv-cache-dtype"
+                f"{self.title} has no float32 KV cache for a 16-bit model",
+                field="--kv-cache-dtype",
+                hint="auto",
             )
         return asked
 
@@ -232,7 +237,7 @@ class Engine(ABC):
         return False
 
     def kernel_padding(self, architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-        """Return the bytes that kernels add to a rank's weights after loading: padding, and copies."""
+        """Return the bytes that kernels add to a rank's weights after loading, by padding and by copies."""
         return 0
 
     def step_buffers(self, architecture: Architecture, chosen: Resolved) -> int:
@@ -322,14 +327,16 @@ class Engine(ABC):
     def check_classifier(self, architecture: Architecture) -> None:
         """Raise UnsupportedArchitecture for a decoder with a classifier that the planner does not support."""
         raise UnsupportedArchitecture(
-            f"{self.name} is not planned with {architecture.class_name}", field="architectures",
+            f"the planner does not support {architecture.class_name} on {self.name}", field="architectures",
             hint="--engine vllm",
         )  # fmt: skip
 
     def check_encoder(self, architecture: Architecture) -> None:
         """Raise UnsupportedArchitecture for an encoder model that the engine or planner does not support."""
         raise UnsupportedArchitecture(
-            f"{self.name} is not planned with an encoder", field="model_type", hint="--engine vllm"
+            f"the planner does not support encoder models on {self.name}",
+            field="model_type",
+            hint="--engine vllm",
         )
 
     @abstractmethod
@@ -356,7 +363,7 @@ class Engine(ABC):
         counts everything except the pool, ``weights`` included.
         """
         if not pool.demands:
-            return 1  # an encoder has only the null block, block 0
+            return 1  # the pool of an encoder model has only the null block (block 0)
         given = chosen.flags.kv_cache_memory_bytes
         return self.free_blocks(chosen, pool, size, fixed, weights) if given is None else given // size
 
@@ -398,7 +405,10 @@ class Engine(ABC):
             UnsupportedArchitecture: the rule is not known for this model.
         """
         if not pool.demands:
-            raise UnsupportedArchitecture("an encoder keeps no KV cache between steps", field="model_type")
+            raise UnsupportedArchitecture(
+                "an encoder keeps no KV cache between steps, so no request takes KV cache blocks",
+                field="model_type",
+            )
         groups = tuple(GroupLaw("all", demand.block_size) for demand in pool.demands)
         hits = pool.layout.block_size if chosen.flags.enable_prefix_caching else None
         return RequestLaw(

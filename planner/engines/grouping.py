@@ -96,14 +96,14 @@ def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
             out.append(replace(page, block_size=page.block_size * ratio, page_bytes=largest))
         elif page.kind == "mla":
             raise UnsupportedArchitecture(
-                f"MLA pages of {page.page_bytes:,} bytes beside pages of {largest:,} bytes: "
-                "vLLM cannot unify them",
+                f"vLLM has no KV cache layout for MLA layers with pages of {page.page_bytes:,} bytes beside "
+                f"layers with pages of {largest:,} bytes",
                 field="kv_lora_rank",
             )
         elif page.kind != "state" and not pads:
             raise UnsupportedArchitecture(
-                f"pages of {page.page_bytes:,} bytes do not divide those of {largest:,} bytes: this version of "
-                "vLLM cannot unify them",
+                f"KV cache pages of {page.page_bytes:,} bytes do not divide those of {largest:,} bytes, and "
+                "this version of vLLM cannot pad them",
                 field="layer_types",
                 hint="--engine-version 0.24.0 or newer",
             )

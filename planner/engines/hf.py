@@ -71,7 +71,10 @@ class HF(Engine):
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Accept every encoder model that transformers can build; it has no class that pools a decoder."""
+        """Raise UnsupportedArchitecture for an encoder made of a pooled decoder; accept all others.
+
+        transformers has no class that pools a decoder's outputs.
+        """
         if architecture.pooled:
             self.check_classifier(architecture)
 
@@ -119,7 +122,9 @@ class HF(Engine):
             )
         block = layout.bytes_per_block
         if size < block:
-            raise DeploymentError(f"{size:,} bytes hold no block of {block:,} bytes", field=field)
+            raise DeploymentError(
+                f"{size:,} bytes hold no block of {block:,} bytes", field=field, hint=f"at least {block:,}"
+            )
         return size // block * block
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
@@ -150,8 +155,9 @@ class HF(Engine):
         files = blocks_on_disk(size, block)
         if not files:
             raise DeploymentError(
-                f"{size:,} bytes hold no block of {block:,} bytes", field="--kv-offloading-disk"
-            )
+                f"{size:,} bytes hold no block of {block:,} bytes with its file's header",
+                field="--kv-offloading-disk", hint="give a larger size",
+            )  # fmt: skip
         return host, KVTier(
             "disk", "disk", size, size, files * block, size, None, 1, False, False, block, files,
             files * tokens, groups, f"{files:,} files of {block:,} bytes with header, pages and directories",
@@ -162,9 +168,9 @@ class HF(Engine):
         """Return the rule for the number of KV cache blocks that a request reserves when it is admitted.
 
         A request reserves the blocks of its whole prompt and its maximum output. A group of sliding-window
-        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). By default
-        (admission mode "guaranteed"), the engine admits more requests than this rule. It then stalls some
-        running requests, where this rule leaves requests waiting.
+        layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). In its
+        default admission mode "guaranteed", the engine admits more requests than this rule allows. It then
+        stalls some running requests in some steps, while by this rule those requests would still wait.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -183,15 +189,12 @@ class HF(Engine):
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``tonnage serve`` command of ``plan``."""
-        asked = plan.deployment.quantization
-        more = ["--quantization", asked] if asked in self.quantizes_to else []
-        if plan.deployment.kv_offloading_bytes:
-            more += ["--kv-offloading-size", f"{plan.deployment.kv_offloading_bytes / GiB:.12g}"]
-        return (
-            tonnage_serve(
-                plan, [*more, *changed(plan.deployment, ("kv_offloading_disk", "kv_offloading_policy"))]
-            ),
-        )
+        flags = plan.deployment
+        more = ["--quantization", flags.quantization] if flags.quantization in self.quantizes_to else []
+        if flags.kv_offloading_bytes:
+            more += ["--kv-offloading-size", f"{flags.kv_offloading_bytes / GiB:.12g}"]
+        more += changed(flags, ("kv_offloading_disk", "kv_offloading_policy"))
+        return (tonnage_serve(plan, more),)
 
 
 def build_pool(
@@ -228,15 +231,17 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
         value = {layer.value_head_size for layer in layers}
         if len(value) != 1 or None in value:
             raise UnsupportedArchitecture(
-                "MLA layers with different V head sizes are not supported", field="v_head_dim"
+                "the hf engine does not support MLA layers with different V head sizes", field="v_head_dim"
             )
         width = architecture.head_size + sum(v for v in value if v is not None)
         page_bytes = block_size * architecture.heads * (width * element + 2 * scale)
     shapes = {(_stored_heads(layer), layer.head_size) for layer in layers}
     if len(shapes) != 1:
         raise UnsupportedArchitecture(
-            f"layers with different KV heads or head sizes {sorted(shapes)} are not planned yet",
+            "the hf engine does not support layers that differ in (KV heads, head size): "
+            + ", ".join(map(str, sorted(shapes))),
             field="num_key_value_heads",
+            hint="plan it with --engine vllm",
         )
     ((heads, head_size),) = shapes
     if scale and page_bytes is None:
@@ -266,7 +271,8 @@ def _only_attention(layers: tuple[CacheLayer, ...]) -> None:
     """
     if not layers:
         raise UnsupportedArchitecture(
-            "an encoder generates no tokens and has no KV cache", field="architectures"
+            "an encoder generates no tokens and has no KV cache, so there is no pool to size",
+            field="architectures",
         )
     for layer in layers:
         narrow = layer.kind != "mla" and layer.value_head_size not in (None, layer.head_size)

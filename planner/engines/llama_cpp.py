@@ -54,9 +54,10 @@ _LOG_LINES = (
     ("weights_bytes", MiB, rf"(?:model|file) size={NUMBER}MiB"),
     ("context_tokens", 1, rf"n_ctx={NUMBER}"),
 )
-# Current releases log "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00 MiB, V (f16):
-# 320.00 MiB". There, "2/2 seqs" is sequences / streams, and each stream has the given cells. ik_llama.cpp and
-# older releases log "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):   54.00 MiB".
+# Current releases of llama.cpp log "size = 640.00 MiB ( 16384 cells,  5 layers,  2/2 seqs), K (f16): 320.00
+# MiB, V (f16): 320.00 MiB". There, "2/2 seqs" is sequences / streams, and each stream has the given number of
+# cells. ik_llama.cpp and older releases log "KV self size  = 135.00 MiB, K (f16):   81.00 MiB, V (f16):
+# 54.00 MiB".
 _LOG_POOL = rf"(?:(?:llama_kv_cache\w*|llama_memory_recurrent): size|KV self size)={NUMBER}MiB"
 _LOG_UBATCH = r"n_ubatch=(\d+)"
 _LOG_FLASH = r"flash_attn=(\w+)"
@@ -64,8 +65,8 @@ _FLASH = {"0": "off", "1": "on", "disabled": "off", "enabled": "on", "auto": "au
 _LOG_FILE = r"llama_model_loader: loaded meta data .* from (\S+\.gguf)"
 _LOG_CELLS = r"\((\d+) cells,\d+ layers,(?:(\d+)/)?(\d+) seqs\)"
 _LOG_TYPES = r"(?:K|c\^KV)\((\w+)\)(?:.*?V\((\w+)\))?"
-# The log lists buffers by device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size = 560
-# MiB".
+# llama.cpp's log lists buffers by device: "CUDA0 model buffer size = 4403.50 MiB", "CUDA0 compute buffer size =
+# 560 MiB".
 _LOG_BUFFER = rf"(\w+?)(model|KV|RS|compute|output) buffer size={NUMBER}MiB"
 # llama.cpp's memory breakdown (tools/ and common/, 2026) prints MiB as total = free + (used = model + context +
 # compute) + unaccounted: "|   - CUDA0 (RTX 3090) | 24135 = 17406 + (6187 = 4403 +   512 +  1272) +     541 |".
@@ -115,7 +116,8 @@ class LlamaCpp(Engine):
         found = check_cache_types(flags.kv_cache_dtype)
         if flags.flash_attn == "off" and CACHE_TYPES[cache_types(found)[1]][0] > 1:
             raise DeploymentError(
-                f"{found} quantizes V: llama.cpp stops with 'V cache quantization requires flash_attn'",
+                f"{found} quantizes V, which llama.cpp refuses without flash attention ('V cache quantization "
+                "requires flash_attn')",
                 field="--flash-attn", hint="on, or --kv-cache-dtype f16",
             )  # fmt: skip
         return found
@@ -156,14 +158,19 @@ class LlamaCpp(Engine):
         """Return the plan's flags and the maximum tokens of a step, adjusted for encoder models.
 
         Raises:
-            DeploymentError: --n-gpu-layers is given with a CPU or several GPUs.
+            DeploymentError: --n-gpu-layers is set for a CPU or for several GPUs, or a step of an encoder model
+                is shorter than its longest text.
         """
         if flags.n_gpu_layers is not None and flags.device == "cpu":
-            raise DeploymentError("the plan is for a CPU", field="--n-gpu-layers", hint="--gpu NAME")
+            raise DeploymentError(
+                "there is no GPU to place layers on, because the plan is for a CPU",
+                field="--n-gpu-layers", hint="leave it out, or give --gpu NAME",
+            )  # fmt: skip
         if flags.n_gpu_layers is not None and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
             raise DeploymentError(
-                "this flag is planned for a single GPU only", field="--n-gpu-layers", hint="leave one out"
-            )
+                "the planner supports this option for a single GPU only", field="--n-gpu-layers",
+                hint="leave it out, or plan without tensor and pipeline parallelism",
+            )  # fmt: skip
         return super().adjust_step(flags, architecture, max_model_len, tokens)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -195,14 +202,9 @@ class LlamaCpp(Engine):
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache cells for a model that generates tokens."""
-        sequences, types = chosen.max_num_seqs, chosen.flags.kv_cache_dtype
-        context = _context(chosen)
         architecture, _ = split_blocks(architecture, chosen.flags)
-        cache = size_cache(
-            architecture, context, types, sequences=sequences, ubatch=chosen.max_num_batched_tokens,
-            unified=sequences == 1 or chosen.flags.kv_unified,
-        )  # fmt: skip
-        return token_pool(architecture, ceil_div(cache.bytes, context), types, 2)
+        size = ceil_div(_cache_bytes(architecture, chosen), _context(chosen))
+        return token_pool(architecture, size, chosen.flags.kv_cache_dtype, 2)
 
     def request_law(self, architecture: Architecture, chosen: Resolved, pool: PoolSpec) -> RequestLaw:
         """Return the rule for the number of KV cache cells that a request takes.
@@ -245,12 +247,9 @@ class LlamaCpp(Engine):
         _, left = split_blocks(architecture, chosen.flags)
         if not left.cache_layers:
             return found
-        cache = size_cache(
-            left, _context(chosen), chosen.flags.kv_cache_dtype, sequences=chosen.max_num_seqs,
-            ubatch=chosen.max_num_batched_tokens, unified=chosen.max_num_seqs == 1 or chosen.flags.kv_unified,
-        )  # fmt: skip
+        size = _cache_bytes(left, chosen)
         part = HostPart(
-            "KV cache of blocks on the host", cache.bytes, cache.bytes, cache.bytes,
+            "KV cache of blocks on the host", size, size, size,
             f"{first_block(architecture.layers, chosen.flags)} blocks",
             "--n-gpu-layers; src/llama-kv-cache.cpp",
         )  # fmt: skip
@@ -360,8 +359,6 @@ def first_block(layers: int, flags: Deployment) -> int:
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
     """Return the model twice: with only the KV caches on the GPU, and with only those in host memory."""
     first = first_block(architecture.layers, flags)
-    if not first:
-        return architecture, replace(architecture, cache_layers=())
     here = tuple(layer for layer in architecture.cache_layers if layer.layer >= first)
     there = tuple(layer for layer in architecture.cache_layers if layer.layer < first)
     return replace(architecture, cache_layers=here), replace(architecture, cache_layers=there)
@@ -433,9 +430,10 @@ def row_bytes(elements: int, kind: str) -> int:
     values, size = CACHE_TYPES[kind]
     if elements % values:
         raise DeploymentError(
-            f"{kind} quantizes {values} values at a time, which do not divide a row of {elements}",
-            field="--kv-cache-dtype",
-        )
+            f"{kind} quantizes {values} values at a time, which do not divide the {elements} values that a "
+            "layer caches per token",
+            field="--kv-cache-dtype", hint="use f16",
+        )  # fmt: skip
     return elements // values * size
 
 
@@ -488,6 +486,14 @@ def size_cache(
     return Cache(cells * streams, k, v, state)
 
 
+def _cache_bytes(architecture: Architecture, chosen: Resolved) -> int:
+    """Return the KV cache bytes of all sequences of the plan in the layers of ``architecture``."""
+    return size_cache(
+        architecture, _context(chosen), chosen.flags.kv_cache_dtype, sequences=chosen.max_num_seqs,
+        ubatch=chosen.max_num_batched_tokens, unified=chosen.max_num_seqs == 1 or chosen.flags.kv_unified,
+    ).bytes  # fmt: skip
+
+
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
     """Return the KV cache bytes of one sequence in sliding-window and recurrent layers, 0 without any.
 
@@ -537,7 +543,7 @@ def _rows(architecture: Architecture, layer: CacheLayer, mla: MlaMode) -> tuple[
             return layer.head_size, sizes.latent
         return architecture.heads * sizes.key, architecture.heads * sizes.value
     raise UnsupportedArchitecture(
-        f"llama.cpp's cache for {layer.kind} layers is not known", field="layer_types"
+        f"the planner does not know llama.cpp's cache for {layer.kind} layers", field="layer_types"
     )
 
 

@@ -37,7 +37,7 @@ class LogFigures:
         pools: Sum of the caches that the log lists one by one, in bytes.
         cells: Cells of the longest cache.
         rounding: Name of a figure -> the rounding error of its printed value, in the figure's unit.
-        state: Markers that the engine's log reader keeps between lines.
+        state: Texts with which the engine's log reader marks what earlier lines of the log have said.
     """
 
     engine: str | None = None
@@ -59,9 +59,8 @@ def squeezed(line: str) -> str:
 def read_figures(engine: str, lines: Lines, line: str, out: LogFigures) -> None:
     """Add the memory figures in a log line to ``out``, by the patterns in ``lines``.
 
-    ``line`` is the log line without its blanks.
-
-    If a figure is printed more than once, the value with the most decimals is kept, else the last one.
+    ``line`` is the log line without its blanks. If the log prints a figure more than once, the value with the
+    most decimals is kept. Of values with equally many decimals, the last one is kept.
     """
     for name, unit, pattern in lines:
         if match := compiled(pattern).search(line):

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tonnage.planner.engines.tensors import VOCABULARY_PADDING
 from tonnage.planner.errors import DeploymentError, EngineRefusal
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 from tonnage.planner.units import ceil_div
 
-# vLLM pads a vocabulary to a multiple of this many rows (DEFAULT_VOCAB_PADDING_SIZE in
-# model_executor/layers/vocab_parallel_embedding.py, 0.32.0).
-VOCAB_PADDING = 64
 _LAST = ("norm", "head")  # roles of the tensors after the last layer
+_DIVIDED = ("full", "sliding", "chunked", "cross")  # kinds of layers whose KV heads the ranks divide
 _TP = "--tensor-parallel-size"
 _MOST_RANKS = 64  # Error messages suggest rank counts up to this one.
 
@@ -65,22 +64,20 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
         DeploymentError: there are more stages than layers.
     """
     if stages > layers:
-        raise DeploymentError(f"{stages} stages for {layers} layers", field="--pipeline-parallel-size")
+        raise DeploymentError(
+            f"{stages} stages for {layers} layers would leave stages without a layer",
+            field="--pipeline-parallel-size", hint=f"at most {layers}",
+        )  # fmt: skip
     counts = [layers // stages] * stages
     for i in range(2, layers % stages + 2):
         counts[-i] += 1
     return tuple(counts)
 
 
-def heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Return the KV heads of one rank, at least one: with fewer heads than ranks, heads are replicated."""
-    return ceil_div(kv_heads, ranks)
-
-
 def check(architecture: Architecture, ranks: int) -> None:
     """Raise DeploymentError if ``ranks`` tensor-parallel ranks cannot divide the model's heads."""
     if (refusal := _refusal(architecture, ranks)) is not None:
-        refusal.hint = _examples(architecture)
+        refusal.hint = "for example " + ", ".join(map(str, accepted_ranks(architecture)))
         raise refusal
 
 
@@ -88,32 +85,26 @@ def _refusal(architecture: Architecture, ranks: int) -> DeploymentError | None:
     """Return why ``ranks`` tensor-parallel ranks cannot divide the model's heads, or None if they can."""
     if ranks == 1:
         return None
-    if architecture.heads % ranks and not _headless(architecture):
+    layers = architecture.cache_layers
+    headless = bool(layers) and all(layer.kind == "state" for layer in layers)
+    if architecture.heads % ranks and not headless:
         return EngineRefusal(
             f"{ranks} does not divide {architecture.heads} attention heads", field=_TP, cause="heads",
             facts={"heads": architecture.heads, "ranks": ranks},
         )  # fmt: skip
-    for kv_heads in sorted({layer.kv_heads for layer in architecture.cache_layers if _divided(layer.kind)}):
+    for kv_heads in sorted({layer.kv_heads for layer in layers if layer.kind in _DIVIDED}):
         if kv_heads % ranks and ranks % kv_heads:
             return EngineRefusal(
                 f"{ranks} neither divides nor is divided by {kv_heads} KV heads", field=_TP, cause="kv_heads",
                 facts={"heads": kv_heads, "ranks": ranks},
             )  # fmt: skip
-    for layer in architecture.cache_layers:
+    for layer in layers:
         for state in layer.states:
             if state.shard_dim is not None and state.name in ("ssm", "recurrent", "linear"):
                 size = state.shape[state.shard_dim]
                 if size % ranks:
                     return DeploymentError(f"{ranks} does not divide {size} heads of the state", field=_TP)
     return None
-
-
-def _headless(architecture: Architecture) -> bool:
-    return all(layer.kind == "state" for layer in architecture.cache_layers) and bool(architecture.cache_layers)
-
-
-def _divided(kind: str) -> bool:
-    return kind in ("full", "sliding", "chunked", "cross")
 
 
 def accepted_ranks(architecture: Architecture, most: int = _MOST_RANKS) -> list[int]:
@@ -130,10 +121,6 @@ def accepted_ranks(architecture: Architecture, most: int = _MOST_RANKS) -> list[
             continue
         found.append(ranks)
     return found
-
-
-def _examples(architecture: Architecture) -> str:
-    return "for example " + ", ".join(map(str, accepted_ranks(architecture)))
 
 
 def rank_architecture(architecture: Architecture, parallel: Parallel, stage: int) -> Architecture:
@@ -170,7 +157,7 @@ def _on_stage(tensor: TensorSpec, mine: range, stage: int, parallel: Parallel) -
 
 
 def _untied(tensor: TensorSpec, stage: int) -> TensorSpec:
-    """Return a tied output head as a separate tensor if the embedding is on another pipeline stage."""
+    """Return ``tensor``; a tied output head becomes a separate one if the embedding is on another stage."""
     return replace(tensor, tied_to=None) if tensor.role == "head" and stage > 0 else tensor
 
 
@@ -182,17 +169,18 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         return tensor
     size = tensor.shape[dim]
     if tensor.role in ("embedding", "head") and size == architecture.vocab_size and parallel.pad_vocabulary:
-        size = ceil_div(size, VOCAB_PADDING) * VOCAB_PADDING
+        size = ceil_div(size, VOCABULARY_PADDING) * VOCABULARY_PADDING
         if size % ranks:
             raise _undivided(
-                f"tensor parallel size {ranks} does not divide the vocabulary, padded to {size}", size, ranks
+                f"{ranks} does not divide the vocabulary, which is padded to {size} tokens", size, ranks
             )
-    # Vision and audio towers have as many KV heads as query heads, so their rows divide evenly.
+    # Rows of queries, keys and values are divided by heads. Vision and audio towers have as many KV heads as
+    # query heads, so their rows need no such rule.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
-        size = ceil_div(size - tensor.kv_rows, ranks) + per_head * heads_per_rank(tensor.kv_units, ranks)
+        size = ceil_div(size - tensor.kv_rows, ranks) + per_head * ceil_div(tensor.kv_units, ranks)
     elif tensor.role in ("mlp", "attention") and size % ranks:
-        what = f"{ranks} does not divide {tensor.name} {list(tensor.shape)}"
+        what = f"{ranks} does not divide {tensor.name} of shape {list(tensor.shape)}"
         merged = tensor.role == "mlp" and architecture.gated_mlp
         raise _undivided(what, size // tensor.matrices, ranks, "merged" if merged else "divided")
     else:
@@ -215,7 +203,7 @@ def _shard_experts(tensor: TensorSpec, parallel: Parallel) -> TensorSpec:
     size = tensor.shape[dim]
     if not parallel.expert and size % (ranks * tensor.matrices if tensor.matrices > 1 and dim else ranks):
         raise EngineRefusal(
-            f"{ranks} does not divide {tensor.name} {list(tensor.shape)}", field=_TP,
+            f"{ranks} does not divide {tensor.name} of shape {list(tensor.shape)}", field=_TP,
             hint="--enable-expert-parallel divides whole experts", cause="divided",
             facts={"size": size // tensor.matrices if dim else size, "ranks": ranks},
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
@@ -48,7 +49,8 @@ class PoolSpec:
         layout: Groups, shapes and dtype of the cache.
         demands: Number of blocks that a sequence needs, for each of ``layout.groups``.
         notes: Notes for the plan.
-        pages: Bytes of one block in each layer, group by group; empty if all layers have equal bytes.
+        pages: For each group, the bytes of one block in each of its layers; empty if all layers have equal
+            bytes.
         apart: Bytes of the pool outside its blocks, for recurrent states of all requests.
         running: Number of requests whose recurrent states fit into ``apart``; None is unlimited.
     """
@@ -78,15 +80,8 @@ class PoolSpec:
         return sum(demand.blocks(tokens) for demand in self.demands)
 
     def longest(self, blocks: int, limit: int) -> int:
-        """Return the tokens of the longest sequence in ``blocks`` KV cache blocks, at most ``limit`` tokens."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.sequence_blocks(middle) <= blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """Return the most tokens, up to ``limit``, of a sequence that fits into ``blocks`` KV cache blocks."""
+        return bisect_right(range(1, limit + 1), blocks, key=self.sequence_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +133,16 @@ def heads_per_rank(heads: int, ranks: int) -> int:
     """
     if heads >= ranks and heads % ranks:
         raise DeploymentError(
-            f"{ranks} does not divide {heads} KV heads",
+            f"{ranks} does not divide the model's {heads} KV heads",
             field="--tensor-parallel-size",
             hint=f"a divisor of {heads}",
         )
     if heads < ranks and ranks % heads:
-        raise DeploymentError(f"{ranks} is no multiple of {heads} KV heads", field="--tensor-parallel-size")
+        raise DeploymentError(
+            f"{ranks} is neither a divisor nor a multiple of the model's {heads} KV heads",
+            field="--tensor-parallel-size",
+            hint=f"a divisor or multiple of {heads}",
+        )
     return max(1, heads // ranks)
 
 
@@ -166,7 +165,8 @@ def expanded_heads(architecture: Architecture) -> ExpandedHeads:
     up, out, down = (shapes.get(f"{n}.weight") for n in ("kv_b_proj", "o_proj", "kv_a_proj_with_mqa"))
     if up is None or out is None or down is None:
         raise UnsupportedArchitecture(
-            "no kv_b_proj: MLA latents cannot be expanded to K and V", field="kv_lora_rank"
+            "the model has no kv_b_proj, without which MLA latents cannot be expanded to K and V",
+            field="kv_lora_rank",
         )
     value = out[1] // architecture.heads
     nope = up[0] // architecture.heads - value

@@ -77,20 +77,22 @@ _LOG_NAMES = {
 }
 _LOG_RANK = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d((?: [A-Z]+\d+)+)\]"
 _LOG_READY = "The server is fired up and ready to roll"
-_SPARSE_ROW = 656  # bytes of a sparse MLA row: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
+_SPARSE_ROW = 656  # bytes of a token in sparse MLA: 512 fp8 values, 4 fp32 scales, 64 bf16 rotary values
 _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 0.4)
+
 # From 0.5.4 on (pull request 10975), the defaults of chunked prefill, graphs and mem_fraction_static depend on
-# the device's memory. A row is (upper bound of the memory in GiB, chunked_prefill_size, tokens of the largest
-# decode graph with TP below 4, tokens of that graph with TP from 4 on).
-# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Where the table has 48, earlier
-# releases have 24.
+# the device's memory. Each entry of _DEVICES is (upper bound of the memory in GiB, chunked_prefill_size, tokens
+# of the largest decode graph with TP below 4, tokens of that graph with TP from 4 on).
+# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Where it has 48, earlier releases
+# have 24.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
-_DRAFTS = (0, 5, 15)  # first known release that budgets a draft model's weights and pools
-_PREFILL_GRAPHS = (0, 5, 23)  # first known release that captures prefills by default
+_DRAFTS = (0, 5, 15)  # first known SGLang that budgets a draft model's weights and pools
+_PREFILL_GRAPHS = (0, 5, 23)  # first known SGLang that captures prefills in CUDA graphs by default
+
 # Token counts for which prefill graphs are captured, as ranges (first, end, step)
 # (generate_prefill_cuda_graph_batch_sizes).
 _CAPTURED = (
@@ -107,19 +109,14 @@ _STORED_CACHE_NVFP4 = (0, 5, 3)
 _WITH_PICTURES = 0.95
 
 
-def _stored_cache_since(stored: StoredCache) -> Version:
-    """Return the first SGLang release that supports the KV cache dtype that the checkpoint requests."""
-    nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
-    return _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
-
-
 class SGLang(Engine):
     """The SGLang engine, which divides mem_fraction_static of device memory between weights and token pools."""
 
     name = "sglang"
     title = "SGLang"
     newest = (0, 5, 23)
-    oldest = (0, 4, 0)  # first release whose default mem_fraction_static is known
+    oldest = (0, 4, 0)  # first SGLang whose default mem_fraction_static is known
+
     # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # SGLang's default page_size is 1 token
@@ -224,21 +221,33 @@ class SGLang(Engine):
             return "fp8_e4m3" if (capability_of(flags.gpu) or _AMPERE) >= _BLACKWELL else found
         if stored is None or not stored.static_fp8:
             return found
-        return "fp8_e4m3" if version >= _stored_cache_since(stored) else found
+        nvfp4 = stored.method == "modelopt" and stored.algorithm.upper() == "NVFP4"
+        since = _STORED_CACHE_NVFP4 if nvfp4 else _STORED_CACHE[stored.method]
+        return "fp8_e4m3" if version >= since else found
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
         """Return the tensors of SGLang's modules: padded vocabulary, and one table per rotary embedding."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
-        """Return SGLang's token pool of one rank, for a model that generates tokens."""
+        """Return the layout of SGLang's token pool on one rank, for a model that generates tokens.
+
+        Raises:
+            DeploymentError: SGLang's memory for the draft model is not known.
+            UnsupportedArchitecture: SGLang's pools for the model are not known.
+        """
         flags = chosen.flags
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
         if len(attention) < len(architecture.cache_layers):
             states.check(architecture, chosen)
         drafted = [layer for layer in attention if layer.layer >= architecture.layers]
         if drafted:
-            self._check_draft(chosen)
+            # Before 0.5.15, the draft's weights and pool took memory outside the share mem_fraction_static.
+            if chosen.version < _DRAFTS or flags.pipeline_parallel_size > 1:
+                raise DeploymentError(
+                    "SGLang's memory for a draft model is known from 0.5.15 on, without pipeline parallelism",
+                    field="--speculative-model", hint="--engine-version 0.5.23",
+                )  # fmt: skip
             attention = attention[: -len(drafted)]
         architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
@@ -254,17 +263,6 @@ class SGLang(Engine):
     def draft_note(self, method: str) -> str:
         """Return a note on the --speculative-algorithm option that SGLang needs for a draft of ``method``."""
         return f"SGLang takes this draft with --speculative-algorithm {method.upper()}"
-
-    def _check_draft(self, chosen: Resolved) -> None:
-        """Raise DeploymentError for a draft model with SGLang before 0.5.15 or with several pipeline stages.
-
-        Before 0.5.15, the draft model's weights and pool took memory outside the share mem_fraction_static.
-        """
-        if chosen.version < _DRAFTS or chosen.flags.pipeline_parallel_size > 1:
-            raise DeploymentError(
-                "SGLang's memory for a draft model is known from 0.5.15 on, without pipeline parallelism",
-                field="--speculative-model", hint="--engine-version 0.5.23",
-            )  # fmt: skip
 
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
@@ -319,7 +317,7 @@ class SGLang(Engine):
 
     def _static_bytes(self, chosen: Resolved) -> int:
         share = chosen.flags.mem_fraction_static
-        assert share is not None  # it was set to the result of static_share when the flags were resolved
+        assert share is not None  # resolving the flags sets mem_fraction_static to the result of static_share
         return int(chosen.device_memory * share)
 
     def read_log_line(self, line: str, out: LogFigures) -> None:
@@ -332,8 +330,8 @@ class SGLang(Engine):
             out.engine = self.name
             if "pools are complete" not in out.state:
                 out.pools += (number(match[2]) + number(match[3] or "0")) * GiB
-                # The pools of sliding-window and full layers print one line each. The pool with more tokens is
-                # the full one.
+                # SGLang logs one line for the pool of sliding-window layers and one for that of full-attention
+                # layers. The pool with more tokens is that of full-attention layers.
                 if match[1]:
                     out.cells = max(out.cells, number(match[1]))
         if match := compiled(_LOG_STATES).search(text):
@@ -385,8 +383,9 @@ class SGLang(Engine):
         """
         if any(layer.kind == "sliding" for layer in architecture.cache_layers):
             raise UnsupportedArchitecture(
-                "the slots of a request in SGLang's pool of sliding layers are not known",
+                "the planner does not know how many slots a request takes in SGLang's pool of sliding layers",
                 field="sliding_window",
+                hint="--engine vllm",
             )
         law = super().request_law(architecture, chosen, pool)
         if pool.running is None:
@@ -406,20 +405,13 @@ class SGLang(Engine):
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
         """Return the tiers of HiCache (SGLang's KV offloading) in host memory and on disk."""
-        return sglang_tier.tiers(hosted, *self._hicache_sizes(hosted))
-
-    def _hicache_sizes(self, hosted: HostInputs) -> tuple[int, int, int]:
-        """Return the bytes of HiCache's three units on one rank, or zeros without HiCache.
-
-        They are a token in full-attention layers, a token in sliding-window layers, and a state slot.
-        """
         architecture, flags = hosted.architecture, hosted.chosen.flags
         if not flags.enable_hierarchical_cache:
-            return 0, 0, 0
+            return ()
         attention = tuple(layer for layer in architecture.cache_layers if layer.kind != "state")
-        slot = states.slot_bytes(architecture, flags.tensor_parallel_size)
-        kept = replace(architecture, cache_layers=attention)
-        return *token_bytes(kept, flags.kv_cache_dtype, flags.tensor_parallel_size), slot
+        kept, ranks = replace(architecture, cache_layers=attention), flags.tensor_parallel_size
+        full, sliding = token_bytes(kept, flags.kv_cache_dtype, ranks)
+        return sglang_tier.tiers(hosted, full, sliding, states.slot_bytes(architecture, ranks))
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
         """Return the ``sglang.launch_server`` command of ``plan``."""
@@ -465,7 +457,7 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
             continue
         if layer.kind not in ("full", "mla", "sliding") or layer.compression > 1:
             raise UnsupportedArchitecture(
-                f"SGLang's pool for {layer.kind} layers is not known", field="layer_types"
+                f"the planner does not know SGLang's pool for {layer.kind} layers", field="layer_types"
             )
         size = _layer_bytes(layer, kv_dtype, ranks, index)
         if layer.kind == "sliding":
@@ -476,12 +468,15 @@ def token_bytes(architecture: Architecture, kv_dtype: str, ranks: int) -> tuple[
 
 
 def _layer_bytes(layer: CacheLayer, kv_dtype: str, ranks: int, index: int) -> int:
-    """Return the KV cache bytes per token of one layer, with an indexer key of ``index`` elements or 0."""
+    """Return the KV cache bytes per token of one layer on one rank.
+
+    ``index`` is the number of elements of a sparse indexer's key, or 0 for a model without an indexer.
+    """
     size = KV_DTYPE_BYTES[kv_dtype]
     if layer.kind == "mla" and index:
-        # The indexer's key is fp8 with one fp32 scale per 128 elements. An 8-bit latent is stored in FlashMLA's
-        # rows of 656 bytes (calculate_mla_kv_cache_dim). On SM10x, the trtllm backend stores plain rows of 576
-        # bytes instead.
+        # The indexer's key is fp8 with one fp32 scale per 128 elements. An 8-bit latent takes the 656 bytes per
+        # token of FlashMLA's format (calculate_mla_kv_cache_dim). On SM10x, the trtllm backend stores 576 bytes
+        # per token instead.
         row = _SPARSE_ROW if size == 1 else layer.head_size * size
         return row + index + 4 * (index // 128)
     if layer.kind == "mla":

@@ -14,7 +14,7 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, ceil_div
 
-# First known release with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
+# First known SGLang with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
 _PER_PHASE = (0, 5, 23)
 _KV_NAMES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bfloat16"}
 _HICACHE = (
@@ -52,7 +52,8 @@ def _ranks(flags: Deployment) -> list[str]:
         line += ["--pp-size", str(flags.pipeline_parallel_size)]
     if flags.data_parallel_size > 1:
         line += ["--dp-size", str(flags.data_parallel_size)]
-    # The ranks of one replica divide the experts, so each replica holds all experts.
+    # SGLang divides the experts among the tensor-parallel ranks of one replica, so each replica holds all of
+    # them.
     if flags.enable_expert_parallel:
         line += ["--ep-size", str(flags.tensor_parallel_size)]
     return line
@@ -60,7 +61,8 @@ def _ranks(flags: Deployment) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     flags, line = plan.deployment, []
-    # SGLang derives the share from the GPU's memory and the batch, as the plan does.
+    # Without the option, SGLang derives mem_fraction_static from the GPU's memory and the batch, as the plan
+    # does.
     if not {"mem_fraction_static", "gpu_memory_utilization"} <= plan.defaults:
         line += ["--mem-fraction-static", str(flags.mem_fraction_static)]
     if "max_num_seqs" not in plan.defaults:

@@ -18,10 +18,11 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.units import ceil_div
 
-_OLDEST = (0, 5, 4)  # first release whose rules for states are known
-_PADDED = (0, 5, 23)  # first known release that subtracts the pool's padding slot
-_BUFFERED = (0, 5, 15)  # first known release with separate slots for prefix snapshots by default
-_WITHOUT_PREFIXES = 512  # slots in 0.5.4 if --max-running-requests is not set
+_OLDEST = (0, 5, 4)  # first SGLang whose rules for recurrent states the planner knows
+_PADDED = (0, 5, 23)  # first known SGLang that subtracts a padding slot from the pool of states
+_BUFFERED = (0, 5, 15)  # first known SGLang with separate slots for prefix snapshots by default
+_WITHOUT_PREFIXES = 512  # state slots of SGLang 0.5.4 without prefix caching and --max-running-requests
+
 # A running request has three slots (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO). Model classes with
 # "extra_buffer" (_MAMBA_EXTRA_BUFFER_ARCHS in arg_groups/overrides.py) add two alternating slots
 # (get_mamba_tracking_slots).
@@ -66,7 +67,8 @@ def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
             total += prod(state.shape) // ranks * DTYPE_BYTES[dtype]
         else:
             raise UnsupportedArchitecture(
-                f"SGLang's pool for recurrent states like {state.name} is not known", field="layer_types"
+                f"the planner does not know SGLang's pool for recurrent states like {state.name}",
+                field="layer_types",
             )
     return total
 
@@ -90,22 +92,26 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
     kinds = {layer.kind for layer in architecture.cache_layers}
     if any(layer.compression > 1 for layer in architecture.cache_layers):
         raise UnsupportedArchitecture(
-            "SGLang's pools are not known for layers that compress tokens", field="compress_ratios",
+            "the planner does not know SGLang's pools for layers that compress tokens", field="compress_ratios",
             hint="--engine vllm",
         )  # fmt: skip
     if chosen.version < _OLDEST:
         raise UnsupportedArchitecture(
-            "SGLang's pools of recurrent states are known from 0.5.4 on only",
+            "the planner knows SGLang's pools of recurrent states from 0.5.4 on",
             field="layer_types",
             hint="--engine-version 0.5.23",
         )
     if kinds <= {"state"}:
         raise UnsupportedArchitecture(
-            "a model whose layers all have recurrent states has no token pool", field="layer_types"
+            "the planner does not support SGLang for a model whose layers all have recurrent states",
+            field="layer_types",
+            hint="--engine vllm",
         )
     if "sliding" in kinds or chosen.flags.pipeline_parallel_size > 1:
         raise UnsupportedArchitecture(
-            "SGLang's pools are not known for states beside windows or in pipeline stages", field="layer_types"
+            "the planner does not know SGLang's pools for states beside windows or in pipeline stages",
+            field="layer_types",
+            hint="--engine vllm",
         )
 
 

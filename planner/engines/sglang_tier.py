@@ -15,15 +15,15 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.tier import KVTier, TierGroup
 from tonnage.planner.units import ceil_div
 
-_RATIO = 2.0  # default of --hicache-ratio
+_RATIO = 2.0  # SGLang's default of --hicache-ratio
 _GB = 10**9
-# First known release that keeps MLA latents on one rank only (mem_cache/mla_host_dedup.py), and first whose
-# default layout is page_first.
+# First known SGLang that keeps MLA latents in the host memory of one rank only (mem_cache/mla_host_dedup.py),
+# and first whose default of --hicache-mem-layout is page_first.
 _ONE_COPY, _PAGE_FIRST = (0, 5, 23), (0, 5, 23)
 
 
 def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTier, ...]:
-    """Return HiCache's tiers of one replica; empty without --enable-hierarchical-cache.
+    """Return HiCache's tiers of one replica, for a deployment with --enable-hierarchical-cache.
 
     Args:
         hosted: The sized plan.
@@ -36,8 +36,6 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
         UnsupportedArchitecture: HiCache's pools are not known for this model.
     """
     flags = hosted.chosen.flags
-    if not flags.enable_hierarchical_cache:
-        return ()
     _check(hosted, slot)
     ratio = _RATIO if flags.hicache_ratio is None else float(flags.hicache_ratio)
     page, tokens = hosted.chosen.block_size, hosted.tokens
@@ -48,7 +46,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
         pool for pool in (("full", tokens, full, page), ("sliding", windows, sliding, page),
                           ("state", slots, slot, 1)) if pool[2]
     ]  # fmt: skip
-    device = sum(count * size for _, count, size, _ in pools)
+    device = max(1, sum(count * size for _, count, size, _ in pools))  # 0 if the weights leave no token pool
     held, rank, parts = {}, 0, []
     for kind, count, size, paged in pools:
         if flags.hicache_size is None:
@@ -62,7 +60,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
     once = latent and not slot and hosted.chosen.version >= _ONE_COPY
     ranks = 1 if once else len(hosted.ranks)
     low = high = rank
-    if flags.hicache_size is None and tokens:  # the ratio multiplies the device pool's estimate
+    if flags.hicache_size is None and tokens:  # bounds of the device pool's tokens x ratio
         low, high = (rank * bound // tokens for bound in hosted.token_bounds)
     kept = held.get("full", held.get("sliding", 0))
     groups = tuple(
@@ -94,22 +92,30 @@ def _check(hosted: HostInputs, slot: int) -> None:
             field="--hicache-size",
         )
     if flags.hicache_ratio is not None and not 0 < flags.hicache_ratio < float("inf"):
-        raise DeploymentError(f"{flags.hicache_ratio} is not a positive number", field="--hicache-ratio")
+        raise DeploymentError(
+            f"{flags.hicache_ratio} is not a positive number", field="--hicache-ratio", hint="for example 2"
+        )
     ratio = _RATIO if flags.hicache_ratio is None else flags.hicache_ratio
     if hosted.chosen.version < _ONE_COPY and flags.hicache_size is None and ratio <= 1:
         raise DeploymentError(
-            f"{ratio:g} makes no host pool larger than the device's; SGLang {flags.engine_version} stops",
+            f"{ratio:g} makes no host pool larger than the device's pool, so SGLang {flags.engine_version} "
+            "does not start",
             field="--hicache-ratio", hint="more than 1",
         )  # fmt: skip
     if not flags.enable_prefix_caching:
-        raise DeploymentError("has no effect without prefix caching", field="--enable-hierarchical-cache")
+        raise DeploymentError(
+            "HiCache has no effect without prefix caching", field="--enable-hierarchical-cache",
+            hint="leave out --no-enable-prefix-caching",
+        )  # fmt: skip
     if slot and flags.speculative_model:
         raise UnsupportedArchitecture(
-            "HiCache of recurrent states is not known with a draft model", field="layer_types"
+            "the planner does not know HiCache's pools for recurrent states beside a draft model",
+            field="layer_types",
+            hint="leave out --enable-hierarchical-cache or the draft model",
         )
     if slot and hosted.chosen.version < _ONE_COPY:
         raise UnsupportedArchitecture(
-            "HiCache of a model with recurrent states is known from 0.5.23 on", field="layer_types",
+            "the planner knows HiCache's pools for recurrent states from SGLang 0.5.23 on", field="layer_types",
             hint="--engine-version 0.5.23",
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ tests/planner/test_support.py compares the rows with the engines' own checks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -201,13 +201,10 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
     for row in _rows("weights", engine, version):
         if scheme not in row["formats"]:
             continue
-        if method is None and row.get("asked", True):
+        asked = row.get("asked")  # whether the row is for formats that a flag requests; None for both
+        if method is None and asked is not False:
             return row
-        if (
-            method is not None
-            and row.get("asked") is not True
-            and (row["method"].startswith(method) or not row["method"])
-        ):
+        if method is not None and asked is not True and (row["method"].startswith(method) or not row["method"]):
             return row
     return None
 
@@ -220,18 +217,17 @@ def _judged(engine: str) -> frozenset[str]:
 
 @cache  # cached, because a sweep over many GPUs looks up the same rows repeatedly
 def _rows(part: str, engine: str, version: Version) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_rows_of(part, engine, version))
-
-
-def _rows_of(part: str, engine: str, version: Version) -> Iterator[Mapping[str, Any]]:
     known = table()["read"].get(engine)
     if known is None or version < parse_version(known[0]):
-        return
+        return ()
     version = min(version, parse_version(known[1]))
-    for row in table()[part]:
-        here = parse_version(row.get("since", known[0])) <= version
-        if row["engine"] == engine and here and ("before" not in row or version < parse_version(row["before"])):
-            yield row
+    return tuple(
+        row
+        for row in table()[part]
+        if row["engine"] == engine
+        and parse_version(row.get("since", known[0])) <= version
+        and ("before" not in row or version < parse_version(row["before"]))
+    )
 
 
 def _serves(row: Mapping[str, Any], gpu: Gpu, head: int) -> bool:

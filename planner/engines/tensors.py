@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
+from tonnage.planner.units import ceil_div
 
+# vLLM pads a vocabulary to a multiple of this many rows (DEFAULT_VOCAB_PADDING_SIZE in
+# model_executor/layers/vocab_parallel_embedding.py, 0.32.0).
 VOCABULARY_PADDING = 64
-"""Rows to which vLLM pads a vocabulary: DEFAULT_VOCAB_PADDING_SIZE, layers/vocab_parallel_embedding.py."""
 
 
 def padded_rows(tensor: TensorSpec) -> TensorSpec:
     """Return a vocabulary's tensor with its number of rows rounded up to a multiple of 64."""
-    rows = -(-tensor.shape[0] // VOCABULARY_PADDING) * VOCABULARY_PADDING
+    rows = ceil_div(tensor.shape[0], VOCABULARY_PADDING) * VOCABULARY_PADDING
     return replace(tensor, shape=(rows, *tensor.shape[1:]))
 
 

@@ -31,7 +31,7 @@ def benchmark() -> ModuleType:
 
 
 def check_tree(tree: RadixTiers) -> None:
-    """Raise AssertionError if a size or count of the tree is wrong, or a node on the GPU has a parent elsewhere."""
+    """Raise AssertionError if a size or a count is wrong, or a node on the GPU has a parent elsewhere."""
     held: Counter[str] = Counter()
     todo = [tree._root]
     while todo:

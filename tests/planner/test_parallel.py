@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tonnage.planner.engines.parallel import Parallel, heads_per_rank, rank_architecture, stage_layers
+from tonnage.planner.engines.parallel import Parallel, rank_architecture, stage_layers
+from tonnage.planner.engines.pool import heads_per_rank
 from tonnage.planner.errors import DeploymentError, TonnageError
 from tonnage.planner.families.registry import build_architecture
 

@@ -194,6 +194,11 @@ def test_sglang_hicache_divides_host_memory_between_states_and_kv_as_published(p
     assert (tier.value - kv) / kv == pytest.approx(134 / 149, rel=0.01)
 
 
+def test_hicache_size_of_a_model_larger_than_the_gpu_gives_a_plan_that_does_not_fit(plan_of) -> None:
+    flags = {"engine": "sglang", "enable_hierarchical_cache": True, "hicache_size": 20}
+    assert not plan_of("Qwen/Qwen3-235B-A22B", **flags).fits
+
+
 def _slot(plan) -> tuple[int, int]:
     """Return bytes and number of the plan's state slots on one rank, from its note."""
     (note,) = [note for note in plan.notes if "slots of" in note]

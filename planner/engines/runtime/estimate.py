@@ -26,8 +26,8 @@ class Runtime:
         graphs: CUDA graphs.
         sum_interval: (low, high) bytes of the sum of the three terms; None means to add the bounds of the
             terms. On GPUs only the sum was compared with logs, so its bounds are tighter than the added ones.
-        beside: Memory that the engine allocates after it sized the KV pool, outside the plan's memory limit; or
-            None.
+        beside: Memory that the engine allocates after it sized the KV pool, outside the plan's memory limit;
+            None without any.
     """
 
     framework: Estimate
@@ -97,8 +97,3 @@ class Coefficients:
 
 
 NOTHING = Estimate(0, 0, 0, "", "")
-
-
-def scaled(value: int, interval: tuple[float, float], formula: str, source: str) -> Estimate:
-    """Return an estimate of ``value`` bytes, with ``interval`` as (low, high) factors of it."""
-    return Estimate(value, int(value * interval[0]), int(value * interval[1]), formula, source)

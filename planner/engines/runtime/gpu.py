@@ -18,8 +18,8 @@ from tonnage.planner.model.tensor import TOWER_ROLES
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
-# Minimum half-width of an interval. The largest error on GPUs of 16 and 24 GiB is 0.32002 GiB, in report 41 of
-# tests/data/field_reports.jsonl, an RTX 3090 (benchmarks/accuracy_page.py).
+# Minimum half-width of the interval around a GPU memory estimate. The largest error on GPUs of 16 and 24 GiB is
+# 0.32002 GiB, in report 41 of tests/data/field_reports.jsonl, an RTX 3090 (benchmarks/accuracy_page.py).
 _LEAST = GiB // 3
 SOURCE = "fitted to published start-up logs by benchmarks/fit_runtime.py"
 
@@ -30,27 +30,21 @@ def coefficients() -> Coefficients:
     return Coefficients(**json.loads((Path(__file__).parent / "fitted.json").read_text())["coefficients"])
 
 
-def forward_bytes(architecture: Architecture, tokens: int, size: int, ranks: int) -> int:
-    """Return the bytes of the tensors that are alive at the peak of a layer's forward pass.
+def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Estimate:
+    """Estimate the activations of one engine step from the tensors alive in the forward pass of a layer.
 
     These are the residual, the norm's output, the block's input and output (4 x hidden size), and the MLP's
     gate, up and product.
     """
-    inner = architecture.intermediate_size // ranks
+    tokens = chosen.max_num_batched_tokens
+    inner = architecture.intermediate_size // chosen.flags.tensor_parallel_size
     # Fused MoE kernels run in chunks of tokens. A chunk holds the values of all experts selected for its
     # tokens.
     if architecture.experts:
         inner = max(inner, architecture.hidden_size)
     width = inner * (3 if architecture.gated_mlp else 2) + 4 * architecture.hidden_size
-    return tokens * width * size
-
-
-def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Estimate:
-    """Estimate the activations of one engine step from the model's widest layer."""
-    size, ranks = DTYPE_BYTES[chosen.flags.dtype], chosen.flags.tensor_parallel_size
-    forward = forward_bytes(architecture, chosen.max_num_batched_tokens, size, ranks)
-    formula = f"forward pass of {chosen.max_num_batched_tokens:,} tokens {forward:,}"
-    return _bounded(forward, chosen, fitted.spread, formula, SOURCE)
+    forward = tokens * width * DTYPE_BYTES[chosen.flags.dtype]
+    return _bounded(forward, chosen, fitted.spread, f"forward pass of {tokens:,} tokens {forward:,}")
 
 
 def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, activation: Estimate) -> Runtime:
@@ -59,7 +53,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
     CUDA graphs count as 0 bytes.
     """
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
-    framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}", SOURCE)
+    framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}")
     total = framework.value + activation.value
     # The interval is wider than vLLM's, because the logs of these engines print no memory terms with which
     # the estimate could be compared.
@@ -82,10 +76,10 @@ def has_towers(architecture: Architecture) -> bool:
     return any(tensor.role in TOWER_ROLES for tensor in architecture.tensors)
 
 
-def _bounded(value: int, chosen: Resolved, share: float, formula: str, source: str) -> Estimate:
+def _bounded(value: int, chosen: Resolved, share: float, formula: str) -> Estimate:
     """Return an estimate of ``value`` bytes, plus or minus ``share`` of the device's memory.
 
     The lower bound is at least half of ``value``.
     """
     spread = int(share * chosen.device_memory)
-    return Estimate(value, value - min(spread, value // 2), value + spread, formula, source)
+    return Estimate(value, value - min(spread, value // 2), value + spread, formula, SOURCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tonnage.planner.engines.runtime import host
 from tonnage.planner.engines.runtime.api import framework
-from tonnage.planner.engines.runtime.estimate import Estimate, scaled
+from tonnage.planner.engines.runtime.estimate import Estimate
 from tonnage.planner.engines.runtime.host import HostInputs
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES, HF_KV_DTYPE_BYTES
@@ -24,11 +24,11 @@ API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB
 HF_INTERVAL = (0.85, 1.25)
 
-# Two copies of the logits are alive at once: the model's own and an fp32 copy. The hf engine's sampler adds a
-# few copies for 16 rows at a time (server/engines/hf/sampling/draw.py). benchmarks/memory_terms.py checks the
-# number of copies.
+# Two copies of the logits are alive at once: the logits in the model's dtype and an fp32 copy. The hf engine's
+# sampler adds a few copies for 16 rows at a time (server/engines/hf/sampling/draw.py).
+# benchmarks/memory_terms.py checks the number of copies.
 LOGITS_COPIES = 2
-ACTIVATION_INTERVAL = (0.5, 2.0)
+_LOW, _HIGH = 0.5, 2.0  # bounds of the activations, as factors of their estimate
 
 # Tokens that the hf engine's reference attention gathers at a time for decodes. Contexts are padded to the
 # longest of a batch, so one long context in a large batch would cost memory of its length for every sequence.
@@ -117,7 +117,8 @@ def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     )
     if quantized:
         formula += f" + temporary values of LLM.int8 {quantized:,}"
-    return scaled(value, ACTIVATION_INTERVAL, formula, "max_num_batched_tokens, max_num_seqs, vocab_size")
+    source = "max_num_batched_tokens, max_num_seqs, vocab_size"
+    return Estimate(value, int(value * _LOW), int(value * _HIGH), formula, source)
 
 
 def _int8_bytes(architecture: Architecture, chosen: Resolved) -> int:
@@ -178,7 +179,7 @@ def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
     size = DTYPE_BYTES[flags.dtype]
     tokens = max(chosen.max_model_len, min(GATHERED_TOKENS, chosen.max_num_seqs * chosen.max_model_len))
     narrow = HF_KV_DTYPE_BYTES.get(flags.kv_cache_dtype, size) == 1
-    copies = 2 * size + (8 if narrow else 0)  # temporary float32 copies of K and V
+    copies = 2 * size + (8 if narrow else 0)  # an 8-bit K or V also has a temporary float32 copy
     groups = architecture.heads // architecture.kv_heads
     queries = min(chosen.max_num_batched_tokens, chosen.max_model_len)
     mask = queries * groups * chosen.max_model_len * (1 + size)

@@ -27,6 +27,7 @@ _PROCESS, _PROCESS_LOW, _PROCESS_HIGH = 6 * GiB // 10, 8 * GiB // 100, 3 * GiB /
 _SERVER, _SERVER_LOW, _SERVER_HIGH = 24 * MiB, 4 * MiB, 96 * MiB
 _TOKEN, _TOKEN_LOW = 292, 131
 _HELD = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # model types whose compute buffers were measured
+
 # Bytes of the driver's context on a GPU: the median of the reports named in context_memory, their minimum, and
 # an upper bound. The upper bound exceeds the largest report, 749 MiB, to allow for GPUs without a report.
 _CONTEXT, _CONTEXT_LOW, _CONTEXT_HIGH = 456 * MiB, 170 * MiB, 800 * MiB
@@ -101,7 +102,7 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # the bounds of unmeasured models are assumed
+    if architecture.model_type not in _HELD:  # bounds without a measured buffer are assumed
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"

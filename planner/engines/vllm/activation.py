@@ -19,6 +19,7 @@ tests/data/startups.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from tonnage.planner.devices.catalogue import capability_of, is_amd
@@ -31,7 +32,6 @@ from tonnage.planner.engines.vllm.tensors import predicts_tokens
 from tonnage.planner.engines.vllm.versions import VersionRules, on_second_runner, rules
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
-from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
@@ -52,7 +52,7 @@ _MULTIPROCESSORS = 132
 _LATENT_CONTEXT = 64 * 1024
 _HOPPER = (9, 0)
 # With a draft model, vLLM's V1 model runner also profiles its rejection sampler, with one drafted token per
-# sequence. The two numbers count that sampler's tensors of [sequences, vocabulary]. 3 are in the model's dtype:
+# sequence. The two numbers count its tensors of shape [sequences, vocabulary]. 3 are in the model's dtype:
 # the logits of the drafted token and of the next token, and a copy of the latter. 6 are in float32: the next
 # token's returned logits, the drafted token's raw and constrained logits, their probabilities, the exponential
 # noise and its reciprocal (_dummy_sampler_run; v1/sample/rejection_sampler.py, 0.17 to 0.32).
@@ -103,8 +103,8 @@ class ProfilePeak:
 def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> ProfilePeak:
     """Return the memory peak of vLLM's profile run on one rank.
 
-    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` are the coefficients
-    fitted to start-up logs.
+    ``architecture`` is the rank's share of one pipeline stage. ``fitted`` holds the coefficients fitted to
+    start-up logs.
     """
     flags, known = chosen.flags, rules(chosen.version)
     size = DTYPE_BYTES[flags.dtype]
@@ -120,7 +120,7 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
     if encoded is not None:
         received += encoded.kept
     elif towers and (first or not second):
-        received += stream  # image embeddings of one step stay allocated
+        received += stream  # the image embeddings of one step stay allocated while the language model runs
     forward = _forward(architecture, chosen)
     if chosen.draft is not None and last:
         # The draft model runs on the same tokens, while the target model's hidden states that it reads are
@@ -210,7 +210,7 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, 
     buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if triton else 0
     if drafts:
         return rows * vocabulary * (_VERIFIER[0] * size + _VERIFIER[1] * 4) + sampled + buffer
-    if known.sampler == "probabilities":  # logits and probabilities in float32
+    if known.sampler == "probabilities":  # this sampler holds logits and probabilities in float32
         return rows * vocabulary * (size + 2 * 4) + sampled
     return rows * vocabulary * (size + 3 * 4) + sampled + buffer
 
@@ -242,7 +242,7 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
     """
     flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
     size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
-    if predicts_tokens(architecture):  # logits of every token, and the pooler's float32 copies
+    if predicts_tokens(architecture):  # logits of every token, and float32 copies for pooling
         return tokens * architecture.vocab_size * (size + 4)
     q = architecture.heads * architecture.head_size // ranks
     kv = max(1, architecture.kv_heads // ranks) * architecture.head_size
@@ -270,7 +270,8 @@ def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
     kernel on Hopper allocates its own memory.
     """
     flags = chosen.flags
-    if not architecture.experts_per_token or _allocates_inside(chosen):
+    inside = flags.quantization == "mxfp4" and mxfp4_kernel(flags) in ("triton", "rocm")
+    if not architecture.experts_per_token or inside:
         return 0
     hidden = architecture.hidden_size
     held = architecture.experts
@@ -285,19 +286,11 @@ def _expert_buffer(architecture: Architecture, chosen: Resolved) -> int:
     return tokens * architecture.experts_per_token * each * DTYPE_BYTES[flags.dtype]
 
 
-def _allocates_inside(chosen: Resolved) -> bool:
-
-    return chosen.flags.quantization == "mxfp4" and mxfp4_kernel(chosen.flags) in ("triton", "rocm")
-
-
 def _widest(architecture: Architecture, role: str) -> int:
     """Return the elements of a layer's matrices with ``role``, for the layer that has the most."""
-    layers: dict[int, int] = {}
+    layers: Counter[int] = Counter()
     for tensor in architecture.tensors:
-        if tensor.role == role and tensor.layer is not None and _is_matrix(tensor):
-            layers[tensor.layer] = layers.get(tensor.layer, 0) + tensor.elements
+        is_matrix = len(tensor.shape) >= (3 if role == "expert" else 2)
+        if tensor.role == role and tensor.layer is not None and is_matrix:
+            layers[tensor.layer] += tensor.elements
     return max(layers.values(), default=0)
-
-
-def _is_matrix(tensor: TensorSpec) -> bool:
-    return len(tensor.shape) >= (3 if tensor.role == "expert" else 2)

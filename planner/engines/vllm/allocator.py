@@ -39,7 +39,10 @@ _MERGED = {
 
 
 def unsplit_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that PyTorch's CUDA allocator takes beyond ``sizes``, tensors' bytes in this order."""
+    """Return the bytes that PyTorch's CUDA allocator takes beyond the sum of ``sizes``.
+
+    ``sizes`` are the bytes of tensors, in the order in which they are allocated.
+    """
     free: list[int] = []  # sizes of free blocks, sorted; the smallest sufficient block serves a request
     extra = 0
     for size in sizes:

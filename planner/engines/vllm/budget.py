@@ -13,10 +13,12 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import GiB
 
-_UNLOGGED = (0, 20, 0)  # first version without a start-up log that prints every memory term
-# First version without a published start (published.jsonl). The 13 starts of 0.24 to 0.29 have at most 0.5 % of
-# the GPU's memory less KV pool than planned.
+_UNLOGGED = (0, 20, 0)  # first vLLM version without a start-up log that prints every memory term
+
+# First vLLM version without a published start (published.jsonl). The 13 starts of 0.24 to 0.29 have at most 0.5
+# % of the GPU's memory less KV pool than planned.
 _UNPUBLISHED = (0, 30, 0)
+
 # The interval of a vision tower's peak extends below and above it by these shares of the peak, because the
 # planner assumes an attention kernel and fused activations.
 _ENCODER = 0.15, 0.3
@@ -49,11 +51,12 @@ _BEYOND_DENSE, _BEYOND = 0.15, 0.5
 # (custom_all_reduce.py, 0.9.2 to 0.32), so NCCL carries all of it, and its channels depend on the topology.
 # Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
 _PCIE, _NCCL = 4 * GiB // 10, GiB
-# On AMD GPUs, memory outside PyTorch that no source explains: four starts on an R9700 on one day have 1.7 to
-# 1.9 GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). The bound
-# takes 1.7 GiB, because the interval around the sum covers the difference. Two of the later starts also
-# compile, with the same build of vLLM. The machine's kernel got another argument between the four and the seven
-# starts. V0, which these GPUs ran before 0.10, does not compile.
+# Memory outside PyTorch on AMD GPUs that no source explains: on one day, four starts on an R9700 had 1.7 to 1.9
+# GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). Compilation does
+# not explain it, because two of the later starts also compile, with the same build of vLLM. Between the four
+# and the seven starts, the Linux kernel of the machine got another argument. Before 0.10, AMD GPUs ran on V0,
+# which does not compile. The bound takes 1.7 GiB, because the
+# interval around the sum covers the difference.
 _UNEXPLAINED_ON_AMD = 17 * GiB // 10
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
@@ -81,7 +84,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if peak.encoder is not None:
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
-    # Without FlashInfer, the sampler of these versions sorts the logits.
+    # vLLM versions with this sampler sort the logits instead if FlashInfer is not installed.
     if rules(chosen.version).sampler == "probabilities" and peak.sampler:
         above = max(above, activation.sorting(architecture, chosen, fitted) - peak.sampler)
     above += links
@@ -114,8 +117,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
         low, high = graphs.bounds(chosen, size)
         captured = Estimate(size + more, low + more, high + more, formula, f"sizes derived, bytes {SOURCE}")
         if off:
-            reached = low, high
-            below, above = _with_graphs(below, above, size, reached, small=graphs.is_small(chosen))
+            below, above = _with_graphs(below, above, size, (low, high), small=graphs.is_small(chosen))
     taken = captured if off else NOTHING
     later = _later(NOTHING if off else captured, flashinfer.uncounted(architecture, chosen))
     total = outside.value + inside.value + taken.value
@@ -137,9 +139,9 @@ def _communication(chosen: Resolved) -> int:
 
 
 def _unseen_step(architecture: Architecture, chosen: Resolved) -> float:
-    """Return the uncertain share of the activation peak, for more tokens per step than any start-up log has.
+    """Return the share of the activation peak that is uncertain because no start-up log has such a large step.
 
-    It is 0 up to the largest logged step, and grows with max_num_batched_tokens beyond it.
+    The share is 0 up to the largest logged step, and grows with max_num_batched_tokens beyond it.
     """
     dense = (
         not architecture.experts
@@ -155,9 +157,10 @@ def _with_graphs(
 ) -> tuple[int, int]:  # fmt: skip
     """Return the interval (below, above) around the sum of all memory terms, widened for CUDA graphs.
 
-    The GPU driver decides the bytes of a graph. In one start of ten, graphs take several times the estimate. If
-    few graphs are captured (``small``), their bounds are wide and independent of the other terms. The
-    half-widths are then combined as the root of the sum of squares.
+    ``size`` is the estimated bytes of the graphs, ``bounds`` their (low, high) bounds. The GPU driver decides
+    the bytes of a graph. In one start of ten, graphs take several times the estimate. If few graphs are
+    captured (``small``), their bounds are wide and independent of the other terms. The half-widths are then
+    combined as the root of the sum of squares.
     """
     low, high = bounds
     if small:
@@ -194,7 +197,7 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
         return fitted.spread_unified, fitted.spread_unified
     if has_towers(architecture) and architecture.vision is None:
         return fitted.spread, 2 * fitted.spread
-    if _is_other_vendor(chosen):
+    if chosen.flags.gpu is not None and capability_of(chosen.flags.gpu) is None:  # not an NVIDIA GPU
         # Seven starts on an R9700 differ from the plan by at most 0.7 % of the GPU's memory, if the copies that
         # compilation makes are counted. Memory that no source explains is added to the upper bound
         # (_UNEXPLAINED_ON_AMD).
@@ -208,12 +211,6 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
     if architecture.experts or any(layer.kind == "mla" for layer in architecture.cache_layers):
         return fitted.spread_seen * 2 / 3, fitted.spread_seen * 2
     return fitted.spread_seen, fitted.spread_seen
-
-
-def _is_other_vendor(chosen: Resolved) -> bool:
-    """Return whether the GPU is from another vendor than NVIDIA."""
-    gpu = chosen.flags.gpu
-    return gpu is not None and capability_of(gpu) is None
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:

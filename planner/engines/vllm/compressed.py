@@ -20,9 +20,10 @@ _WINDOW_BLOCK = 64  # tokens per block of a sliding-window cache (DeepseekV4SWAC
 
 # Tokens per block of a compressor's state (CompressorStateCache), by compress ratio.
 _STATE_BLOCKS = {4: 4, 128: 8}
-_ENTRY = 584  # bytes in fp8_ds_mla: 448 fp8 values, 64 bf16 rotary values, 8 bytes of scales
-_HEAD, _INDEX = 512, 128  # head size and indexer key size that the kernels and an entry of that size require
+_ENTRY = 584  # bytes of an fp8_ds_mla entry: 448 fp8 values, 64 bf16 rotary values, 8 bytes of scales
+_HEAD, _INDEX = 512, 128  # the only head size and indexer key size of vLLM's kernels for DeepSeek-V4
 _ALIGNMENT = 576  # a page is rounded up to a multiple of these bytes
+
 # vLLM maps auto (16 bits here) and fp8 to fp8_ds_mla.
 _DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
@@ -36,7 +37,7 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
     """
     if not rules(version).compressed_cache:
         raise UnsupportedArchitecture(
-            "layers that compress tokens are planned by the rules of vLLM 0.30 on, and they have changed since "
+            "the planner knows the cache of layers that compress tokens from vLLM 0.30 on, not that of "
             + ".".join(map(str, version)),
             field="compress_ratios",
             hint="--engine-version 0.32.0",
@@ -52,7 +53,7 @@ def compressed_groups(architecture: Architecture, version: Version, kv_dtype: st
     if not any(layer.index_size for layer in latents.values()):
         raise UnsupportedArchitecture(
             "vLLM 0.32 needs a layer with an indexer (compress ratio 4) to lay out the KV cache: only the "
-            "indexer's backend asks for the layout that packs pages of different sizes",
+            "indexer's backend selects the layout that packs pages of different sizes",
             field="compress_ratios",
         )
     pages = [page for i, window in windows.items() for page in _layer(window, latents.get(i))]

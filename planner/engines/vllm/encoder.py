@@ -46,8 +46,8 @@ class _Layer:
     rotary: int = 1
 
 
-# Live tensors of each tower, where a is the attention's width and h the hidden size. They were compared with
-# the allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json).
+# Live tensors of each vision tower, where a is the attention's width and h the hidden size. They were compared
+# with the allocations of vLLM's own modules on a CPU (tests/data/oracles/vllm_towers.json).
 # - qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py hold the fused projection (3a), queries and keys side by
 #   side (2a) and rotated (2a), the output (a) and its projection (h). qwen3 keeps the positions.
 # - siglip.py and clip.py hold the projection (3a) and the output (a). siglip, clip, pixtral, moonvit and llama4
@@ -59,7 +59,7 @@ class _Layer:
 #   three axes.
 # - transformers' gemma4 computes its norms in float32.
 # - timm's mobilenetv5 holds the stem's output, and the first convolution's output after its norm and
-# activation.
+#   activation.
 _LAYERS: dict[Tower, _Layer] = {
     "qwen2": _Layer((3, 8), (3, 3), 2),
     "qwen2_5": _Layer((3, 8), (4, 4), 3),
@@ -163,11 +163,11 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
     layer, h = _LAYERS[vision.tower], vision.hidden
     if vision.tower in _WHOLE:
         ranks = 1
-    reduced = h if ranks > 1 else 0  # the all-reduce writes a separate output tensor
+    reduced = h if ranks > 1 else 0  # all-reduce writes a separate output tensor of width h
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
-    last = (layer.mlp[0] + 1) * h + inner + reduced  # the MLP's input and output
+    last = (layer.mlp[0] + 1) * h + inner + reduced  # during the MLP's last product
     middle, out = vision.projector
     projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
     widest = layer.rotary * vision.head_size + max(attention, mlp, last)
@@ -212,7 +212,7 @@ def _running(
     size = DTYPE_BYTES[chosen.flags.dtype]
     if not vision.places:
         return patches * held * size
-    counted = 4 * vision.places * 8  # 64-bit one-hot positions of a patch on two axes, twice
+    counted = 4 * vision.places * 8  # bytes of a patch's 64-bit one-hot positions on two axes, twice
     most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
     piece = min(patches, most) if known.gemma4_batches else one
     positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0

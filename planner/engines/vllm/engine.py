@@ -1,4 +1,4 @@
-"""The vLLM engine: flag defaults and checks. Named source files are from vLLM 0.32.0."""
+"""The vLLM engine: flag defaults and checks. Source files named in comments are from vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -86,6 +86,7 @@ class VLLM(Engine):
     # The CPU values are the defaults of AsyncLLM (config/scheduler.py).
     batch: ClassVar = {"cpu": (128, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = DEFAULT_BLOCK
+    kv_dtypes: ClassVar = kv_formats.NAMES
     drafts = True
     fp8_kv_cache = True
     graphs = True
@@ -99,7 +100,7 @@ class VLLM(Engine):
         "tokens|num_blocks": "",
         "device_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
     }
-    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's MaxLoRARanks, config/lora.py
+    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks in config/lora.py
     smaller: ClassVar = {"cpu": ("w4a16",), "cuda": ("fp8", "w4a16")}
     quantizes_to = ("nf4", "fp8")
     names_formats = True
@@ -235,12 +236,12 @@ class VLLM(Engine):
         if first is not None and version[:2] < first:
             raise DeploymentError(
                 f"vLLM {text} has no {name}", field="--quantization",
-                hint=f"--engine-version {first[0]}.{first[1]}.0 is the first that has",
+                hint=f"--engine-version {first[0]}.{first[1]}.0 is the first that has it",
             )  # fmt: skip
         if last is not None and version[:2] > last:
             raise DeploymentError(
                 f"vLLM {text} has no {name} any more", field="--quantization",
-                hint=f"--engine-version {last[0]}.{last[1]}.0 is the last that has; or fp8",
+                hint=f"--engine-version {last[0]}.{last[1]}.0 is the last that has it; or use fp8",
             )  # fmt: skip
 
     def choose_kv_dtype(
@@ -260,6 +261,7 @@ class VLLM(Engine):
                 hint=f"auto{'' if dtype == 'float32' else f', or {dtype}'}", cause="kv_dtype",
                 facts={"asked": asked, "dtype": dtype},
             )  # fmt: skip
+        super().choose_kv_dtype(flags, dtype, architecture, version, stored)  # rejects unknown formats
         return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -399,9 +401,9 @@ class VLLM(Engine):
         if not known and not architecture.is_classifier and not architecture.pooled:
             classes = (family.vllm.embeddings for family in families().values())
             raise UnsupportedArchitecture(
-                f"vLLM 0.33 is not planned with {architecture.class_name}",
+                f"vLLM 0.33 has no class {architecture.class_name} for this encoder",
                 field="architectures",
-                hint=f"of the encoders it has {', '.join(filter(None, classes))}",
+                hint=f"its encoder classes are {', '.join(filter(None, classes))}",
             )
 
     def check_classifier(self, architecture: Architecture) -> None:
@@ -440,7 +442,7 @@ class VLLM(Engine):
         if latent and not known.cpu_latents:
             raise EngineRefusal(
                 f"vLLM {name} has no latent attention on a CPU", field="--engine-version",
-                hint="0.29.0 is the first that has", cause="cpu_latents", facts={},
+                hint="0.29.0 is the first that has it", cause="cpu_latents", facts={},
             )  # fmt: skip
         if "state" in kinds and kinds & {"full", "sliding"} and not known.cpu_states:
             raise EngineRefusal(
@@ -459,7 +461,7 @@ class VLLM(Engine):
             raise DeploymentError(
                 "vLLM does not know the value all from 0.32 on",
                 field="--mamba-cache-mode",
-                hint="leave it out: prefix caching decides",
+                hint="leave it out: prefix caching decides how many states are kept",
             )
         return known.every_state if asked in ("auto", "none") else asked == "all"
 
@@ -473,7 +475,7 @@ class VLLM(Engine):
         if asked == "auto":
             return None
         names = {state.name for layer in architecture.cache_layers for state in layer.states}
-        if "conv_q" in names and asked == "float16":  # KDA layers, layers/mamba/mamba_utils.py
+        if "conv_q" in names and asked == "float16":  # Kimi delta attention (layers/mamba/mamba_utils.py)
             raise DeploymentError(
                 "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
                 field="--mamba-ssm-cache-dtype", hint="bfloat16",

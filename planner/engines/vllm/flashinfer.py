@@ -17,7 +17,7 @@ from tonnage.planner.units import MiB
 
 _LEAST = 394 * MiB  # minimum bytes: VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE (envs.py, 0.25.1 to 0.33)
 _PER_VALUE = 16  # bytes per value: FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
-_HEAD_SIZES = (64, 128, 256, 512)  # FlashInfer's get_supported_head_sizes
+_HEAD_SIZES = (64, 128, 256, 512)  # head sizes that FlashInfer supports (get_supported_head_sizes)
 _FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # cache formats that FlashAttention supports only on Hopper
 
 

@@ -78,24 +78,25 @@ class NonTorchMemory:
     @property
     def formula(self) -> str:
         """Return the sum of the non-torch memory's parts with its numbers, as ``--explain`` prints it."""
-        text = f"non-torch memory {self.rest:,}"
-        if self.fused:
-            text += f" + workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})"
-        if self.counts:
-            text += f" + counts of tokens for penalties {self.counts:,}"
-        if self.context:
-            text += f" + CUDA context and NCCL {self.context:,}"
-        if self.embeddings:
-            text += f" + buffers of embeddings and drafts {self.embeddings:,}"
-        return text
+        parts = {
+            f"workspace of fused all-reduce {self.fused:,} (pieces of {_MULTICAST:,})": self.fused,
+            f"counts of tokens for penalties {self.counts:,}": self.counts,
+            f"CUDA context and NCCL {self.context:,}": self.context,
+            f"buffers of embeddings and drafts {self.embeddings:,}": self.embeddings,
+        }
+        shown = (text for text, size in parts.items() if size)
+        return " + ".join((f"non-torch memory {self.rest:,}", *shown))
 
 
 def non_torch_memory(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> NonTorchMemory:
     """Return the GPU memory of one rank outside PyTorch's allocator, part by part."""
-    return NonTorchMemory(
-        fused_all_reduce(architecture, chosen), _token_counts(architecture, chosen), _context(chosen),
-        _embeddings(architecture, chosen), _rest(chosen, fitted),
-    )  # fmt: skip
+    known = rules(chosen.version)
+    # The V2 model runner's buffers reduce the pool only in vLLM versions that subtract all memory in use.
+    buffers = known.counts_consumed and on_second_runner(architecture, known)
+    counts = _token_counts(architecture, chosen) if buffers else 0
+    embeddings = _embeddings(architecture, chosen) if buffers else 0
+    fused = fused_all_reduce(architecture, chosen)
+    return NonTorchMemory(fused, counts, _context(chosen), embeddings, _rest(chosen, fitted))
 
 
 def _context(chosen: Resolved) -> int:
@@ -110,12 +111,8 @@ def _token_counts(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of the token counts that vLLM's V2 model runner keeps for sampling penalties.
 
     The counts take one int32 and one bit per sequence and vocabulary entry. PyTorch allocates them before the
-    profile run (v1/worker/gpu/sample/penalties.py). They reduce the pool only in vLLM versions that subtract
-    all memory in use on the device.
+    profile run (v1/worker/gpu/sample/penalties.py).
     """
-    known = rules(chosen.version)
-    if not known.counts_consumed or not on_second_runner(architecture, known):
-        return 0
     return chosen.max_num_seqs * (architecture.vocab_size * 4 + ceil_div(architecture.vocab_size, 32) * 4)
 
 
@@ -126,9 +123,6 @@ def _embeddings(architecture: Architecture, chosen: Resolved) -> int:
     v1/worker/gpu/mm/encoder_runner.py). On the last stage, they hold the hidden states passed to a draft model
     (v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py).
     """
-    known = rules(chosen.version)
-    if not known.counts_consumed or not on_second_runner(architecture, known):
-        return 0
     roles = {tensor.role for tensor in architecture.tensors if tensor.layer is None}
     sees = has_towers(architecture) and not drops_towers(architecture, chosen.flags, chosen.version)
     widths = architecture.hidden_size if sees and "embedding" in roles else 0

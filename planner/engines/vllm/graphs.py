@@ -22,7 +22,7 @@ from tonnage.planner.units import GiB
 _LARGEST, _LARGEST_WIDE = 512, 1024  # maximum tokens of a CUDA graph, in general and on SM10x (config/vllm.py)
 _FREED = GiB  # bytes that other processes may free during the estimate, on devices that share the host's memory
 _FLAG = "--cudagraph-capture-sizes"
-_OLD = (0, 12)  # last release with --cuda-graph-sizes (engine/arg_utils.py)
+_OLD = (0, 12)  # last vLLM release with --cuda-graph-sizes (engine/arg_utils.py)
 
 
 def given_sizes(text: str | None) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def given_sizes(text: str | None) -> tuple[int, ...]:
         return ()
     parts = text.strip().strip("[]").replace(",", " ").split()
     if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise DeploymentError(f"{text[:60]!r} is no list of sizes", field=_FLAG, hint="such as 1,2,4,8")
+        raise DeploymentError(f"{text[:60]!r} is no list of batch sizes", field=_FLAG, hint="such as 1,2,4,8")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -47,8 +47,8 @@ def check(flags: Deployment, version: Version) -> None:
     most = flags.max_cudagraph_capture_size
     if found and most is not None and found[-1] != most:
         raise DeploymentError(
-            f"{most} differs from {found[-1]}, the largest of {_FLAG}: vLLM does not start",
-            field="--max-cudagraph-capture-size", hint="leave one of the two out",
+            f"{most} differs from {found[-1]}, the largest size of {_FLAG}: vLLM does not start",
+            field="--max-cudagraph-capture-size", hint="leave one of the two options out",
         )  # fmt: skip
     if flags.cuda_graph_sizes and version[:2] > _OLD:
         raise DeploymentError(
@@ -74,7 +74,7 @@ def capture_sizes(chosen: Resolved) -> tuple[int, ...]:
     if known.step_graph and tokens <= most:
         found.add(tokens)
     if known.uniform_graphs and ceiling is None:
-        # In a decode step all sequences have the same number of tokens.
+        # In a decode step all sequences have the same number of tokens, so graph sizes are multiples of it.
         requests = min(chosen.max_num_seqs, _LARGEST_WIDE if wide else _LARGEST)
         counts = {*_grid(requests), requests} if query > 1 else {chosen.max_num_seqs}
         found |= {count * query for count in counts if count * query <= min(most, tokens)}

@@ -1,4 +1,4 @@
-"""Host memory of vLLM's processes on GPUs, divided by purpose. Named source files are from vLLM 0.32.
+"""Host memory of vLLM's processes on GPUs, divided by purpose. Source files named here are from vLLM 0.32.
 
 The sources of 0.30, 0.31 and 0.33 were read too. The processes are an API server, the engine core, and one
 worker per rank (v1/executor/multiproc_executor.py). With one rank, the engine core is also the worker ("uni",
@@ -18,6 +18,7 @@ from tonnage.planner.model.tier import INDEX_GROWTH
 from tonnage.planner.units import GiB, MiB, ceil_div, gib
 
 _READ = (0, 30, 0)  # first vLLM version whose source was read for these rules
+
 # Anonymous memory of a GPU worker holds imports, CUDA, NCCL and compiled kernels. The values are assumed from
 # reports in vllm-project/vllm: 2.99 GiB while loading (#57469, anon-rss), 3 GB of RSS with the libraries' files
 # (#48436), 4 GB of a whole pod (#3035).
@@ -25,7 +26,8 @@ _WORKER, _WORKER_LOW, _WORKER_HIGH = 5 * GiB // 2, GiB, 5 * GiB
 # Importing torch with CUDA may add this memory to the API server and the engine core; the value is assumed.
 _CUDA_IMPORTS = GiB // 2
 _PICTURES = GiB  # assumed bytes of images that the API process decodes at a time
-# vLLM's cache of compiled grammars (VLLM_XGRAMMAR_CACHE_MB in envs.py)
+
+# Bytes of vLLM's cache of compiled grammars (VLLM_XGRAMMAR_CACHE_MB in envs.py).
 _GRAMMARS = 512 * MiB
 # Bytes per block in the engine core's block pool: objects, and for a hashed block the prefix index (RssAnon of
 # v1/core/block_pool.py, benchmarks/host_memory.py).

@@ -19,7 +19,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of, is_amd
 from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.versions import rules
-from tonnage.planner.errors import DeploymentError, did_you_mean
+from tonnage.planner.errors import DeploymentError
 from tonnage.planner.model.architecture import Architecture, CacheLayer
 from tonnage.planner.model.dtypes import KV_DTYPE_BYTES
 from tonnage.planner.quantization.kv_cache import StoredCache
@@ -43,31 +43,26 @@ _TURBOQUANT = {
 # Octave format -> (bits of a value element, whether a whole key has one scale).
 _OCTAVE = {"octave_k3v4": (4, False), "octave_k3v3": (3, False), "octave_k3v3_compact": (3, True)}
 _OCTAVE_BLOCK, _OCTAVE_HEAD = 64, 256  # Octave's HADAMARD_BLOCK, and the only head size of its kernels
+
 # Cache format -> first vLLM version that has it (config/cache.py of 0.31 to 0.33).
 _SINCE = {"ultraquant_4bit": (0, 32, 0), **dict.fromkeys(_OCTAVE, (0, 33, 0))}
-_ULTRAQUANT_GROUP = 32  # GROUP_SIZE: values that share a scale of one byte
-_NVFP4_GROUP = 16
 
 
 def _per_token_head(bits: int) -> Callable[[int, int], int]:
-    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # an fp32 scale each for K and V
+    return lambda key, value: (key * bits) // 8 + (value * bits) // 8 + 2 * 4  # K and V have an fp32 scale each
 
 
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
-        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # 2 bytes for an fp16 norm per key
-        values = ceil_div(key * value_bits, 8) + 4  # 4 bytes for fp16 scale and zero; V is as wide as K
+        keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # each key has an fp16 norm of 2 bytes
+        values = ceil_div(key * value_bits, 8) + 4  # each value has an fp16 scale and zero, 4 bytes
         return keys + values + (keys + values) % 2
 
     return slot
 
 
-def _ultraquant(key: int, value: int) -> int:
-    return 2 * (key // 2 + key // _ULTRAQUANT_GROUP)
-
-
-def _nvfp4(key: int, value: int) -> int:
-    return 2 * (key // 2 + key // _NVFP4_GROUP)
+def _grouped_4bit(group: int) -> Callable[[int, int], int]:
+    return lambda key, value: 2 * (key // 2 + key // group)  # each group of values has a scale of one byte
 
 
 # Packed format -> function from the head sizes of K and V to the bytes of one token in one KV head. Octave is
@@ -76,19 +71,14 @@ PACKED: dict[str, Callable[[int, int], int]] = {
     "int4_per_token_head": _per_token_head(4),
     "int8_per_token_head": _per_token_head(8),
     "fp8_per_token_head": _per_token_head(8),
-    "nvfp4": _nvfp4,
-    "nvfp4_4over6": _nvfp4,
-    "ultraquant_4bit": _ultraquant,
+    "nvfp4": _grouped_4bit(16),
+    "nvfp4_4over6": _grouped_4bit(16),
+    "ultraquant_4bit": _grouped_4bit(32),  # GROUP_SIZE in ops/ultraquant/format.py
     **{name: _turboquant(*bits) for name, bits in _TURBOQUANT.items()},
 }
 
 PLAIN = {**KV_DTYPE_BYTES, "fp8_inc": 1}
 NAMES = (*PLAIN, *ROW_BYTES, *PACKED, *_OCTAVE)
-
-
-def element_bytes(kv_dtype: str) -> int:
-    """Return the bytes of one cached value as the plan shows them; 1 for packed formats, stored as uint8."""
-    return PLAIN.get(kv_dtype, 1)
 
 
 def choose(
@@ -100,17 +90,10 @@ def choose(
     ``stored`` is the KV cache format that the checkpoint's config requests, or None.
 
     Raises:
-        DeploymentError: the format is unknown, or not supported for this deployment.
+        DeploymentError: no attention backend supports the format for this deployment.
     """
-    asked = flags.kv_cache_dtype
-    if asked != "auto" and asked not in NAMES:
-        raise DeploymentError(
-            f"{asked!r} is not one of auto, {', '.join(NAMES)}", field=_FLAG, hint=did_you_mean(asked, NAMES)
-        )
-    if asked == "float32" and dtype != "float32":
-        raise DeploymentError("vLLM has no float32 KV cache for a 16-bit model", field=_FLAG)
-    found = asked
-    if asked == "auto" and stored is not None and stored.dtype is not None and rules(version).stored_kv_dtype:
+    found = flags.kv_cache_dtype
+    if found == "auto" and stored is not None and stored.dtype is not None and rules(version).stored_kv_dtype:
         found = stored.dtype
     if sparse_latent(architecture):
         found = _of_sparse(found, flags, architecture, version)

@@ -78,7 +78,7 @@ def connector_of(flags: Deployment) -> Connector | None:
     given = _given(flags.kv_transfer_config)
     if flags.kv_offloading_bytes and given is not None and given.name:
         raise DeploymentError(
-            f"{CONFIG} names {given.name}, and vLLM replaces it by the connector of {SIZE}; give one of them",
+            f"vLLM would replace the {given.name} of {CONFIG} by its own connector; give one of them",
             field=SIZE,
         )
     if flags.kv_offloading_bytes:
@@ -110,14 +110,16 @@ def _given(text: str) -> Connector | None:
     for key in record:
         if key not in _FIELDS:
             hint = did_you_mean(key, _FIELDS)
-            raise DeploymentError(f"has no field {key[:60]!r}", field=CONFIG, hint=hint)
+            raise DeploymentError(f"vLLM's KVTransferConfig has no field {key[:60]!r}", field=CONFIG, hint=hint)
     name, extra = record.get("kv_connector") or "", record.get("kv_connector_extra_config") or {}
     if not isinstance(name, str) or not isinstance(extra, dict):
-        raise DeploymentError("kv_connector is a name, kv_connector_extra_config an object", field=CONFIG)
+        raise DeploymentError(
+            "kv_connector must be a string and kv_connector_extra_config an object", field=CONFIG
+        )
     names = (*_known(), *_WITHOUT)
     if name and name not in names:
         hint = did_you_mean(name, names) or f"one of {', '.join(_known())}"
-        raise DeploymentError(f"kv_connector {name[:60]!r} is not planned", field=CONFIG, hint=hint)
+        raise DeploymentError(f"the planner does not know kv_connector {name[:60]!r}", field=CONFIG, hint=hint)
     for key in extra if name in KEYS else ():
         if key not in KEYS[name]:
             hint = did_you_mean(key, KEYS[name]) or f"one of {', '.join(KEYS[name])}"

@@ -61,14 +61,15 @@ _LINES = (
     ("device_bytes", GiB, rf"(?:Explicitly|Auto) set \([\d.]+/{NUMBER}\)GiB for KV cache"),
 )
 # "worker init memory snapshot: torch_peak=0.0GiB, free_memory=77.71GiB, total_memory=79.19GiB, ..." is taken
-# before the model is loaded. The non_torch_memory of this line is CUDA's context and NCCL. The figure of
-# that name below is another one.
+# before the model is loaded. The non_torch_memory of this line is CUDA's context and NCCL. Lines after the
+# profile run print another figure under the same name.
 _SNAPSHOT = (
     ("free_bytes", GiB, rf"free_memory={NUMBER}GiB"),
     ("device_bytes", GiB, rf"total_memory={NUMBER}GiB"),
     ("init_non_torch_bytes", GiB, rf"non_torch_memory={NUMBER}GiB"),
 )
-# 0.6.3 to 0.6.5: "Memory profiling results: total_gpu_memory=..., peak_torch_memory=..., non_torch_memory=..."
+# vLLM 0.6.3 to 0.6.5 log "Memory profiling results: total_gpu_memory=..., peak_torch_memory=...,
+# non_torch_memory=...".
 _PROFILE = (
     ("peak_torch_bytes", GiB, rf"peak_torch_memory={NUMBER}GiB"),
     ("non_torch_bytes", GiB, rf"non_torch_memory={NUMBER}GiB"),
@@ -76,15 +77,18 @@ _PROFILE = (
 _OLD_PEAK = rf"torch peak memory increase: {NUMBER}GiB; non-torch"
 _NOT_APPLIED = r"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0\)|To try it now, set VLLM_MEMORY_PROFILER"
 
-_UTILIZATION = r"tilization (?:is)? [(=](\d\.\d+)"
-_BATCH = r"max_num_batched_tokens (?:=|to) (\d+)"
-_SEQUENCES = r"Defaulting max_num_seqs to (\d+)"
-_LENGTH = r"Using max model len (\d+)"
+# Name of a flag -> pattern of the log line that prints its value.
+_PRINTED = {
+    "gpu_memory_utilization": r"tilization (?:is)? [(=](\d\.\d+)",
+    "max_num_batched_tokens": r"max_num_batched_tokens (?:=|to) (\d+)",
+    "max_num_seqs": r"Defaulting max_num_seqs to (\d+)",
+    "max_model_len": r"Using max model len (\d+)",
+}
 _VERSION = r"(?:vLLM (?:API)? (?:server)? version|LLM engine \(v|█ version|▄ version) [:v]* (\d+\.\d+[\w.+-]*)"
 _GIVEN = (("non-default args: {", ":"), ("args: Namespace(", "="))
 _CONFIG = "with config: "
 # Name in vLLM's config line -> name of the flag, where they differ.
-_NAMES = {"max_seq_len": "max_model_len", "model_tag": "model", "speculative_model": "speculative_model"}
+_NAMES = {"max_seq_len": "max_model_len", "model_tag": "model"}
 _TYPES = r"torch\.(\w+)"
 
 _STARTED = (
@@ -119,10 +123,7 @@ def read_line(line: str, out: LogFigures) -> None:
         out.state.add("activation has graphs")
     if compiled(_NOT_APPLIED).search(text):
         out.state.add("graphs not applied")
-    for name, pattern in (
-        ("gpu_memory_utilization", _UTILIZATION), ("max_num_batched_tokens", _BATCH),
-        ("max_num_seqs", _SEQUENCES), ("max_model_len", _LENGTH),
-    ):  # fmt: skip
+    for name, pattern in _PRINTED.items():
         if match := compiled(pattern).search(text):
             out.flags.setdefault(name, match[1])
     if match := compiled(_VERSION).search(text):
@@ -137,13 +138,13 @@ def _read_arguments(line: str, out: LogFigures) -> None:
     for mark, sign in _GIVEN:
         if mark in line:
             given = dict(arguments(line.partition(mark)[2], sign))
-            _keep_flags(given, out)
+            out.flags |= {_NAMES.get(k, k): _plain(value) for k, value in given.items() if value != "None"}
             out.model = given.get("model") or given.get("model_tag") or out.model
     if _CONFIG in line and "model=" in line:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # every replica logs a data-parallel size of 1, not the flag's value
+                continue  # every replica logs the size 1 instead of the flag's value
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":
@@ -152,14 +153,8 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         out.engine = out.engine or "vllm"
 
 
-def _keep_flags(given: dict[str, str], out: LogFigures) -> None:
-    for name, value in given.items():
-        if value != "None":
-            out.flags[_NAMES.get(name, name)] = _plain(value)
-
-
 def _plain(value: str) -> str:
-    if value.startswith("{"):  # the value is a dict in Python's notation
+    if value.startswith("{"):  # a flag's value that is a dict in Python's notation
         return value.replace("'", '"')
     match = re.fullmatch(_TYPES, value)
     return match[1] if match else value
@@ -175,7 +170,7 @@ def rank_of(line: str) -> tuple[str, str]:
             continue
         found = match.groupdict()
         process = ":".join(filter(None, (found.get("ip"), found.get("pid"))))
-        if name := found.get("name"):  # ignores the EP rank, which follows from the TP rank
+        if name := found.get("name"):  # the EP rank is left out, because it follows from the TP rank
             return "_".join(part for part in name.split("_") if not part.startswith("EP")) or name, process
         if number := found.get("number"):
             return f"TP{number}", process

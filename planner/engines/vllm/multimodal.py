@@ -28,27 +28,23 @@ from tonnage.planner.units import ceil_div
 
 _LIMIT = "--limit-mm-per-prompt"
 _KWARGS = "--mm-processor-kwargs"
-_FLAGS = (
+IMAGE_FLAGS = (
     "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
     "disable_chunked_mm_input", "mm_encoder_tp_mode",
 )  # fmt: skip
-# Flags whose effect is known even if the model's image sizes are not.
+# Image flags whose effect is known even if the model's image sizes are not.
 _COUNTS = ("limit_mm_per_prompt", "language_model_only", "skip_mm_profiling")
 _MODALITIES = ("image", "video", "audio")
-_UNLIMITED = 999  # default limit of items per prompt (get_limit_per_prompt, config/multimodal.py)
-# Tokens that 0.11 and 0.12 count for each embedding of Qwen3-VL's videos (get_max_video_tokens in
+_UNLIMITED = 999  # vLLM's default limit of items per prompt (get_limit_per_prompt, config/multimodal.py)
+
+# Tokens that vLLM 0.11 and 0.12 count for each embedding of Qwen3-VL's videos (get_max_video_tokens in
 # models/qwen3_vl.py). A start of 0.11.0 prints a budget of 153,600 tokens, 12.5 x 12,288.
 _FORMATTED = 12.5
 _ASPECT = 200  # largest aspect ratio of Qwen's images (closest_factor_pair in models/qwen2_vl.py)
-_DATA_PARALLEL = (
-    "qwen2",
-    "qwen2_5",
-    "qwen3",
-    "moonvit",
-    "llama4",
-    "minimax",
-)  # model classes with supports_encoder_tp_data
-# Processor arguments that cannot make images larger.
+
+# Vision towers whose model class sets supports_encoder_tp_data.
+_DATA_PARALLEL = ("qwen2", "qwen2_5", "qwen3", "moonvit", "llama4", "minimax")
+# Arguments of --mm-processor-kwargs that cannot make images larger.
 _HARMLESS = ("min_pixels", "fps", "do_resize", "use_fast")
 
 
@@ -82,20 +78,25 @@ def limits(flags: Deployment) -> dict[str, int]:
     found = {}
     for name, value in _object(flags.limit_mm_per_prompt, _LIMIT).items():
         if name not in _MODALITIES:
-            raise DeploymentError(f"{shown(name)} is not known", field=_LIMIT, hint=", ".join(_MODALITIES))
+            raise DeploymentError(f"{shown(name)} is not a modality", field=_LIMIT, hint=", ".join(_MODALITIES))
         if isinstance(value, dict) and value.keys() <= {"count"}:
             value = value.get("count", _UNLIMITED)
         if type(value) is not int or value < 0:
             raise DeploymentError(
-                f"{shown(value)} of {name} is not planned", field=_LIMIT, hint='a number, such as {"image": 2}'
+                f"{shown(value)} is not a number of {name} items", field=_LIMIT, hint='such as {"image": 2}'
             )
         found[name] = value
     return found
 
 
+def _given(flags: Deployment) -> list[str]:
+    """Return the names of the image flags that differ from their defaults."""
+    return [name for name in IMAGE_FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
+
+
 def check(architecture: Architecture, flags: Deployment) -> None:
     """Raise DeploymentError for an image flag whose effect on the model's memory is not known."""
-    given = [name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default]
+    given = _given(flags)
     if not given:
         return
     limits(flags)
@@ -103,8 +104,9 @@ def check(architecture: Architecture, flags: Deployment) -> None:
         unknown = [name for name in given if name not in _COUNTS]
         if unknown:
             raise DeploymentError(
-                f"how large pictures of {architecture.class_name} are is not known here",
-                field=flags_of(Deployment)[unknown[0]].option, hint="leave it out: the interval has room",
+                f"the planner does not know how large images of {architecture.class_name} are",
+                field=flags_of(Deployment)[unknown[0]].option,
+                hint="leave it out: the plan's interval has room for images",
             )  # fmt: skip
 
 
@@ -113,8 +115,7 @@ def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
     flags = chosen.flags
     if not architecture.tower_parameters:
         # A text model has no multimodal_config, and vLLM drops the flags (config/model.py).
-        given = (name for name in _FLAGS if getattr(flags, name) != flags_of(Deployment)[name].default)
-        options = ", ".join(flags_of(Deployment)[name].option for name in given)
+        options = ", ".join(flags_of(Deployment)[name].option for name in _given(flags))
         return (f"{architecture.class_name} reads no pictures: {options} changes nothing",) if options else ()
     if architecture.vision is not None or not any(limits(flags).values()):
         return ()
@@ -227,13 +228,13 @@ def _with_kwargs(vision: Vision, flags: Deployment) -> Vision:
     if not isinstance(size, Mapping) or not size.keys() <= {"longest_edge", "shortest_edge"} or given:
         name = next(iter(given), "size")
         raise DeploymentError(
-            f"the planner does not know the argument {shown(name)} of this model", field=_KWARGS
+            f"the planner does not know the argument {shown(name)} of this model's processor", field=_KWARGS
         )
     found = size.get("longest_edge") if found is None else found
     if found is None:
         return vision
     if type(found) is not int or not (vision.patch * vision.merge) <= found < 1 << 40:
-        raise DeploymentError(f"{shown(found)} is not a valid image size", field=_KWARGS)
+        raise DeploymentError(f"{shown(found)} is not a valid max_pixels or longest_edge", field=_KWARGS)
     return replace(vision, image=found, video=found if vision.video else 0)
 
 
@@ -251,7 +252,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":
-        if vision.frames:  # a learned end-of-line embedding follows the frames' embeddings
+        if vision.frames:  # one learned end-of-line embedding follows those of all frames
             frames = max(1, min(vision.frames, (max_model_len - 1) // vision.frame))
             others["video"] = (frames * vision.frame + 1, frames * vision.left)
         return {"image": (vision.image, vision.patches)} | others
@@ -264,7 +265,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
         seen = video
-        if vision.left:  # patches per frame, which is square
+        if vision.left:  # vision.left is the patches of a frame, which is square
             seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
         found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}
         return found | others

@@ -27,10 +27,11 @@ from tonnage.planner.units import ceil_div
 # and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
 CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platforms/cpu.py; 128 with AMX)
+
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}
 _MAMBA1_CHUNK = 2048  # assumed chunk size in tokens of Mamba-1 (get_mamba_chunk_size in config/model.py)
-HYBRID_MLA_BLOCK = 128  # divides the block size of hybrids with MLA (platforms/interface.py)
+HYBRID_MLA_BLOCK = 128  # divisor of the block size of hybrid models with MLA (platforms/interface.py)
 
 _WHOLE_PROMPTS = (
     "vLLM on a CPU without AMX runs latent attention without chunked prefill and prefix caching, "
@@ -60,11 +61,11 @@ class VLLMDeployment:
     context_parallel: int = 1
     speculative_tokens: int = 0
     amx: bool = False
-    every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
+    every_state: bool = False  # whether prefix caching keeps a Mamba state for each block of a prompt
     ssm_dtype: str | None = None  # --mamba-ssm-cache-dtype; None keeps the model's dtype
     native_layers: frozenset[int] = frozenset()  # layers whose cache is not in the packed format
-    rotary: int = 0  # rotated dimensions of a key
-    float32_states: bool = False  # recurrent states are float32, by flag or by default
+    rotary: int = 0  # number of rotated dimensions of a key
+    float32_states: bool = False  # whether recurrent states are float32
 
 
 def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
@@ -84,7 +85,7 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
         (layer.kind == "sliding") != (layer.layer % 2 == 0) for layer in architecture.cache_layers
     ):
         raise UnsupportedArchitecture(
-            f"vLLM uses a sliding window in every second layer of {architecture.model_type}, unlike this list",
+            f"vLLM uses a sliding window in every second layer of {architecture.model_type}, unlike the config",
             field="layer_types",
         )
     if known.float32_states:
@@ -105,7 +106,10 @@ def build_pool(architecture: Architecture, flags: VLLMDeployment) -> PoolSpec:
     if states and token:
         block = _aligned_block(architecture, flags, block, max(states), token)
         pages = [page for layer in architecture.cache_layers for page in _pages(layer, flags, block)]
-        pages = [_padded(page, block * token) if page.kind == "state" else page for page in pages]
+        pages = [
+            replace(page, page_bytes=max(page.page_bytes, block * token)) if page.kind == "state" else page
+            for page in pages
+        ]
     version = rules(flags.version)
     if not version.hybrid_groups:
         pages = [_promoted(page) for page in pages]
@@ -173,10 +177,8 @@ def _attention_token_bytes(architecture: Architecture, flags: VLLMDeployment) ->
 
     vLLM uses these bytes to choose the block size of hybrid models, whose blocks must hold a recurrent state.
     """
-    for layer in architecture.cache_layers:
-        if layer.kind in ("full", "sliding", "mla"):
-            return _entry_bytes(layer, flags)
-    return 0
+    layers = (layer for layer in architecture.cache_layers if layer.kind in ("full", "sliding", "mla"))
+    return next((_entry_bytes(layer, flags) for layer in layers), 0)
 
 
 def _aligned_block(
@@ -301,21 +303,13 @@ def _state_blocks(layer: CacheLayer, flags: VLLMDeployment) -> int | None:
     return 2 + flags.speculative_tokens + int(checkpoint and rules(flags.version).prefill_checkpoint)
 
 
-def _padded(page: LayerPages, size: int) -> LayerPages:
-    if page.page_bytes > size:
-        return page
-    return LayerPages(page.layer, page.kind, page.block_size, size, page.shape, page.window, page.fixed)
-
-
 def _promoted(page: LayerPages) -> LayerPages:
     """Return the KV cache page of a sliding or chunked layer, changed to that of a full-attention layer.
 
     Some vLLM versions keep every token in sliding layers, so they treat them as full layers. The rule is
     unify_hybrid_kv_cache_specs.
     """
-    if page.kind not in ("sliding", "chunked"):
-        return page
-    return LayerPages(page.layer, "full", page.block_size, page.page_bytes, page.shape)
+    return replace(page, kind="full", window=None) if page.kind in ("sliding", "chunked") else page
 
 
 def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
@@ -344,7 +338,7 @@ def _layout(groups: Groups, block: int, flags: VLLMDeployment) -> KVLayout:
         kv_heads=heads if isinstance(heads, int) else 0,
         head_size=head if isinstance(head, int) else 0,
         dtype=flags.kv_dtype,
-        dtype_bytes=kv_formats.element_bytes(flags.kv_dtype),
+        dtype_bytes=kv_formats.PLAIN.get(flags.kv_dtype, 1),  # packed formats are stored as uint8
         page_bytes=size,
     )
 

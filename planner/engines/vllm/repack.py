@@ -22,8 +22,8 @@ from typing import Literal
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import capability_of, is_amd
-from tonnage.planner.engines.version import Version, parse_version
-from tonnage.planner.engines.vllm.versions import NEWEST, rules
+from tonnage.planner.engines.version import Version
+from tonnage.planner.engines.vllm.versions import NEWEST, rules, version_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.quantization.scheme import Quantization
@@ -31,7 +31,8 @@ from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "rocm", "trtllm", "marlin"]
 
-# mxfp4_round_up_hidden_size_and_intermediate_size of 0.20.1 and 0.30.0 (fused_moe/oracle/mxfp4.py).
+# First vLLM whose TensorRT-LLM kernel pads the intermediate size to 128 instead of 256
+# (mxfp4_round_up_hidden_size_and_intermediate_size of 0.20.1 and 0.30.0 in fused_moe/oracle/mxfp4.py).
 _SMALLER_TILE = (0, 30, 0)
 _VALUE_BITS, _SCALE_BITS = 4, 0.25  # bits per value in MXFP4, where 32 values share one 8-bit scale
 
@@ -58,11 +59,6 @@ def repacking_class(gpu: str) -> str | None:
     if capability[0] == 10:
         return "b200-180g"
     return "rtx5090-32g" if capability >= (11, 0) else None
-
-
-def version_of(flags: Deployment) -> Version:
-    """Return the vLLM version of a deployment, the newest known one if none is given."""
-    return NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
 
 
 def kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:

@@ -26,11 +26,11 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
     """
     flags, version = chosen.flags, rules(chosen.version)
     if any(layer.compression > 1 for layer in architecture.cache_layers):
-        raise _refused("layers that compress tokens", "compress_ratios")
+        raise _refused("the planner has no rule for layers that compress tokens", "compress_ratios")
     if flags.speculative_model is not None:
-        raise _refused("a draft, whose tokens take blocks before they are accepted", "--speculative-model")
+        raise _refused("draft tokens take blocks before they are accepted", "--speculative-model")
     if not version.chunks_prompts:
-        raise _refused("the block manager of V0 (before 0.8)", "--engine-version")
+        raise _refused("the planner has no rule for the block manager of V0 (before 0.8)", "--engine-version")
     # An encoder's output cannot be a shared prefix, so vLLM turns prefix caching off (CrossAttentionManager).
     caching = bool(flags.enable_prefix_caching) and all(group.kind != "cross" for group in pool.layout.groups)
     groups = tuple(
@@ -38,7 +38,7 @@ def request_law(architecture: Architecture, chosen: Resolved, pool: PoolSpec) ->
     )
     sizes, aligned = {group.block_size for group in groups}, any(group.aligned for group in groups)
     if aligned and len(sizes) > 1:
-        raise _refused("states in blocks of another size than attention's", "--block-size")
+        raise _refused("blocks of states and of attention hold different numbers of tokens", "--block-size")
     return RequestLaw(
         groups=groups,
         bytes_per_block=pool.layout.bytes_per_block,
@@ -65,26 +65,21 @@ def _note(chosen: Resolved, aligned: bool) -> str:
     return f"requests are counted by the block manager of vLLM 0.32; that of {name} {why}"
 
 
-def _refused(what: str, field: str) -> UnsupportedArchitecture:
-    return UnsupportedArchitecture(f"the KV blocks of a request are not known for {what}", field=field)
+def _refused(why: str, field: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(f"the KV blocks of a request are not known: {why}", field=field)
 
 
 def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
     size = demand.block_size * demand.shards
     if group.kind == "state":
         if demand.fixed is None:
-            raise _refused("a state for each block of tokens", "--mamba-cache-mode")
+            raise _refused("the cache keeps a state for each block of tokens", "--mamba-cache-mode")
         # Without prefix caching, a request has one recurrent state. With the cache, it has the running state,
         # the state at the last block border and a checkpoint.
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:
         return GroupLaw("fixed", size, blocks=demand.fixed)
-    if group.kind == "sliding":
-        return GroupLaw("window", size, window=group.window or 1, cap=_cap(demand))
-    if group.kind == "chunked":
-        return GroupLaw("chunk", size, window=group.window or 1, cap=_cap(demand))
+    if group.kind in ("sliding", "chunked"):
+        cap = None if demand.most is None else demand.blocks(demand.most)
+        return GroupLaw("window" if group.kind == "sliding" else "chunk", size, group.window or 1, cap=cap)
     return GroupLaw("all", size)
-
-
-def _cap(demand: Demand) -> int | None:
-    return None if demand.most is None else demand.blocks(demand.most)

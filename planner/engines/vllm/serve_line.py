@@ -16,6 +16,7 @@ from tonnage.planner.engines.serve_line import (
     tonnage_serve,
 )
 from tonnage.planner.engines.vllm.graphs import given_sizes
+from tonnage.planner.engines.vllm.multimodal import IMAGE_FLAGS
 from tonnage.planner.flags import flags_of
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB
@@ -38,27 +39,17 @@ def loaded_as(scheme: str) -> str:
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
-_HOST = ("load_format", "safetensors_load_strategy", "enable_sleep_mode")
-# Options whose value is given in GiB.
-_HOST_SIZES = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_bytes")
-
-
-def _host_flags(flags: Deployment) -> list[str]:
-    """Return the ``vllm serve`` options that affect host memory and differ from their defaults."""
-    line = changed(flags, _HOST)
-    for name in _HOST_SIZES:
-        flag, size = flags_of(Deployment)[name], getattr(flags, name)
-        if size != flag.default:
-            line += [flag.option, f"{size / GiB:g}"]
-    return line
-
-
-_OWN = (
-    "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype", "mamba_cache_mode",
-    "runner",
-    "limit_mm_per_prompt", "mm_processor_kwargs", "language_model_only", "skip_mm_profiling",
-    "disable_chunked_mm_input", "mm_encoder_tp_mode",
+# Flags of ``vllm serve`` that are printed if they differ from their defaults: before the sizes of CUDA graphs,
+# after them, and those whose value is given in GiB.
+_BEFORE_GRAPHS = (
+    *SHARED, "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype",
+    "mamba_cache_mode", "runner", *IMAGE_FLAGS,
 )  # fmt: skip
+_AFTER_GRAPHS = (
+    "max_cudagraph_capture_size", "kv_offloading_backend", "kv_transfer_config", "load_format",
+    "safetensors_load_strategy", "enable_sleep_mode",
+)  # fmt: skip
+_IN_GIB = ("cpu_offload_bytes", "kv_offloading_bytes", "mm_processor_cache_bytes")
 
 
 def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[str]:
@@ -66,14 +57,17 @@ def own_flags(flags: Deployment, made_while_loading: tuple[str, ...]) -> list[st
 
     ``made_while_loading`` is the quantization formats that vLLM makes while loading, which need a flag.
     """
-    line = [*prefix_flags(flags), *changed(flags, (*SHARED, *_OWN))]
+    line = [*prefix_flags(flags), *changed(flags, _BEFORE_GRAPHS)]
     if flags.quantization in made_while_loading:
         line += ["--quantization", loaded_as(flags.quantization)]
     for name in ("cudagraph_capture_sizes", "cuda_graph_sizes"):
         if sizes := given_sizes(getattr(flags, name)):
             line += [flags_of(Deployment)[name].option, *map(str, sizes)]
-    line += changed(flags, ("max_cudagraph_capture_size", "kv_offloading_backend", "kv_transfer_config"))
-    line += _host_flags(flags)
+    line += changed(flags, _AFTER_GRAPHS)
+    for name in _IN_GIB:
+        flag, size = flags_of(Deployment)[name], getattr(flags, name)
+        if size != flag.default:
+            line += [flag.option, f"{size / GiB:g}"]
     if flags.enable_lora:
         line += ["--enable-lora", "--max-loras", str(flags.max_loras)]
         line += ["--max-lora-rank", str(flags.max_lora_rank)]

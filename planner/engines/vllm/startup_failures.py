@@ -35,30 +35,21 @@ _OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory."
 
 def error_message(cause: str, version: Version, facts: Mapping[str, Any]) -> str | None:
     """Return the error message of vLLM ``version`` for the start-up failure ``cause``, or None without one."""
+    if cause in _TEXTS:
+        return _TEXTS[cause].format_map(facts)
     found = _MESSAGES.get(cause)
     return None if found is None else found(version, facts)
 
 
-def _heads(version: Version, facts: Mapping[str, Any]) -> str:
-    return (
-        f"ValueError: Total number of attention heads ({facts['heads']}) must be divisible by tensor parallel "
-        f"size ({facts['ranks']})."
-    )
-
-
-def _divided(version: Version, facts: Mapping[str, Any]) -> str:
-    return f"AssertionError: {facts['size']} is not divisible by {facts['ranks']}"
-
-
-def _merged(version: Version, facts: Mapping[str, Any]) -> str:
-    return "AssertionError without words (assert all(output_size % self.tp_size == 0 for output_size in output_sizes))"
-
-
-def _mm_input(version: Version, facts: Mapping[str, Any]) -> str:
-    return (
-        f"ValueError: Chunked MM input disabled but max_tokens_per_mm_item ({facts['tokens']}) is larger than "
-        f"max_num_batched_tokens ({facts['step']}). Please increase max_num_batched_tokens."
-    )
+# Cause of a failure -> vLLM's message, if it is the same in all versions, with the names of the facts in braces.
+_TEXTS = {
+    "heads": "ValueError: Total number of attention heads ({heads}) must be divisible by tensor parallel size ({ranks}).",
+    "divided": "AssertionError: {size} is not divisible by {ranks}",
+    "merged": "AssertionError without words (assert all(output_size % self.tp_size == 0 for output_size in output_sizes))",
+    "mm_input": "ValueError: Chunked MM input disabled but max_tokens_per_mm_item ({tokens}) is larger than "
+    "max_num_batched_tokens ({step}). Please increase max_num_batched_tokens.",
+    "batch": "ValueError: max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({seqs}).",
+}
 
 
 def _kv_heads(version: Version, facts: Mapping[str, Any]) -> str:
@@ -117,13 +108,6 @@ def _kv_dtype(version: Version, facts: Mapping[str, Any]) -> str:
     )
 
 
-def _batch(version: Version, facts: Mapping[str, Any]) -> str:
-    return (
-        f"ValueError: max_num_batched_tokens ({facts['tokens']}) must be greater than or equal to max_num_seqs "
-        f"({facts['seqs']})."
-    )
-
-
 def _cpu_latents(version: Version, facts: Mapping[str, Any]) -> str:
     if version < (0, 28, 0):
         return "NotImplementedError: MLA is not supported on CPU."
@@ -134,8 +118,8 @@ def _cpu_latents(version: Version, facts: Mapping[str, Any]) -> str:
 
 
 _MESSAGES: dict[str, Callable[[Version, Mapping[str, Any]], str | None]] = {
-    "heads": _heads, "kv_heads": _kv_heads, "divided": _divided, "merged": _merged, "length": _length, "float16": _float16, "bfloat16": _bfloat16,
-    "kv_dtype": _kv_dtype, "batch": _batch, "mm_input": _mm_input, "cpu_latents": _cpu_latents,
+    "kv_heads": _kv_heads, "length": _length, "float16": _float16, "bfloat16": _bfloat16, "kv_dtype": _kv_dtype,
+    "cpu_latents": _cpu_latents,
 }  # fmt: skip
 
 
@@ -146,9 +130,7 @@ def predict_failure(
 
     ``rank`` is the rank with the smallest pool.
     """
-    for failure in _failures(architecture, chosen, rank, pool, held):
-        return failure
-    return None
+    return next(_failures(architecture, chosen, rank, pool, held), None)
 
 
 def _failures(
@@ -158,7 +140,7 @@ def _failures(
     yield from _without_class(architecture, version)
     if flags.device == "cpu":
         yield from _sparse_on_cpu(architecture, version)
-    if flags.device != "cpu":
+    else:
         yield from _too_few_gpus(chosen)
         yield from _in_use(chosen)
         if rank.weights_bytes > chosen.device_memory:
@@ -261,7 +243,7 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
         return
     name, known = (*architecture.declared, architecture.class_name)[0], _architectures()
     first, until = known["first"].get(name), known["until"].get(name)
-    last = known["removed"].get(name)
+    last = until or known["removed"].get(name)
     text = ".".join(map(str, version))
     unsupported = (
         f"ValueError: Model architectures ['{name}'] are not supported for now. Supported architectures: ..."
@@ -274,16 +256,14 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
             "transformers beside an older one knows the model, and then its own modules run, with other memory",
             unsupported,
         )
-    elif until is not None:
-        yield Failure(
-            f"vLLM {text} has no class {name} any more: --engine-version {until} is the last that has",
-            f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
-            "anymore. Please use an older version of vLLM if you want to use this model architecture.",
-        )
     elif last is not None:
+        removed = (
+            f"ValueError: Model architecture {name} was supported in vLLM until v{until}, and is not supported "
+            "anymore. Please use an older version of vLLM if you want to use this model architecture."
+        )
         yield Failure(
             f"vLLM {text} has no class {name} any more: --engine-version {last} is the last that has",
-            unsupported,
+            removed if until is not None else unsupported,
         )
     else:
         yield Failure(
@@ -319,7 +299,7 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
             for other in _SUFFIXES:
                 if _has_class(name.removesuffix(suffix) + other, version):
                     return name.removesuffix(suffix) + other
-    if architecture.kind == "encoder" and not architecture.is_classifier:  # their classes are in check_encoder
+    if architecture.kind == "encoder" and not architecture.is_classifier:  # VLLM.check_encoder checks its class
         later = names[0] in _architectures()["first"] or names[0] in _architectures()["oldest"]
         return None if later else architecture.class_name
     # transformers spells some names in another way: PhimoeForCausalLM is vLLM's PhiMoEForCausalLM.
@@ -356,7 +336,7 @@ def _has_class(name: str, version: Version) -> bool:
     return last is None or version <= parse_version(last)
 
 
-_FALLBACK = (0, 24, 0)  # from this version on, vLLM requires transformers 5, whose modules were checked
+_FALLBACK = (0, 24, 0)  # first vLLM that requires transformers 5; its modules were checked for these models
 
 
 def _runs_modules(architecture: Architecture, version: Version) -> bool:
@@ -414,7 +394,7 @@ def _gpus_message(version: Version, world: int, here: int) -> str:
                 f"ValueError: Tensor parallel size ({world}) cannot be larger than the number of available GPUs "
                 f"({here})."
             )
-        ray = "ValueError: Unable to load Ray"  # if Ray is installed, vLLM waits for a cluster instead
+        ray = "ValueError: Unable to load Ray"  # with Ray installed, vLLM would wait for a Ray cluster instead of failing
         if version >= (0, 10, 0):
             return f"{ray}: No module named 'ray'. Ray is required for multi-node inference, please install Ray with `pip install ray`."
         return f"{ray} which is required for multi-node inference, please install Ray with `pip install ray`."
@@ -504,7 +484,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # older messages place the blanks differently
+    if version < (0, 9, 0):  # before 0.9, the blank of this sentence is at its end
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):

@@ -7,9 +7,9 @@ from functools import partial
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.tensors import merged_tensors, padded_rows, rotary_tables
-from tonnage.planner.engines.version import Version, parse_version
+from tonnage.planner.engines.version import Version
 from tonnage.planner.engines.vllm.multimodal import is_lost, lost_towers
-from tonnage.planner.engines.vllm.versions import NEWEST, rules
+from tonnage.planner.engines.vllm.versions import rules, version_of
 from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
@@ -18,8 +18,8 @@ from tonnage.planner.model.tensor import TensorSpec
 # images and videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
-
-_QUANTIZED_TOWERS = (0, 23, 0)  # recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1
+# First vLLM that quantizes Gemma 4's towers (recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1).
+_QUANTIZED_TOWERS = (0, 23, 0)
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
 _GATES = (".gate.weight", ".router.weight", ".mlp.expert_bias", ".router.classifier.weight")
@@ -27,14 +27,15 @@ _NGRAMS = ".ngram_embeddings.embedders.weight"
 # Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after that layer
 # (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
-_SHARED_BIAS = "cls.predictions.bias"  # vLLM loads this bias as the bias of the output head's decoder
+# BERT's bias of the output head, which vLLM loads as the bias of the head's module "decoder".
+_SHARED_BIAS = "cls.predictions.bias"
 
 
 def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
     """Return the tensors that vLLM holds for one rank's share of the model."""
     if architecture.kind == "encoder":
         return _encoder_tensors(architecture)
-    version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
+    version = version_of(flags)
     lost = lost_towers(architecture, flags, version)
     if lost:
         left = tuple(tensor for tensor in architecture.tensors if not is_lost(tensor, lost))
@@ -49,13 +50,14 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    if architecture.pooled:  # a pooled model's head states its own dtype
-        pass
-    elif architecture.is_classifier:  # ModelConfig.head_dtype in config/model.py, 0.33
+    # The tensors of a pooled model's head have a dtype already. A classifier's head is float32
+    # (ModelConfig.head_dtype, 0.33). Other pooling models have no output head
+    # (model_executor/models/adapters.py).
+    if architecture.is_classifier and not architecture.pooled:
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
-    elif flags.runner == "pooling":  # pooling models have no output head (model_executor/models/adapters.py)
+    elif flags.runner == "pooling" and not architecture.pooled:
         held = tuple(tensor for tensor in held if tensor.role != "head")
-    held = tuple(_served(architecture, tensor) for tensor in held)
+    held = tuple(_served(architecture, version, tensor) for tensor in held)
     if architecture.model_type == "phi3_v":
         held = tuple(tensor for tensor in held if not any(part in tensor.name for part in _UNREAD))
     kept = _unquantized_towers(architecture, version)
@@ -65,19 +67,6 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
         )
     if architecture.model_type.startswith("gemma4"):
         held = (*map(partial(_gemma4_table, architecture), held), *_values_from_keys(architecture))
-    if rules(version).fused_index_key:
-        held = tuple(
-            replace(tensor, module_class="KeptLinear") if tensor.name.endswith(_INDEX_KEY) else tensor
-            for tensor in held
-        )
-    wide = family_of(architecture.model_type).vllm.wide_router
-    if wide:
-        held = tuple(
-            replace(tensor, dtype="float32")
-            if tensor.role == "router" and tensor.name.endswith(_GATES)
-            else tensor
-            for tensor in held
-        )
     # The router's correction bias is a parameter in vLLM, not a buffer (model_executor/models/deepseek_v2.py).
     biases = [
         replace(tensor, dtype="float32")
@@ -87,14 +76,19 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     return (*held, *biases, *scales)
 
 
-def _served(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
-    """Return ``tensor`` without rows that transformers allocates and vLLM does not, or padded as vLLM pads it.
+def _served(architecture: Architecture, version: Version, tensor: TensorSpec) -> TensorSpec:
+    """Return a tensor of transformers' modules in the shape, dtype and module class that vLLM gives it.
 
     LongCat-Flash has empty experts, for which only transformers has matrices (ZeroExpertRouter in
     layers/fused_moe/router/zero_expert_router.py, 0.32).
     """
     if tensor.role == "expert" and tensor.shape[0] > architecture.experts:
         return replace(tensor, shape=(architecture.experts, *tensor.shape[1:]))
+    if tensor.name.endswith(_INDEX_KEY) and rules(version).fused_index_key:
+        return replace(tensor, module_class="KeptLinear")
+    wide = family_of(architecture.model_type).vllm.wide_router
+    if wide and tensor.role == "router" and tensor.name.endswith(_GATES):
+        return replace(tensor, dtype="float32")
     return padded_rows(tensor) if tensor.name.endswith(_NGRAMS) else tensor
 
 
@@ -146,8 +140,7 @@ def _gemma4_table(architecture: Architecture, tensor: TensorSpec) -> TensorSpec:
 def _position_factor(architecture: Architecture, flags: Deployment) -> int:
     if architecture.rotary is None or not architecture.rotary.mrope:
         return 1
-    version = NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
-    one = rules(version).one_mrope_length and family_of(architecture.model_type).vllm.one_mrope_length
+    one = rules(version_of(flags)).one_mrope_length and family_of(architecture.model_type).vllm.one_mrope_length
     return 1 if one else _MROPE_FACTOR
 
 

@@ -7,6 +7,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from tonnage.planner.devices.catalogue import is_amd
@@ -30,10 +31,15 @@ SHARED_SINCE = (0, 30, 0)
 _ONE_TENSOR = (0, 12, 0)
 # vLLM from whose sources the refusal of states without prefix caching was read (offloading/config.py).
 _STATES_SINCE = (0, 32, 0)
-_PAGE = 4096  # SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
-_SECONDARY = ("fs", "obj", "p2p", "kvcr", "example", "tonnage")  # v1/kv_offload/tiering/factory.py
-_SIMPLE_HOST, _SIMPLE_DISK, _SIMPLE_SLOTS = 8 * GiB, 100 * GiB, 2  # simple_cpu_offload_connector.py
-# Defaults of LMCache (v1/config.py), and of its server (v1/distributed/config.py).
+_PAGE = 4096  # bytes to which a chunk is rounded up (SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT)
+
+# Types of secondary tiers (v1/kv_offload/tiering/factory.py).
+_SECONDARY = ("fs", "obj", "p2p", "kvcr", "example", "tonnage")
+# Defaults of SimpleCPUOffloadConnector: bytes in host memory, bytes on disk, slots of a disk buffer
+# (simple_cpu_offload_connector.py).
+_SIMPLE_HOST, _SIMPLE_DISK, _SIMPLE_SLOTS = 8 * GiB, 100 * GiB, 2
+# Defaults of LMCache (v1/config.py) and of its server (v1/distributed/config.py): tokens per chunk, and GiB of
+# host memory.
 _LMCACHE_CHUNK, _LMCACHE_HOST = 256, 5.0
 
 
@@ -47,13 +53,8 @@ def tiers(hosted: HostInputs) -> tuple[KVTier, ...]:
     connector = connector_of(hosted.chosen.flags)
     if connector is None or not hosted.layout.groups:
         return ()
-    if connector.name == LMCACHE:
-        return _lmcache(hosted, connector)
-    if connector.name == LMCACHE_MP:
-        return _lmcache_server(hosted, connector)
-    if connector.name == "SimpleCPUOffloadConnector":
-        return _simple(hosted, connector)
-    return _native(hosted, connector)
+    others = {LMCACHE: _lmcache, LMCACHE_MP: _lmcache_server, "SimpleCPUOffloadConnector": _simple}
+    return others.get(connector.name, _native)(hosted, connector)
 
 
 # -- OffloadingConnector
@@ -93,7 +94,7 @@ def _blocks_per_chunk(hosted: HostInputs, connector: Connector) -> int:
     sizes = {_group_tokens(hosted, place) for place in range(len(hosted.layout.groups))}
     if len(sizes) > 1:
         raise DeploymentError(
-            f"block_size needs groups of one block size; this model's have {sorted(sizes)} tokens",
+            f"block_size needs KV cache groups with equal blocks; this model's have {sorted(sizes)} tokens",
             field=connector.field, hint="give blocks_per_chunk",
         )  # fmt: skip
     block = sizes.pop()
@@ -110,7 +111,7 @@ def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
     asked = connector.size("cpu_bytes_to_use")
     if asked is None:
         raise DeploymentError(
-            "cpu_bytes_to_use must be specified in kv_connector_extra_config, says vLLM", field=connector.field
+            "cpu_bytes_to_use must be specified in kv_connector_extra_config", field=connector.field
         )
     copies = _copies(hosted)
     chunk = ceil_div(_rank_block(hosted) * copies * per_chunk, _PAGE) * _PAGE
@@ -144,7 +145,7 @@ def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier
             "has both num_cpu_blocks and cpu_bytes_to_use; give one of them", field=connector.field
         )
     if count is None and asked is None:
-        raise DeploymentError("has neither cpu_bytes_to_use nor num_cpu_blocks", field=connector.field)
+        raise DeploymentError("needs cpu_bytes_to_use or num_cpu_blocks; give one", field=connector.field)
     chunks = count if count is not None else (asked or 0) // (block * ranks)
     _check_chunks(chunks, asked or 0, block * ranks, connector)
     layout, tensors = hosted.layout, hosted.layout.layer_slots
@@ -185,7 +186,7 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
     asked = connector.extra.get("secondary_tiers", [])
     spec = connector.extra.get("spec_name", "CPUOffloadingSpec")
     if spec not in ("CPUOffloadingSpec", "TieringOffloadingSpec", "CpuTieringSpec"):
-        raise DeploymentError(f"spec_name {spec!r:.60} is not planned", field=connector.field,
+        raise DeploymentError(f"the planner does not know spec_name {spec!r:.60}", field=connector.field,
                               hint="CPUOffloadingSpec or TieringOffloadingSpec")  # fmt: skip
     if not isinstance(asked, list) or not all(isinstance(tier, dict) for tier in asked):
         raise DeploymentError("secondary_tiers is not a list of objects", field=connector.field)
@@ -200,12 +201,12 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
             raise DeploymentError(f"secondary tier {kind!r:.60} is not one of {', '.join(_SECONDARY)}",
                                   field=connector.field)  # fmt: skip
         if kind == "fs" and not tier.get("root_dir"):
-            raise DeploymentError("the secondary tier of type fs needs root_dir", field=connector.field)
+            raise DeploymentError("a secondary tier of type fs needs root_dir, a folder", field=connector.field)
         if kind == "tonnage":
             found.append(_bounded(hosted, connector, tier, host.chunk_bytes, per_chunk))
         if kind not in ("fs", "obj"):
             continue
-        chunk = host.chunk_bytes  # padded to whole pages, as fs/manager.py writes a chunk
+        chunk = host.chunk_bytes  # fs/manager.py writes a chunk padded to whole pages
         found.append(
             KVTier(
                 kind, "disk", None, None, 0, None, None, 1, False, False, chunk, None, None,
@@ -220,9 +221,9 @@ def _secondary(hosted: HostInputs, connector: Connector, host: KVTier, per_chunk
 def _bounded(
     hosted: HostInputs, connector: Connector, tier: Mapping[str, Any], chunk: int, per_chunk: int
 ) -> KVTier:
-    """Return Tonnage's disk tier (docs/disk_tier.md), whose files take at most ``size`` bytes, a setting."""
+    """Return Tonnage's disk tier (docs/disk_tier.md); its setting ``size`` limits the bytes of its files."""
     if not tier.get("path") or not tier.get("size"):
-        raise DeploymentError("the secondary tier tonnage needs path and size", field=connector.field)
+        raise DeploymentError("a secondary tier of type tonnage needs path and size", field=connector.field)
     size = parse_size(str(tier["size"]), connector.field)
     chunks = blocks_on_disk(size, chunk)
     _check_chunks(chunks, size, chunk, connector)
@@ -254,34 +255,29 @@ def _simple(hosted: HostInputs, connector: Connector) -> tuple[KVTier, ...]:
         )  # fmt: skip
     asked = connector.size("cpu_bytes_to_use", _SIMPLE_HOST) or 0
     rank = connector.size("cpu_bytes_to_use_per_rank") or asked // ranks
-    source = "v1/simple_kv_offload/worker.py"
+    if backend == "disk":
+        if not connector.extra.get("disk_path"):
+            raise DeploymentError('kv_offload_backend "disk" requires disk_path', field=CONFIG)
+        rank = connector.size("disk_capacity_bytes", _SIMPLE_DISK) or 0
+    chunks = max(1, rank // block)
+    held = chunks * block
+    on_rank = f"{block:,} on each of {ranks} ranks"
+    tier = KVTier(
+        connector.name, "host", rank * ranks, held * ranks, held * ranks, held * ranks, held, ranks, True,
+        False, block * ranks, chunks, tokens_held(hosted, chunks, 1), _groups(hosted, 1),
+        f"{chunks:,} blocks x {on_rank}", "v1/simple_kv_offload/worker.py",
+    )  # fmt: skip
     if backend == "cpu":
-        chunks = max(1, rank // block)
-        return (
-            KVTier(
-                connector.name, "host", rank * ranks, chunks * block * ranks, chunks * block * ranks,
-                chunks * block * ranks, chunks * block, ranks, True, False, block * ranks, chunks,
-                tokens_held(hosted, chunks, 1), _groups(hosted, 1),
-                f"{chunks:,} blocks x {block:,} on each of {ranks} ranks", source,
-            ),
-        )  # fmt: skip
-    if not connector.extra.get("disk_path"):
-        raise DeploymentError('kv_offload_backend "disk" requires disk_path', field=CONFIG)
-    capacity = connector.size("disk_capacity_bytes", _SIMPLE_DISK) or 0
-    chunks = max(1, capacity // block)
+        return (tier,)
     slots = connector.size("disk_buffer_slots", _SIMPLE_SLOTS) or 1
     staged = 2 * slots * block  # one buffer for writes, one for reads (disk_backend.py)
+    formula = f"a file of {chunks:,} blocks x {block:,} of each of {ranks} ranks"
     return (
-        KVTier(
-            connector.name, "disk", capacity * ranks, chunks * block * ranks, chunks * block * ranks,
-            chunks * block * ranks, chunks * block, ranks, False, False, block * ranks, chunks,
-            tokens_held(hosted, chunks, 1), _groups(hosted, 1),
-            f"a file of {chunks:,} blocks x {block:,} of each of {ranks} ranks", source,
-        ),
+        replace(tier, medium="disk", pinned=False, formula=formula),
         KVTier(
             "staging buffers", "host", None, staged * ranks, staged * ranks, staged * ranks, staged, ranks,
-            True, False, block * ranks, None, None, (),
-            f"2 x {slots} blocks x {block:,} on each of {ranks} ranks", "v1/simple_kv_offload/disk_backend.py",
+            True, False, block * ranks, None, None, (), f"2 x {slots} blocks x {on_rank}",
+            "v1/simple_kv_offload/disk_backend.py",
         ),
     )  # fmt: skip
 
@@ -363,7 +359,7 @@ def _token_bytes(hosted: HostInputs) -> int:
     """Return the KV cache bytes of one token on one rank, for a model whose layers all keep every token."""
     if len(hosted.layout.groups) > 1 or hosted.layout.groups[0].kind not in ("full", "mla"):
         raise UnsupportedArchitecture(
-            "what LMCache stores of windows and states is not known here", field="layer_types",
+            "what LMCache stores of sliding windows and states is not known", field="layer_types",
             hint="--kv-offloading-backend native",
         )  # fmt: skip
     return ceil_div(_rank_block(hosted), _group_tokens(hosted, 0))

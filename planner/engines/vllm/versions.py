@@ -1,6 +1,7 @@
-"""vLLM's rules by version: one row for each release that changed a planned figure.
+"""vLLM's rules by version: a table with one row for each release that changed a planned figure.
 
-A new version is a new row, empty if nothing changed. The last row is the newest version with known rules.
+A new version of vLLM gets a new row, empty if nothing changed. The last row is the newest version with known
+rules.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from tonnage.planner.engines.version import Version
+from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.version import Version, parse_version
 from tonnage.planner.model.architecture import Architecture
 
 
@@ -23,11 +25,12 @@ class VersionRules:
     # Devices that have larger batch defaults: "hopper" is H100 and H200, "memory" all devices of 70 GiB and
     # more.
     large_batches: Literal["", "hopper", "memory"] = ""
-    many_sequences: bool = False  # max_num_seqs is 1,024 by default on every GPU
+    many_sequences: bool = False  # the default of max_num_seqs is 1,024 on every GPU
     chunks_prompts: bool = False  # chunked prefill is on by default (V1)
     hybrid_groups: bool = False  # sliding layers keep only their window
     chunked_on_rocm: bool = False  # AMD GPUs run on V1, with chunked prefill
     huge_batches: bool = False  # devices of at least 160 GiB have even larger batch defaults
+
     # How the profile run computes top-k and top-p: "sort" sorts the logits; "probabilities" uses FlashInfer's
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
@@ -40,6 +43,7 @@ class VersionRules:
     runner_v2_dense: bool = False
     runner_v2_encodes: bool = False  # the V2 runner's profile run encodes images too
     drops_towers: bool = False  # towers are not loaded if the limits of all their modalities are zero
+
     # Processors pass pixels as bytes, and the GPU converts them to the model's dtype.
     pixels_as_bytes: bool = False
     # vLLM counts a video of Qwen3-VL as 12.5 times its embeddings, to allow for the text of its time stamps.
@@ -49,11 +53,13 @@ class VersionRules:
     padded_embeddings: Literal["", "budget", "item"] = ""
     pixtral_mask: bool = True  # Pixtral's attention has a mask over all patches of a batch
     expert_buffer: bool = False  # fused experts of all layers share a persistent buffer
-    expert_chunk: int = 16 * 1024  # maximum tokens per call of the fused experts
-    # workspace of FlashInfer's all-reduce fused with the norm after it, on Hopper and Blackwell
+    expert_chunk: int = 16 * 1024  # maximum tokens per call of the fused experts' kernels
+
+    # Backend of FlashInfer's all-reduce fused with the norm after it, on Hopper and Blackwell; "" without one.
     fused_all_reduce: Literal["", "trtllm", "mnnvl"] = ""
     fused_alone: bool = False  # all-reduce fusion is off with pipeline and data parallelism
-    torch_2_8: bool = False  # PyTorch 2.8 and later
+    torch_2_8: bool = False  # vLLM's PyTorch is 2.8 or later
+
     # The first start's compilation times kernels with copies of their arguments (PyTorch 2.10 and later).
     times_kernels: bool = False
     # How vLLM computes the logged tokens of the pool: "blocks" is num_blocks // groups x smallest block size,
@@ -61,6 +67,7 @@ class VersionRules:
     token_line: Literal["blocks", "concurrency"] = "blocks"
     graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
     graphs_within_profile: bool = False  # memory that the trial capture leaves counts as non-torch memory
+
     # NCCL and the buffers of custom all-reduce are set up after the first memory snapshot.
     late_communicators: bool = True
     counts_context: bool = False  # CUDA's context and NCCL's communicators are subtracted from the pool
@@ -69,21 +76,24 @@ class VersionRules:
     runner_v2_graphs: bool = False  # the V2 runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
-    in_flight_batches: int = 1  # batches scheduled ahead whose tokens sliding layers hold
+    in_flight_batches: int = 1  # number of batches in flight whose tokens sliding layers hold
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
+
     # Strongest valid value of --mamba-cache-mode; "inert" means that the flag has no effect.
     cache_mode: Literal["all", "align", "inert"] = "all"
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
-    cpu_states: bool = False  # hybrid models with recurrent states run on a CPU too
+    cpu_states: bool = False  # hybrid models with recurrent states run on a CPU, not only on GPUs
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
     padded_pages: bool = False  # attention pages that do not divide the largest page are padded to its size
     cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so the pool is larger
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
+
     # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
     compressed_cache: bool = False
     marlin_beyond_hopper: bool = False  # MXFP4 experts use Marlin's kernel on GPUs from SM110 on
+
     # The sparse indexer's key projection and its weights are one 16-bit matrix, in every quantization format.
     fused_index_key: bool = False
     stored_kv_dtype: bool = False  # --kv-cache-dtype auto follows the checkpoint's cache dtype
@@ -92,19 +102,20 @@ class VersionRules:
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
     one_mrope_length: bool = False  # rotary tables have one context length if positions cannot exceed it
-    one_hot_positions: bool = True  # this version's transformers multiplies Gemma 4's one-hot positions
+    one_hot_positions: bool = True  # Gemma 4's tower multiplies one-hot positions instead of looking them up
     gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
-    draft_graphs: bool = False  # the largest CUDA graph grows with the drafted tokens
+    draft_graphs: bool = False  # the default largest CUDA graph grows with the drafted tokens per sequence
     step_graph: bool = False  # a step of max_num_batched_tokens has a CUDA graph if it is small enough
     wide_graphs: bool = False  # CUDA graphs have up to 1,024 tokens on SM10x
-    uniform_graphs: bool = False  # decode steps of drafts have CUDA graphs of their own
+    uniform_graphs: bool = False  # steps that verify draft tokens have CUDA graphs of their own sizes
 
 
 _V2_MOE = ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM")
-# Rows of (first version, changed rules), in ascending order of version. The comments name the sources.
+# Entries of (first version, changed rules), in ascending order of version. Their comments name the sources.
 _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
-    # V1 is the default (release notes of 0.8.0); _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler
-    # in v1/sample/ops/topk_topp_sampler.py, determine_available_memory in v1/worker/gpu_worker.py of 0.8.2
+    # vLLM's V1 engine is the default from this version on (release notes of 0.8.0). Sources in 0.8.2:
+    # _set_default_args_v1 in engine/arg_utils.py, TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py,
+    # determine_available_memory in v1/worker/gpu_worker.py.
     (
         (0, 8, 0),
         {
@@ -117,11 +128,11 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     # vLLM no longer uses FlashInfer 0.2.3 and later for sampling.
     ((0, 8, 3), {"sampler": "sort"}),
-    # The source is vLLM's pull request 16158.
+    # The default of 1,024 sequences was removed by vLLM's pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
-    # The source is vLLM's pull request 17885.
+    # vLLM's pull request 17885 extends the batch defaults of H100 and H200 to devices of 70 GiB and more.
     ((0, 9, 0), {"large_batches": "memory"}),
-    # Since pull request 18974, memory_profiling counts from the first snapshot.
+    # Since vLLM's pull request 18974, memory_profiling counts only memory after the first snapshot.
     ((0, 9, 1), {"counts_context": False}),
     # V1 has a hybrid KV cache manager from this version on.
     ((0, 9, 2), {"hybrid_groups": True}),
@@ -129,8 +140,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # unsorted_if_installed: TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py of 0.10.0, 0.10.1.1, 0.10.2
     # and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 asks for the variable.
     ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
-    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. The default fp8 cache is
-    # pull request 25988, a cherry-pick of 0.11.0 that a later release reverted.
+    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. sparse_default_fp8: pull
+    # request 25988, a cherry-pick of 0.11.0 that a later release reverted.
     # marlin_beyond_hopper: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
     # formatted_videos: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0 and 0.13.0.
     # padded_embeddings: profile_run in v1/worker/gpu_model_runner.py of the same. late_communicators:
@@ -148,30 +159,33 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     ((0, 11, 1), {"sparse_default_fp8": False, "unsorted_if_installed": False}),
     ((0, 12, 0), {"padded_embeddings": "item"}),
-    # v1/worker/workspace.py first appears in the sources of 0.13.0. The rules of CUDA graphs are
-    # _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2, 0.28.0 and 0.29.0.
+    # expert_buffer: v1/worker/workspace.py first appears in the sources of 0.13.0. draft_graphs, and in later
+    # rows step_graph, wide_graphs and uniform_graphs: _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2,
+    # 0.28.0 and 0.29.0.
     (
         (0, 13, 0),
         {"expert_buffer": True, "draft_graphs": True, "formatted_videos": False, "padded_embeddings": ""},
     ),
     # In 0.9.2 to 0.13, an MI300X (192 GiB) had the batch defaults of devices with 70 GiB.
     ((0, 14, 0), {"huge_batches": True}),
-    # _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
+    # drops_towers: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
     # times_kernels: PyTorch 2.10. First starts of 0.12.0, with PyTorch 2.9.0, on six kinds of NVIDIA GPUs have
     # pools without the copy of the embedding (tests/data/startups/published.jsonl).
     ((0, 16, 0), {"times_kernels": True}),
-    # v1/sample/ops/topk_topp_triton.py and enable_allreduce_rms_fusion (config/vllm.py) first appear in 0.17.0.
-    # Starts of 0.16.0 and 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations.
+    # sampler: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and 0.17.0 in
+    # tests/data/startups have 5.64 and 2.23 GiB of activations. fused_all_reduce: enable_allreduce_rms_fusion
+    # in config/vllm.py first appears in 0.17.0.
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
-    # profile_cudagraph_memory first appears in 0.18.0, and VLLM_FUSED_MOE_CHUNK_SIZE is removed: no expert
-    # chunks.
+    # graphs_estimated: profile_cudagraph_memory first appears in 0.18.0. expert_chunk: 0.18.0 has no
+    # VLLM_FUSED_MOE_CHUNK_SIZE, so experts process a whole step at once.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
-    # The source is vLLM's pull request 37252 (March 2026).
+    # sparse_flashinfer: vLLM's pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
-    # Pull request 38284; envs.py and config/cache.py of 0.19.0 and 0.20.0; MambaModelConfig in
-    # model_executor/models/config.py of 0.20.1 (not known for older versions). fused_index_key: wk_weights_proj
-    # in model_executor/models/deepseek_v2.py of 0.20.1, which 0.19.0 lacks.
+    # graphs_subtracted and default_utilization: vLLM's pull request 38284, envs.py and config/cache.py of
+    # 0.19.0 and 0.20.0. every_state: MambaModelConfig in model_executor/models/config.py of 0.20.1 (not known
+    # for older versions). fused_index_key: wk_weights_proj in model_executor/models/deepseek_v2.py of 0.20.1,
+    # which 0.19.0 lacks.
     (
         (0, 20, 0),
         {
@@ -182,13 +196,15 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "fused_index_key": True,
         },
     ),
-    # Pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and 0.20.1.
+    # token_line: vLLM's pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and
+    # 0.20.1.
     ((0, 20, 1), {"token_line": "concurrency"}),
-    # VLLM_USE_FLASHINFER_SAMPLER is on in envs.py; all-reduce is fused with pipeline and data parallelism too;
-    # update_block_size_for_backend in platforms/cpu.py.
+    # sampler: VLLM_USE_FLASHINFER_SAMPLER is on in envs.py. fused_alone: all-reduce is fused with pipeline and
+    # data parallelism too. cpu_states: update_block_size_for_backend in platforms/cpu.py.
     ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False, "cpu_states": True}),
-    # runner_v2, in all rows: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in config/vllm.py.
-    # gemma4_batches: _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, which 0.21.0 lacks.
+    # runner_v2, in this and all later rows: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in
+    # config/vllm.py. gemma4_batches: _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, which
+    # 0.21.0 lacks.
     ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",), "gemma4_batches": True}),
     # padded_pages: unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py.
     (
@@ -196,7 +212,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         {
             "runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
             "padded_pages": True,
-            # The source is pull request 46176 of transformers, merged before this release (June 2026).
+            # transformers' pull request 46176, merged before this release (June 2026), looks positions up.
             "one_hot_positions": False,
         },
     ),
@@ -212,11 +228,11 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "sliding_kernel_block": True,
         },
     ),
-    # Pull request 47728 (July 2026; not yet in 0.25.1's logs); _get_workspace_buffer in
-    # v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0.
+    # in_flight_batches: vLLM's pull request 47728 (July 2026; not yet in 0.25.1's logs). sized_workspace:
+    # _get_workspace_buffer in v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0.
     ((0, 26, 0), {"in_flight_batches": 2, "sized_workspace": True}),
-    # worker/gpu_worker.py, and total_consumed in utils/mem_utils.py, which first appears in 0.27.0; profile_run
-    # in v1/worker/gpu/model_runner.py.
+    # graphs_within_profile and counts_consumed: worker/gpu_worker.py, and total_consumed in utils/mem_utils.py,
+    # which first appears in 0.27.0. runner_v2_encodes: profile_run in v1/worker/gpu/model_runner.py.
     ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
     # hybrid_prefix_caching: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0),
     # default_prefix_caching in engine/arg_utils.py. every_state: "align" instead of "all" in MambaModelConfig
@@ -225,8 +241,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         (0, 28, 0),
         {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True, "wide_graphs": True},
     ),
-    # v1/attention/backends/mla/prefill/cpu_sdpa.py; models/pixtral.py; profile_cudagraph_memory in
-    # v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28 (pull request 53306).
+    # cpu_latents: v1/attention/backends/mla/prefill/cpu_sdpa.py. pixtral_mask: models/pixtral.py.
+    # runner_v2_graphs: profile_cudagraph_memory in v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28
+    # (pull request 53306).
     (
         (0, 29, 0),
         {
@@ -242,9 +259,10 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # models/deepseek_v4 runs on a CPU from 0.30 on, with the rules of 0.32
     # (tests/data/oracles/vllm_versions.json).
     ((0, 30, 0), {"stored_kv_dtype": True, "sliding_kernel_block": False, "compressed_cache": True}),
-    # GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31); num_prefill_checkpoint_blocks in
-    # model_executor/layers/mamba/mamba_mixer2.py; mrope_positions_factor in models/qwen3_vl.py (pull request
-    # 44738 measured four times the length for Qwen3-VL in June 2026); MambaCacheMode in config/cache.py.
+    # glm_sparse_fp8: GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31). prefill_checkpoint:
+    # num_prefill_checkpoint_blocks in model_executor/layers/mamba/mamba_mixer2.py. one_mrope_length:
+    # mrope_positions_factor in models/qwen3_vl.py (pull request 44738 measured four times the length for
+    # Qwen3-VL in June 2026). cache_mode: MambaCacheMode in config/cache.py.
     (
         (0, 32, 0),
         {
@@ -254,9 +272,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "cache_mode": "align",
         },
     ),
-    # Sources: get_batch_defaults in engine/arg_utils.py, _reject_mismatched_float_kv_cache and
-    # _limit_max_model_len_to_draft in config/vllm.py, init_device in v1/worker/gpu_worker.py. The pool's rules
-    # moved to v1/core/kv_cache_planning.py without a change.
+    # same_kv_dtype and draft_limits: _reject_mismatched_float_kv_cache and _limit_max_model_len_to_draft in
+    # config/vllm.py. cublas_first: init_device in v1/worker/gpu_worker.py. get_batch_defaults in
+    # engine/arg_utils.py was read too. The pool's rules moved to v1/core/kv_cache_planning.py without a change.
     (
         (0, 33, 0),
         {
@@ -284,6 +302,11 @@ def rules(version: Version) -> VersionRules:
         if version >= since:
             found = replace(found, **changed)
     return found
+
+
+def version_of(flags: Deployment) -> Version:
+    """Return the vLLM version of a deployment, the newest known one if none is given."""
+    return NEWEST if flags.engine_version is None else parse_version(flags.engine_version)
 
 
 def on_second_runner(architecture: Architecture, known: VersionRules) -> bool:
