@@ -155,7 +155,7 @@ def text_length(fields: Fields, positions: int) -> int:
     """
     if positions < 1:
         raise UnsupportedArchitecture(
-            "is too small: the position table has no row after the padding token's",
+            "is too small: the position table has no rows after the row of the padding token",
             field="max_position_embeddings",
         )
     return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)

@@ -110,7 +110,7 @@ def cache_layers(
             out.append(CacheLayer(index, "full", None, kv_heads, head_size))
         elif window is None:
             raise ConfigError(
-                f"layer {index} is sliding_attention but there is no window", field="sliding_window"
+                f"layer {index} is sliding_attention, but the config states no window", field="sliding_window"
             )
         else:
             out.append(CacheLayer(index, "sliding", window, kv_heads, head_size))

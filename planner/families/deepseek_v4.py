@@ -164,7 +164,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
     """Add the projections that compress ``ratio`` tokens into one cache entry of ``size`` values.
 
     With ``overlap`` 2, each entry is made of two groups of ``ratio`` tokens, so the K and gate matrices have
-    twice the rows.
+    twice the rows. ``name`` is the compressor's class.
     """
     t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
     t.linear(f"{at}.kv_proj", overlap * size, hidden)

@@ -165,7 +165,7 @@ def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architectu
         )
     if fields.boolean("is_moe", False):
         raise UnsupportedArchitecture(
-            "true is not supported: Doge's product-key experts have no adapter", field="is_moe"
+            "true is not supported: the planner cannot build Doge's product-key experts", field="is_moe"
         )
     fields.ignore(*variant.ignored)
     vocab, inner = (

@@ -46,7 +46,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         kv_heads = stated or heads
         common.divisible(heads, kv_heads, "num_attention_heads", "num_kv_heads")
     else:
-        kv_heads = 1 if multi_query else heads  # transformers ignores num_kv_heads for the old architecture
+        kv_heads = 1 if multi_query else heads  # transformers reads num_kv_heads only if new
     norms = _norms(fields, new, parallel)
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
@@ -74,7 +74,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
         (Table(table, head_size),),  # the rotary table is built even when ALiBi replaces rotary positions
-        linear_class="FalconLinear", taped=not alibi,  # with ALiBi, the attention mask differs by head
+        linear_class="FalconLinear", taped=not alibi,  # ALiBi's attention mask differs by head
     )  # fmt: skip
     return common.decoder(
         fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,

@@ -71,9 +71,9 @@ def phi3_v(fields: Fields, model_type: str) -> Architecture:
 def minicpmv(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of MiniCPM-V 2.5 to 4.5: a decoder, SigLIP and a resampler."""
     version = fields.raw("version")
-    version = 2.5 if version is None else version  # config files of MiniCPM-V 2.5 lack this field
+    version = 2.5 if version is None else version  # MiniCPM-V 2.5's files state no version
     if not isinstance(version, int | float | str):
-        raise ConfigError(f"{shown(version)} is not a version", field="version")
+        raise ConfigError(f"{shown(version)} is not the number of a version, such as 2.6", field="version")
     kind = _LANGUAGE.get(float(version)) if str(version).replace(".", "", 1).isdigit() else None
     if kind is None:
         raise UnsupportedArchitecture(

@@ -30,7 +30,7 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     name = config.get("architecture", "mobilenetv5_300m_enc")
     if name != "mobilenetv5_300m_enc":
         raise UnsupportedArchitecture(
-            f"the vision tower {shown(name)} is not supported; of timm, mobilenetv5_300m_enc is",
+            f"the vision tower {shown(name)} is not supported; only mobilenetv5_300m_enc is",
             field="vision_config.architecture",
         )
     if config.get("model_args"):

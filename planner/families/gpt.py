@@ -96,7 +96,7 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     if fields.boolean("add_cross_attention", False):
         raise UnsupportedArchitecture(
-            "true is not supported: cross attention has no adapter", field="add_cross_attention"
+            "true is not supported: the planner cannot build cross attention", field="add_cross_attention"
         )
     behind = common.number(fields, "resid_pdrop", 0.1)
     attention = Attention(

@@ -30,7 +30,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     if fields.boolean("add_cross_attention", False):
         raise UnsupportedArchitecture(
-            "true is not supported: cross attention has no adapter", field="add_cross_attention"
+            "true is not supported: the planner cannot build cross attention", field="add_cross_attention"
         )
     fields.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",

@@ -45,7 +45,7 @@ def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[
     if found is None:
         return default
     if type(found) is not int or not 0 < found < 1 << 40:
-        raise ConfigError(f"{shown(found)} is not a size", field=f"{where}.size.longest_edge")
+        raise ConfigError(f"{shown(found)} is not a number of pixels", field=f"{where}.size.longest_edge")
     return found
 
 
@@ -335,7 +335,7 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
     if edge is None:
         return pixels
     if type(edge) is not int or not 0 < edge < 1 << 20:
-        raise ConfigError(f"{shown(edge)} is not a size", field=f"{where}.max_long_side_pixel")
+        raise ConfigError(f"{shown(edge)} is not a side length in pixels", field=f"{where}.max_long_side_pixel")
     return min(edge * edge, 12_845_056 if where == FILES[0] else pixels)
 
 

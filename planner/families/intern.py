@@ -200,7 +200,7 @@ def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternV
     if not isinstance(kind, str):
         raise ConfigError(f"{shown(kind)} is not a string", field="llm_config.model_type")
     text = build_text(config, kind)
-    fields.ignore("tie_word_embeddings")  # the language model's config decides
+    fields.ignore("tie_word_embeddings")  # the language model's config decides if the head is tied
     t = Tensors()
     t.role = "vision"
     hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)

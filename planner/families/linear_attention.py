@@ -35,12 +35,12 @@ class Delta:
 
     @property
     def keys(self) -> int:
-        """Return the number of key values of all heads together."""
+        """Return the width of the key of one token: number of key heads times key head size."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Return the number of value elements of all heads together."""
+        """Return the width of the value of one token: number of value heads times value head size."""
         return self.value_heads * self.value_size
 
 
@@ -188,7 +188,7 @@ class _QwenExperts:
 
     @property
     def widest(self) -> int:
-        """Return the MLP width used per token: the selected experts and the shared expert."""
+        """Return the MLP width that one token uses: the selected experts' and the shared expert's together."""
         return self.chosen * self.inner + self.shared
 
     def add(self, t: Tensors, at: str, hidden: int) -> None:
@@ -300,7 +300,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # By default of the config class, layers 4, 8, 12 and so on (counted from 0) have full attention.
+        # The config class gives full attention to layers 4, 8, 12 and so on (counted from 0) by default.
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -335,7 +335,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("intermediate_size", limit="width")
     block = fields.integer("block_size", 256, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    # config field of files on the Hugging Face hub, with a number per layer: 1 means full attention
+    # Files on the Hugging Face hub state a number per layer: 1 is full attention, 0 lightning attention.
     listed = fields.raw("attn_type_list")
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
@@ -476,7 +476,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        # class name in text-only checkpoints of a pruned model
+        # Text-only checkpoints of a pruned model name this multimodal class.
         first_class="Qwen3_5MoeForConditionalGeneration",
         vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),

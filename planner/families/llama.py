@@ -31,7 +31,7 @@ _FUSED = ("gate_up_proj", "down_proj")
 
 
 def _granite(name: str) -> DenseVariant:
-    """Return Llama's options, with biases if the config fields ``attention_bias`` and ``mlp_bias`` are true."""
+    """Return Llama's options for the class ``name``, with biases by ``attention_bias`` and ``mlp_bias``."""
     return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
@@ -64,7 +64,7 @@ def _internlm3(fields: Fields, model_type: str) -> Architecture:
     name = "attention_bias"
     if fields.boolean(name, False) != fields.boolean("mlp_bias", False):
         raise UnsupportedArchitecture(
-            "differs from the bias of the other projections, which transformers does not build",
+            "differs from mlp_bias, but transformers' class has one option for both biases",
             field=fields.name(name),
         )
     return _granite("LlamaForCausalLM").build(fields, model_type)
@@ -282,7 +282,8 @@ FAMILIES = {
             default_window=4096,
             ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
         ).build,
-        leftovers={  # fields of Command R7B, released before the field sliding_window_pattern existed
+        # Command R7B has these fields; it was released before the field sliding_window_pattern existed.
+        leftovers={
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
         },

@@ -19,7 +19,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
-    """Return the Mamba-2 mixer that the mamba_* fields of Bamba, Granite hybrid or Falcon-H1 describe."""
+    """Return the Mamba-2 mixer of a Bamba, Granite hybrid or Falcon-H1 config (its mamba_* fields)."""
     inner = fields.integer("mamba_expand", 2, limit="width") * hidden
     stated = fields.optional_integer("mamba_d_ssm", limit="width") if names.get("ssm") else None
     inner = stated or inner

@@ -100,8 +100,8 @@ def _glm_ocr_tower(t: Tensors, at: str, v: Fields) -> None:
 def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
-    config.pop("num_nextn_predict_layers", None)  # number of MTP draft layers
-    if "head_dim" not in config:  # GLM-4's config class has another default than this quotient
+    config.pop("num_nextn_predict_layers", None)  # the text model's class builds no MTP draft layers
+    if "head_dim" not in config:  # GLM-4's class would use another default
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"

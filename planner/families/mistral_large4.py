@@ -58,7 +58,7 @@ def text(fields: Fields, model_type: str) -> Architecture:
         else:
             if indexed[i]:
                 raise UnsupportedArchitecture(
-                    f"layer {i} keeps keys of its own indexer and shares the latent of layer {sources[i]}",
+                    f"layer {i} has an indexer of its own, so it cannot use the latent of layer {sources[i]}",
                     field="kv_source_layers",
                 )
             t.specs[before:] = [s for s in t.specs[before:] if ".kv_a_" not in s.name]
@@ -107,7 +107,7 @@ def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
 def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has rotary positions.
 
-    ``The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field,
+    The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field,
     every fourth layer has no rotary positions.
     """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")

@@ -85,8 +85,8 @@ class LatentVariant:
         dense_layers: default of first_k_dense_replace.
         indexer: whether layers have sparse indexers.
         correction: whether the router has e_score_correction_bias.
-        softmax: True if the router applies a softmax (over groups of experts only if topk_method is not
-            greedy), False if a sigmoid over groups.
+        softmax: whether the router's scores are a softmax; if False, they are a sigmoid. A token first selects
+            groups of experts, except with a softmax and the topk_method greedy.
         complex_rope: whether rotary positions are computed as complex numbers.
         mlp_bias: whether the class reads the config field mlp_bias.
         latent: whether attention is latent; False: ordinary heads, as in the first DeepSeek-MoE.
@@ -216,7 +216,7 @@ def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpe
 def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     """Return the sparse-attention indexer's (heads, key size, whether each layer has an indexer of its own).
 
-    ``The config field ``indexer_types`` states which layers have one, else the letters of
+    The config field ``indexer_types`` states which layers have one, else the letters of
     ``index_topk_pattern`` (F for a layer with an indexer). If both fields are missing, the first
     ``index_skip_topk_offset`` layers have an indexer, and then one layer in ``index_topk_freq``
     (configuration_glm_moe_dsa.py, transformers 5.19; models/deepseek_v2.py, vLLM 0.32).
@@ -431,7 +431,7 @@ FAMILIES = {
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "kimi_k2": Family(
-        # class name in files published with remote code
+        # Published files of Kimi K2 name DeepSeek-V3's class.
         LatentVariant("DeepseekV3ForCausalLM", 3, taped=False).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),

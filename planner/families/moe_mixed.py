@@ -163,7 +163,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     sink_full = fields.boolean("add_full_attention_sink_bias", False)
     sink_sliding = fields.boolean("add_swa_attention_sink_bias", True)
     if fields.raw("n_shared_experts"):
-        raise UnsupportedArchitecture("shared experts are not supported", field="n_shared_experts")
+        raise UnsupportedArchitecture("shared experts are not supported for mimo_v2", field="n_shared_experts")
     fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
     share = _kind_shares(fields, ("full_attention", "sliding_attention"), 0.334)["full_attention"]
     t = Tensors()
@@ -272,7 +272,9 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     index_heads, index_size, indexed = _minimax_indexer(fields, layers, dims)
     if fields.boolean("attention_output_gate", False):
-        raise UnsupportedArchitecture("true is not supported", field="attention_output_gate")
+        raise UnsupportedArchitecture(
+            "true is not supported: the planner cannot build this gate", field="attention_output_gate"
+        )
     fields.ignore(
         "use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules",
         "num_nextn_predict_layers", "rotary_dim", "first_k_dense_replace",
@@ -317,7 +319,7 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
     sparse = fields.mapping("sparse_attention_config")
     words = {"full_attention": False, "minimax_m3_sparse": True}
     indexed = fields.listed("layer_types", layers, words) if sparse is None else None
-    if indexed is not None:  # files written by transformers 5 have other field names
+    if indexed is not None:  # transformers 5 writes the indexer's fields at the top level
         fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
         return (
             fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
@@ -452,7 +454,7 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
 def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
     """Return attention kind -> fraction of each head that is rotated.
 
-    ``The config field ``rope_parameters`` states the fraction per kind, else ``partial_rotary_factor`` for all
+    The config field ``rope_parameters`` states the fraction per kind, else ``partial_rotary_factor`` for all
     kinds.
     """
     parameters = fields.raw("rope_parameters")

@@ -70,7 +70,8 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
     bias = v.biased and fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     kinds = fields.layer_types(layers) or v.kinds(layers)
-    # A missing sliding_window has the default of the config class. Null raises an error if a layer is sliding.
+    # If sliding_window is missing, the config class's default applies. Null raises an error if a layer is
+    # sliding.
     window = common.window_of(fields) if "sliding_window" in fields.config else v.window
     tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
     gate = "float32" if v.wide_router else None
@@ -221,7 +222,7 @@ FAMILIES = {
             "Kolibri1ForCausalLM", 513, _kolibri, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
             ("shared_experts", 512), biased=False,
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # field name in files written by transformers
+        aliases={"num_experts": "num_local_experts"},  # transformers writes num_local_experts
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),
     "flint": Family(

@@ -157,7 +157,7 @@ def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
     qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
     if v.experts_bias and fields.boolean(v.experts_bias, False):
         raise UnsupportedArchitecture(
-            "true is not supported: experts with biases have no adapter", field=v.experts_bias
+            "true is not supported: the planner cannot build experts with biases", field=v.experts_bias
         )
     tied = fields.boolean("tie_word_embeddings", v.tied)
     qk_norm = v.qk_norm

@@ -154,6 +154,7 @@ def gemma4(fields: Fields, model_type: str) -> Architecture:
     return joined(text, model_type, "Gemma4ForConditionalGeneration", t, vision=seen)
 
 
+_CLIP = "openai/clip-vit-large-patch14-336"  # vision tower of the first LLaVA files
 # Defaults of LlamaConfig and LlavaConfig (transformers 5.19) for fields that published files leave out
 _LLAMA = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
@@ -196,8 +197,10 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
     config = fields.mapping("text_config")
     if config is None:
         tower = fields.raw("mm_vision_tower")
-        if tower != "openai/clip-vit-large-patch14-336":
-            raise UnsupportedArchitecture(f"{shown(tower)} is not supported", field="mm_vision_tower")
+        if tower != _CLIP:
+            raise UnsupportedArchitecture(
+                f"{shown(tower)} is not supported; only {_CLIP} is", field="mm_vision_tower"
+            )
         if fields.raw("mm_projector_type") != "mlp2x_gelu":
             raise UnsupportedArchitecture(
                 f"{shown(fields.raw('mm_projector_type'))} is not supported; only mlp2x_gelu is",
@@ -248,14 +251,14 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     bias = fields.boolean("multimodal_projector_bias", True)
     layers = fields.raw("vision_feature_layer")
     times = len(layers) if isinstance(layers, list) else 1
-    # the outputs of all tower layers stay in memory until the listed layers are selected
+    # the outputs of all tower layers stay in memory until the layers in vision_feature_layer are selected
     if seen is not None and isinstance(layers, list):
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
     t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
     whole = (fields.raw("vision_feature_select_strategy") or variant.strategy) != "default"
     if whole == (kind == "clip_vision_model") and kind != "pixtral":
-        seen = None  # CLIP's class token is an extra embedding; SigLIP has none and drops a patch
+        seen = None  # limits are known only for CLIP without its class token, and SigLIP with all patches
     if variant.tiles is not None:
         t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
         size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
@@ -314,7 +317,7 @@ def mistral3(
             f"{shown(kind)} is not supported; language models of this type are mistral, ministral3 and qwen3",
             field="text_config.model_type",
         )
-    if kind == "ministral3":  # same tensors as Mistral, and a sliding window only if the config states it
+    if kind == "ministral3":  # Mistral's tensors, with the config class's own defaults
         config = {**_MINISTRAL3, **(config or {})}
     # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
     # parameters)
@@ -481,9 +484,11 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         or len(kernel) != 2
         or not all(type(k) is int and 0 < k < 64 for k in kernel)
     ):
-        raise ConfigError(f"{shown(kernel)} is not two small integers", field="vision_config.merge_kernel_size")
+        raise ConfigError(
+            f"{shown(kernel)} is not two integers from 1 to 63", field="vision_config.merge_kernel_size"
+        )
     if fields.integer("projection_hidden_size", hidden, limit="width") != hidden:
-        raise ConfigError(f"must be the tower's hidden size {hidden}", field="projection_hidden_size")
+        raise ConfigError(f"must be the vision tower's hidden size, {hidden}", field="projection_hidden_size")
     merged = hidden * kernel[0] * kernel[1]
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
     t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
@@ -560,9 +565,11 @@ def step(fields: Fields, model_type: str) -> Architecture:
             padded = -(-default // 128) * 128 if name == "vocab_size" else default
             if stated not in (default, padded):
                 raise UnsupportedArchitecture(
-                    f"{shown(stated)}: a step3p7 file without text_config has {default}", field=name,
-                    hint="transformers reads text_config only",
-                )  # fmt: skip
+                    f"{shown(stated)} at the top level is ignored: transformers reads only text_config and "
+                    f"uses {default}",
+                    field=name,
+                    hint="move the field into text_config",
+                )
         config = {**_STEP, "layer_types": fields.config.get("layer_types")}
         fields.ignore(*fields.config)
     text = text_of(fields, "step3p7_text", config)

@@ -21,14 +21,14 @@ from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 _BIAS = ("attention_bias", False)
-_MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # Tele-FLM's scale factors, without tensors
+_MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # Tele-FLM's scale factors have no tensors.
 
 
 def _minicpm(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a dense MiniCPM 1 or 2 model; its scale factors have no tensors."""
     if fields.raw("num_experts"):
         raise UnsupportedArchitecture(
-            f"{shown(fields.raw('num_experts'))} is not supported: MiniCPM's experts have no adapter",
+            f"{shown(fields.raw('num_experts'))} is not supported: the planner cannot build MiniCPM's experts",
             field="num_experts",
         )
     return DenseVariant(
@@ -48,7 +48,7 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
     kv_heads = fields.optional_integer("num_key_value_heads", limit="heads") or heads
     if kv_heads != heads:
         raise UnsupportedArchitecture(
-            f"{kv_heads} is not {heads}, the number of heads: vLLM has a key and a value for each",
+            f"{kv_heads} is not num_attention_heads = {heads}; vLLM's class has one KV head per query head",
             field="num_key_value_heads",
         )
     for name in ("num_moe_experts", "embed_layernorm"):
@@ -118,7 +118,9 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
     if isinstance(window, list):
         stated = [entry for entry in window if entry is not None]
         if not stated or stated.count(stated[0]) != len(stated):
-            raise UnsupportedArchitecture(f"{shown(window)} is not supported", field="sliding_window")
+            raise UnsupportedArchitecture(
+                f"{shown(window)} is not supported: the windows differ", field="sliding_window"
+            )
         window = stated[0]
     fields.config = {"sliding_window_pattern": 8, **fields.config, "sliding_window": window}
     return DenseVariant(
@@ -134,7 +136,7 @@ def _loopcoder(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an IQuest-LoopCoder model, which runs its layers ``loop_num`` times.
 
     Each pass after the first caches its own keys and values in a short window. A gate per head and layer mixes
-    its attention with that of the first pass (models/iquest_loopcoder.py).
+    the attention of a later pass with that of the first (models/iquest_loopcoder.py).
     """
     loops = fields.integer("loop_num", 2, limit="layers")
     window = fields.integer("loop_window_size", 64, limit="positions")

@@ -30,7 +30,7 @@ _BY_CLASS = {
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
-    """Yield the modules of this folder, starting with modules whose name is a prefix of ``model_type``."""
+    """Yield the modules that define model families, first those whose name is a prefix of ``model_type``."""
     return modules_in(__package__, _FIRST, model_type)
 
 
@@ -162,7 +162,9 @@ def _build(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
     family = family_of(model_type)
     if config.get("is_encoder_decoder") and family.build is not None and not family.reads_class:
-        raise UnsupportedArchitecture("true is not supported for this family", field="is_encoder_decoder")
+        raise UnsupportedArchitecture(
+            f"true is not supported: {model_type} is no encoder-decoder", field="is_encoder_decoder"
+        )
     fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
     architecture = _read(fields, model_type, family)
     assumed = (*architecture.assumed, *_assumed(fields, model_type))
@@ -172,7 +174,7 @@ def _build(config: Mapping[str, Any]) -> Architecture:
 
 
 def _untyped(config: Mapping[str, Any]) -> str | None:
-    """Return the model type of a config.json that states none, by its class.
+    """Return the model type of a config.json without ``model_type``, from the class in ``architectures``.
 
     Source: vLLM, transformers_utils/config.py.
     """

@@ -273,7 +273,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             raise ConfigError("missing", field=side)
         sides[side] = Fields(found)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore("vocab_size")  # not read: encoder and decoder config have their own
+    fields.ignore("vocab_size")  # encoder and decoder config each state their own vocab_size
     t = Tensors()
     cache: list[CacheLayer] = []
     widths: dict[str, int] = {}
@@ -306,7 +306,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # set by the last iteration of the loop, for the decoder
+    assert kinds is not None  # the loop's last iteration has set the decoder's attention kinds
     for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)

@@ -102,7 +102,8 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     out = a.integer("text_hidden_size", 3584, limit="width")
     if out != text.hidden_size:
         raise ConfigError(
-            f"{out} is not the text's {text.hidden_size}", field="adapter_config.text_hidden_size"
+            f"{out} is not the text model's hidden size, {text.hidden_size}",
+            field="adapter_config.text_hidden_size",
         )
     _molmo_attention(t, f"{at}.image_pooling_2d", a, width, width * len(taken))
     inner, bias = a.integer("intermediate_size", 18_944, limit="width"), a.boolean("mlp_bias", False)
@@ -227,7 +228,10 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     t.role = "projector"
     at, out = "model.vision_model.connector", v.integer("out_hidden_size", 1024, limit="width")
     if out != text.hidden_size:
-        raise ConfigError(f"{out} is not the text's {text.hidden_size}", field="vision_config.out_hidden_size")
+        raise ConfigError(
+            f"{out} is not the text model's hidden size, {text.hidden_size}",
+            field="vision_config.out_hidden_size",
+        )
     side = v.integer("image_size", 512, limit="width") // v.integer("patch_size", 16, limit="width")
     factor = v.integer("scale_factor", 4, limit="width")
     taken = v.raw("deepstack_visual_indexes")
@@ -285,7 +289,9 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     pair = v.raw("window_kernel_size")
     pair = [2, 2] if pair is None else pair
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(k) is int and 0 < k < 64 for k in pair):
-        raise ConfigError(f"{shown(pair)} is not two small integers", field="vision_config.window_kernel_size")
+        raise ConfigError(
+            f"{shown(pair)} is not two integers from 1 to 63", field="vision_config.window_kernel_size"
+        )
     times = pair[0] * pair[1]
     at = f"{at}.vit_merger"
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")

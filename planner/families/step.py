@@ -20,7 +20,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def _routed(fields: Fields, layers: int, first: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts: the config field ``moe_layers_enum`` lists those.
+    """Return for each layer whether it has routed experts: the config field ``moe_layers_enum`` lists them.
 
     The field is a list of layer indices, or a string of indices separated by commas. Without the field, all
     layers from ``first`` on have routed experts.
@@ -48,7 +48,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     query = fields.optional_integer("share_q_dim", limit="width") or size
     if fields.integer("num_attention_groups", 1, limit="heads") != 1:
         raise UnsupportedArchitecture(
-            "vLLM's class has one KV head whatever the file says", field="num_attention_groups"
+            "must be 1: vLLM's class always has one KV head", field="num_attention_groups"
         )
     dims = Heads(hidden, heads, 1, size)
     layers = fields.integer("num_hidden_layers", limit="layers")
@@ -65,7 +65,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("model.embed_tokens", vocab, hidden)
     for i, at in t.layers(layers, "model.layers"):
         own = f"{at}.self_attn"
-        # Tensor parallelism does not divide these tensors: every rank has them whole.
+        # Tensor parallelism does not divide q_proj, k_proj and v_proj: every rank has them whole.
         for name, rows in (("q_proj", query), ("k_proj", size), ("v_proj", size)):
             t.linear(f"{own}.{name}", rows, hidden)
         t.norm(f"{own}.inter_norm", query)
@@ -88,7 +88,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-# Names of Step 3.5's config fields, and those of Step 3.7's text model in transformers
+# Config field of Step 3.5 -> the same field's name in the config of Step 3.7's text model (transformers)
 _NAMES = {
     "num_attention_groups": "num_key_value_heads", "moe_num_experts": "num_experts",
     "moe_top_k": "num_experts_per_tok",
@@ -114,7 +114,7 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
     routed = _routed(fields, layers, 1)
     config: dict[str, Any] = {_NAMES.get(name, name): value for name, value in fields.config.items()}
     kinds = config.get("layer_types")
-    if isinstance(kinds, list):  # config files also list the MTP draft layers
+    if isinstance(kinds, list):  # layer_types also lists the MTP draft layers
         config["layer_types"] = kinds[:layers]
     other = config.pop("attention_other_setting", None)
     if other is not None:
@@ -137,15 +137,17 @@ def _other(config: dict[str, Any], other: object) -> None:
     """Write the numbers of heads of the sliding layers into ``config``, under Step 3.7's field names.
 
     Raises:
-        UnsupportedArchitecture: ``other`` describes layers that are not sliding, or that differ from the
-            others in KV heads or head size.
+        UnsupportedArchitecture: ``other`` describes layers that are not sliding, or whose KV heads or head size
+            differ from those of the full layers.
     """
     known = {
         "attention_type": "sliding_attention", "num_attention_groups": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
     }  # fmt: skip
     if not isinstance(other, dict) or any(other.get(name, value) != value for name, value in known.items()):
-        raise UnsupportedArchitecture(f"{shown(other)} is not supported", field="attention_other_setting")
+        raise UnsupportedArchitecture(
+            f"{shown(other)} is not supported; it must state {shown(known)}", field="attention_other_setting"
+        )
     config["num_sliding_attention_heads"] = other.get("num_attention_heads")
 
 

@@ -33,7 +33,7 @@ class Tensors:
     Attributes:
         specs: the tensors so far.
         layer: model layer of the tensors added next, None outside the layers.
-        role: while set, the role of all tensors added, for towers and encoders (except buffers).
+        role: if set, role of every tensor added except buffers, such as ``vision`` while a tower is added.
         linear_class: class name of linear layers.
     """
 
@@ -104,7 +104,10 @@ class Tensors:
         None.
         """
         if out < 1 or into < 1:  # a quotient of config values may have been rounded down to 0
-            raise ConfigError(f"the config gives it the shape [{out}, {into}]", field=f"{module}.weight")
+            raise ConfigError(
+                f"the config gives it the shape [{out}, {into}], whose sizes must be positive",
+                field=f"{module}.weight",
+            )
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
         shape, across = (out, into), dim
@@ -325,7 +328,7 @@ class Tensors:
     def rotary(self, dim: int, *prefixes: str) -> None:
         """Add the inverse frequencies of a rotary table over ``dim`` values of a head.
 
-        They are added once for each given name prefix.
+        Each name prefix in ``prefixes`` gets its own buffers.
         """
         self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
 
@@ -389,7 +392,8 @@ def tensors_of(recipe: Recipe) -> Tensors:
 def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
     """Add the tensors of ``norm`` below module ``at``; do nothing if ``norm`` is None.
 
-    If the norm's weight has a row per head, tensor parallelism divides it like ``kv_heads`` KV heads.
+    If the norm's weight has a row per head, tensor parallelism divides its rows like those of ``kv_heads`` KV
+    heads.
     """
     if norm is None:
         return

@@ -187,7 +187,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
-            listed = [8, 16, 24]  # default of Qwen3VLVisionConfig
+            listed = [8, 16, 24]  # Qwen3VLVisionConfig's default
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(
                 f"{shown(listed)} is not a list of layer indices", field="deepstack_visual_indexes"

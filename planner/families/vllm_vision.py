@@ -72,7 +72,8 @@ def dots(fields: Fields, model_type: str) -> Architecture:
     t.linear(f"{at}.merger.mlp.2", v["hidden_size"], merged, bias=True, shard="row")
     if v["hidden_size"] != text.hidden_size:
         raise ConfigError(
-            f"{v['hidden_size']} is not the text's {text.hidden_size}", field="vision_config.hidden_size"
+            f"{v['hidden_size']} is not the text model's hidden size, {text.hidden_size}",
+            field="vision_config.hidden_size",
         )
     return joined(text, model_type, "DotsOCRForCausalLM", t, "model.")
 
@@ -116,7 +117,8 @@ def eagle(fields: Fields, model_type: str) -> Architecture:
     tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
     if fields.raw("select_layer") not in (None, -1):
         raise UnsupportedArchitecture(
-            f"{shown(fields.raw('select_layer'))} is not supported", field="select_layer"
+            f"{shown(fields.raw('select_layer'))} is not supported; only -1, the last layer, is",
+            field="select_layer",
         )
     hidden = towers.siglip(t, "vision_model.vision_model", tower)
     ratio = fields.raw("downsample_ratio")
