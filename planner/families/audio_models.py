@@ -52,8 +52,7 @@ def voxtral(fields: Fields, model_type: str) -> Architecture:
         raise UnsupportedArchitecture(f"{shown(kind)} is not llama or mistral", field="text_config.model_type")
     text = text_of(fields, kind, config)
     f = Fields(fields.mapping("audio_config") or {})
-    t = Tensors()
-    t.role, at = "audio", "model.audio_tower"
+    t, at = Tensors("audio"), "model.audio_tower"
     _encoder(t, at, f, ("hidden_size", "num_hidden_layers", "intermediate_size"))
     t.role, joint = "projector", f.integer("intermediate_size", 5120, limit="width")
     t.linear("model.multi_modal_projector.linear_1", text.hidden_size, joint)
@@ -64,8 +63,7 @@ def voxtral(fields: Fields, model_type: str) -> Architecture:
 def qwen2_audio(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Qwen2-Audio model from its checked config."""
     text = text_of(fields, "qwen2", fields.mapping("text_config"))
-    t = Tensors()
-    t.role = "audio"
+    t = Tensors("audio")
     f = Fields(fields.mapping("audio_config") or {})
     width = _encoder(t, "model.audio_tower", f, ("d_model", "encoder_layers", "encoder_ffn_dim"))
     t.role = "projector"
@@ -90,8 +88,7 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     if published is None:  # hub files state Whisper's number of positions; a chunk of audio has 13
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)
-    t = Tensors()
-    t.role, at = "audio", "model.audio_tower"
+    t, at = Tensors("audio"), "model.audio_tower"
     width, out = downsampling(t, at, f)
     encoder_layers(t, at, f, width, f.integer("encoder_ffn_dim", limit="width"), key_bias=True)
     t.role, at = "projector", "model.multi_modal_projector"
@@ -111,8 +108,7 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
     heads = f.integer("num_attention_heads", 20, limit="heads")
     kv_heads = f.optional_integer("num_key_value_heads", limit="heads") or heads
     size = f.optional_integer("head_dim", limit="width") or width // heads
-    t = Tensors()
-    t.role, at = "audio", "model.audio_tower"
+    t, at = Tensors("audio"), "model.audio_tower"
     towers.conv(t, f"{at}.conv1", (width, f.integer("num_mel_bins", 128, limit="width"), 3), True)
     towers.conv(t, f"{at}.conv2", (width, width, 3), True)
     for i in range(f.integer("num_hidden_layers", 32, limit="layers")):
@@ -133,8 +129,7 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
 def audioflamingo3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an Audio Flamingo 3 model: Whisper's encoder, a connector and a Qwen2."""
     text = text_of(fields, "qwen2", fields.mapping("text_config"))
-    t = Tensors()
-    t.role = "audio"
+    t = Tensors("audio")
     f = Fields(fields.mapping("audio_config") or {})
     width = _encoder(t, "model.audio_tower", f, ("hidden_size", "num_hidden_layers", "intermediate_size"))
     t.role, at = "projector", "model.multi_modal_projector"

@@ -56,8 +56,7 @@ def phi3_v(fields: Fields, model_type: str) -> Architecture:
         )
     separated = layer.get("with_learnable_separator", True) is True
     text = _text(fields, "phi3", _PHI)
-    t = Tensors()
-    t.role, at = "vision", "model.vision_embed_tokens"
+    t, at = Tensors("vision"), "model.vision_embed_tokens"
     width = 4 * towers.clip(t, f"{at}.img_processor.vision_model", {}, towers.LLAVA_CLIP)
     t.role = "projector"
     if separated:
@@ -83,8 +82,7 @@ def minicpmv(fields: Fields, model_type: str) -> Architecture:
     dropped = fields.boolean("drop_vision_last_layer", True)
     vision = fields.mapping("vision_config") or {}
     text = _text(fields, kind, _MINICPM)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     layers = Fields(vision).integer("num_hidden_layers", 27, limit="layers") - dropped
     tower = {**vision, "num_hidden_layers": layers, "vision_use_head": False}
     kept = towers.siglip(t, "vpm", tower, _SIGLIP)

@@ -179,8 +179,7 @@ def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architect
     config = fields.mapping("text_config") or {}
     kind = config.get("model_type", variant.text)
     text = text_of(fields, kind, config, tied=variant.tied, either=variant.tied)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     tower = fields.mapping("vision_config") or {}
     hidden = _tower(t, "model.vision_tower", tower, variant.names, biased=variant.biased)
     at = "model.multi_modal_projector"
@@ -201,8 +200,7 @@ def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternV
         raise ConfigError(f"{shown(kind)} is not a string", field="llm_config.model_type")
     text = build_text(config, kind)
     fields.ignore("tie_word_embeddings")  # the language model's config decides if the head is tied
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)
     _connector(t, ("mlp1.0", "mlp1.1", "mlp1.3"), fields, hidden, text.hidden_size)
     return joined(text, model_type, class_name, t, "language_model.model.")

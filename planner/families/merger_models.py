@@ -107,8 +107,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
             "num_attention_heads", limit="heads"
         )
     text = text_of(fields, "glm4", config)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     _glm_ocr_tower(t, "model.visual", Fields(fields.mapping("vision_config") or {}))
     return joined(text, model_type, "GlmOcrForConditionalGeneration", t)
 
@@ -119,8 +118,7 @@ def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architectur
     def build(fields: Fields, model_type: str) -> Architecture:
         config = {"attention_bias": True, **(fields.mapping("text_config") or {})}
         text = text_of(fields, text_type, config)
-        t = Tensors()
-        t.role = "vision"
+        t = Tensors("vision")
         _glm_tower(t, "model.visual", Fields(fields.mapping("vision_config") or {}))
         return joined(text, model_type, class_name, t)
 
@@ -131,8 +129,7 @@ def exaone4_5(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an EXAONE 4.5 model: Qwen2.5-VL's tower, but with grouped-query attention."""
     text = text_of(fields, "exaone4", fields.mapping("text_config"))
     v = Fields(fields.mapping("vision_config") or {})
-    t = Tensors()
-    t.role, at = "vision", "model.visual"
+    t, at = Tensors("vision"), "model.visual"
     hidden, heads = v.integer("hidden_size", 3584, limit="width"), v.integer("num_heads", 16, limit="heads")
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
     size = hidden // heads

@@ -151,8 +151,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             field="text_config.tie_word_embeddings",
         )
     inside = build_text({**config, "tie_word_embeddings": tied}, "mistral_large4_text")
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     hidden = _pixtral(t, "model.vision_tower", fields.mapping("vision_config") or {})
     t.role = "projector"
     at, merge = "model.multi_modal_projector", fields.integer("spatial_merge_size", 2, limit="width")

@@ -102,8 +102,7 @@ def joined(
 def gemma3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Gemma 3 from its checked config."""
     text = text_of(fields, "gemma3_text", fields.mapping("text_config"), tied=True)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     hidden = towers.siglip(t, "model.vision_tower", vision)
     t.role = "projector"
@@ -120,9 +119,8 @@ def gemma3n(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Gemma 3n, which reads images and audio."""
     text = text_of(fields, "gemma3n_text", fields.mapping("text_config"), tied=True)
     fields.ignore("audio_soft_tokens_per_image")
-    t = Tensors()
+    t = Tensors("vision")
     vision, sound = _vision(fields), fields.mapping("audio_config") or {}
-    t.role = "vision"
     gemma3n_towers.vision(t, "model.vision_tower", vision)
     t.role = "audio"
     width = gemma3n_towers.audio(t, "model.audio_tower", sound)
@@ -227,8 +225,7 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
 
     NeXT and OneVision cut an image into several tiles, and learn an embedding for the end of a line of patches.
     """
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     text = _llava_text(fields, variant)
     vision = _vision(fields)
     kind = vision.get("model_type", variant.towers[0])
@@ -327,8 +324,7 @@ def mistral3(
             f"{shown(fields.raw('vision_feature_layer'))} is not supported; only -1, the last layer, is",
             field="vision_feature_layer",
         )
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     defaults = towers.PIXTRAL if vision else {**towers.PIXTRAL, "patch_size": 14, "image_size": 1540}
     tower, at = modules
@@ -348,8 +344,7 @@ def kimi_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi-VL model from its checked config."""
     # In the model's remote code, the language model's config determines whether the head is tied.
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tie=False)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     hidden = towers.moonvit_2d(t, "vision_tower", vision)
     if vision.get("merge_kernel_size", [2, 2]) != [2, 2]:
@@ -395,8 +390,7 @@ def qwen(
     if kv_heads is not None:
         config = {"num_key_value_heads": kv_heads, **config}
     text = text_of(fields, text_type, config, either=either)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     towers.qwen(t, "model.visual", vision, tower, deepstack=deepstack)
     seen = image_limits.qwen(fields, vision, tower, text.hidden_size, deepstack=deepstack)
@@ -406,8 +400,7 @@ def qwen(
 def mllama(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Llama 3.2 from its checked config."""
     text = text_of(fields, "mllama_text_model", fields.mapping("text_config"))
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     width = towers.mllama(t, "model.vision_model", _vision(fields))
     t.role = "projector"
     t.linear("model.multi_modal_projector", text.hidden_size, width, bias=True)
@@ -457,8 +450,7 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Llama 4 from its checked config."""
     # transformers' multimodal class ignores tie_word_embeddings: the head is never tied
     text = text_of(fields, "llama4_text", fields.mapping("text_config"), tie=False)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     width = towers.llama4(t, "vision_model", vision)
     t.role = "projector"
@@ -473,8 +465,7 @@ def llama4(fields: Fields, model_type: str) -> Architecture:
 def kimi(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi-K2.5 model from its checked config."""
     text = text_of(fields, "deepseek_v3", fields.mapping("text_config"), tied=True)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     hidden = towers.moonvit(t, "model.vision_tower", vision)
     t.role = "projector"
@@ -500,8 +491,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
 def minimax(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal MiniMax-M3 from its checked config."""
     text = text_of(fields, "minimax_m3", fields.mapping("text_config"), either=True)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = _vision(fields)
     hidden = towers.minimax(t, "model.vision_tower", vision)
     t.role = "projector"
@@ -534,8 +524,7 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     config = fields.mapping("language_config")
     fields.ignore(*fields.config)
     text = text_of(fields, "deepseek_v2", config)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     first = names == ["DeepseekOCRForCausalLM"]
     hidden = (towers.ocr if first else towers.ocr2)(t, _vision(fields))
     t.role = "projector"
@@ -573,8 +562,7 @@ def step(fields: Fields, model_type: str) -> Architecture:
         config = {**_STEP, "layer_types": fields.config.get("layer_types")}
         fields.ignore(*fields.config)
     text = text_of(fields, "step3p7_text", config)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     width = towers.step(t, "model.vision_model", _vision(fields))
     t.role = "projector"
     t.linear(

@@ -53,8 +53,7 @@ def thinker(
     if stated is None:
         raise ConfigError("missing", field="thinker_config.text_config")
     text = text_of(inner, text_type, {"num_key_value_heads": 4, **stated}, either=either)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = inner.mapping("vision_config") or {}
     towers.qwen(t, "visual", vision, tower)
     t.role = "audio"

@@ -119,8 +119,7 @@ def glm4v(fields: Fields, model_type: str) -> Architecture:
     v, ffn = Fields(config), fields.integer("ffn_hidden_size", limit="width")
     hidden, inner = (v.integer(name, limit="width") for name in ("hidden_size", "intermediate_size"))
     patch, channels = v.integer("patch_size", limit="width"), v.integer("in_channels", 3, limit="width")
-    t, at = Tensors(), "transformer.vision"
-    t.role = "vision"
+    t, at = Tensors("vision"), "transformer.vision"
     conv(t, f"{at}.patch_embedding.proj", (hidden, channels, patch, patch), True)
     t.add(f"{at}.patch_embedding.cls_embedding", (1, hidden), "vision", "EVA2CLIPPatchEmbedding")
     positions = v.integer("num_positions", limit="positions")

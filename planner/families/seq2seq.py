@@ -358,8 +358,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
             f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
             field="decoder_num_key_value_heads",
         )
-    t = Tensors()
-    t.role = "encoder"
+    t = Tensors("encoder")
     at = f"{prefix}encoder"
     for name, shape, with_bias in (
         ("conv1", (hidden, 1, 127), False), ("conv2", (2 * hidden, hidden, 7), True),

@@ -51,7 +51,6 @@ def _tower(t: Tensors, at: str, fields: Fields, sizes: Mapping[str, int], *, hea
 
     ``head`` is the default of vision_use_head.
     """
-    t.role = "vision"
     vision: dict[str, Any] = {**(fields.mapping("vision_config") or {})}
     vision.setdefault("vision_use_head", head)
     return towers.siglip(t, at, vision, {**towers.SIGLIP, **sizes})
@@ -60,7 +59,7 @@ def _tower(t: Tensors, at: str, fields: Fields, sizes: Mapping[str, int], *, hea
 def paligemma(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a PaliGemma model from its checked config."""
     text = _text(fields, "gemma", ("gemma", "gemma2"), True)
-    t = Tensors()
+    t = Tensors("vision")
     hidden = _tower(t, "model.vision_tower", fields, {}, head=False)
     t.role = "projector"
     width = Fields(fields.mapping("vision_config") or {}).integer(
@@ -78,7 +77,7 @@ def _idefics3(name: str, patch: int) -> Any:
 
     def build(fields: Fields, model_type: str) -> Architecture:
         text = _text(fields, "llama", ("llama",), False)
-        t = Tensors()
+        t = Tensors("vision")
         sizes = {"intermediate_size": 3072, "num_hidden_layers": 12, "image_size": 224, "patch_size": patch}
         hidden = _tower(t, "model.vision_model", fields, sizes, head=False)
         t.role = "projector"
@@ -96,7 +95,7 @@ def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
     patches = vision.integer("num_patches", 256, limit="positions")
     if isqrt(patches) ** 2 != patches:
         raise UnsupportedArchitecture(f"{patches} is not a square", field="vision_config.num_patches")
-    t = Tensors()
+    t = Tensors("vision")
     side = isqrt(patches) * vision.integer("patch_size", 16, limit="width")
     hidden = _tower(t, "model.vision_tower", fields, {"image_size": side}, head=True)
     # SigLIP 2 embeds flattened patches with a matrix instead of a convolution.
@@ -123,7 +122,7 @@ def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
 def cohere2_vision(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Cohere2 Vision model from its checked config."""
     text = _text(fields, "cohere2", ("cohere2",), True)
-    t = Tensors()
+    t = Tensors("vision")
     hidden = _tower(t, "model.vision_tower", fields, {"image_size": 512, "num_hidden_layers": 27}, head=True)
     t.role = "projector"
     at, factor = "model.multi_modal_projector", fields.integer("downsample_factor", 2, limit="width")

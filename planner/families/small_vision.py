@@ -62,8 +62,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Molmo 2 model from its checked config."""
     common.never_tied(fields)
     text = _text(fields, "molmo2_text", False)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     v = Fields(
         _of(fields, "vision_config"),
         {"patch_size": "image_patch_size", "image_size": "image_default_input_size",
@@ -163,8 +162,7 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     """
     text = _text(fields, "lfm3", True)
     v = Fields(_of(fields, "vision_config"))
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     at, hidden = "model.vision_tower", v.integer("hidden_size", 1024, limit="width")
     heads = v.integer("num_attention_heads", 16, limit="heads")
     kv_heads = v.integer("num_key_value_heads", 8, limit="heads")
@@ -222,8 +220,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     text = _text(fields, "granite", True, alias="granite_docling_text", kv_heads=4)
     vision = _of(fields, "vision_config")
     v = Fields(vision)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     hidden = _siglip(t, "model.vision_model", vision, 512)
     t.role = "projector"
     at, out = "model.vision_model.connector", v.integer("out_hidden_size", 1024, limit="width")
@@ -279,8 +276,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     vision = _of(fields, "vision_config")
     v = Fields(vision)
     fields.ignore("insert_layer_id", "downsample_mode", "patch_size", "image_size")
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     at = "model.vision_tower"
     hidden = _siglip(t, at, vision, 224)
     # positions are computed from the image size, not stored as buffers
@@ -327,8 +323,7 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "ernie4_5", config, tied=True, either=True)
     vision = _of(fields, "vision_config")
     v = Fields(vision)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     defaults = {
         "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
         "num_channels": 3, "image_size": 384, "patch_size": 14,

@@ -37,10 +37,11 @@ class Tensors:
         linear_class: class name of linear layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role | None = None) -> None:
+        """Create an empty list; ``role`` is the role of the tensors added first, such as ``vision``."""
         self.specs: list[TensorSpec] = []
         self.layer: int | None = None
-        self.role: Role | None = None
+        self.role = role
         self.linear_class = "Linear"
 
     def add(

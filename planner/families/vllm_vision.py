@@ -52,8 +52,7 @@ def dots(fields: Fields, model_type: str) -> Architecture:
     fields.ignore(*fields.config)
     v = _sizes(fields, _DOTS)
     width, bias = v["embed_dim"], Fields(vision).boolean("use_bias", False)
-    t = Tensors()
-    t.role, at = "vision", "vision_tower"
+    t, at = Tensors("vision"), "vision_tower"
     shape = (width, v["num_channels"], v["patch_size"], v["patch_size"])
     towers.conv(t, f"{at}.patch_embed.patchifier.proj", shape, True)
     t.norm(f"{at}.patch_embed.patchifier.norm", width)
@@ -86,8 +85,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     text = build_text(config, "step3_text")
     v = _sizes(fields, _STEP3)
     hidden, out = v["hidden_size"], v["output_hidden_size"]
-    t = Tensors()
-    t.role, at = "vision", "vision_model"
+    t, at = Tensors("vision"), "vision_model"
     t.add(f"{at}.embeddings.class_embedding", (1, hidden), "vision", "VisionEmbeddings")
     shape = (hidden, v["num_channels"], v["patch_size"], v["patch_size"])
     towers.conv(t, f"{at}.embeddings.patch_embedding", shape, True)
@@ -112,8 +110,7 @@ def eagle(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Eagle 2.5: SigLIP, pixel shuffling and a Qwen2 model."""
     config = fields.mapping("text_config")
     text = text_of(fields, "qwen2", config, either=True)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
     if fields.raw("select_layer") not in (None, -1):
         raise UnsupportedArchitecture(
