@@ -59,8 +59,7 @@ class _Variant:
 def _build(v: _Variant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a model like Ling; the options ``v`` say how its family differs from Ling."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")

@@ -18,7 +18,6 @@ from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import CLASSIFIERS, Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count, shown
-from tonnage.planner.model.recipe import Heads
 
 # Fields of published config files about training, the tokenizer or other heads. No tensor shape depends on
 # these fields.
@@ -79,11 +78,8 @@ class EncoderVariant:
 def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a BERT-like encoder; ``variant`` names its modules and parts."""
     class_name, kind = wanted_class(fields, variant.name)
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     inner = fields.integer("intermediate_size", limit="width")
     positions = fields.integer("max_position_embeddings", limit="positions")
     rotates = variant.rotary and fields.raw("position_embedding_type") == "rotary"
@@ -109,7 +105,7 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
     if variant.buckets:
         t.embedding(
             f"{at}encoder.relative_attention_bias",
-            fields.integer("relative_attention_num_buckets", 32, limit="vocab"), heads,
+            fields.integer("relative_attention_num_buckets", 32, limit="vocab"), dims.heads,
         )  # fmt: skip
     if variant.pooler and (not headed or (variant.pooled and class_name.endswith("ForSequenceClassification"))):
         t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
@@ -120,9 +116,9 @@ def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architec
     longest = text_length(fields, positions - (0 if rotates else _unused(fields, variant)))
     more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
     if rotates:
-        more["rotary"] = Rotary(hidden // heads, 1, positions=-(-positions // 8) * 8)
+        more["rotary"] = Rotary(dims.head_size, 1, positions=-(-positions // 8) * 8)
     return common.decoder(
-        fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
+        fields, model_type, class_name, t, dims, (), layers=layers,
         inner=inner, vocab=vocab, **more,
     )  # fmt: skip
 

@@ -26,10 +26,8 @@ def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
         raise ConfigError(f"{numerator} is not a multiple of {of} = {denominator}", field=field)
 
 
-def geometry(
-    fields: Fields, *, kv_default: int | None = None, head_default: int | None = None
-) -> tuple[int, int, int, int]:
-    """Return (hidden_size, num_attention_heads, num_key_value_heads, head_dim), checked against each other.
+def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
+    """Return the head geometry of a config (hidden size, heads, KV heads, head size) after checks.
 
     Args:
         fields: the config.
@@ -39,14 +37,25 @@ def geometry(
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     kv_heads = fields.integer("num_key_value_heads", kv_default or heads, limit="heads")
-    head_size = fields.optional_integer("head_dim", limit="width")
-    if head_size is None and head_default is not None:
-        head_size = head_default
+    head_size = fields.optional_integer("head_dim", head_default, limit="width")
     if head_size is None:
         divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
         head_size = hidden // heads
     divisible(heads, kv_heads, fields.name("num_attention_heads"), fields.name("num_key_value_heads"))
-    return hidden, heads, kv_heads, head_size
+    return Heads(hidden, heads, kv_heads, head_size)
+
+
+def layers_and_vocab(fields: Fields) -> tuple[int, int]:
+    """Return (num_hidden_layers, vocab_size) of a config."""
+    return fields.integer("num_hidden_layers", limit="layers"), fields.integer("vocab_size", limit="vocab")
+
+
+def sizes(fields: Fields) -> tuple[Heads, int, int]:
+    """Return (head geometry, layers, vocabulary size) of a model with one KV head per query head."""
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
+    return Heads(hidden, heads, heads, hidden // heads), *layers_and_vocab(fields)
 
 
 def rope_kind(parameters: object, field: str) -> tuple[str, float]:
@@ -115,11 +124,6 @@ def cache_layers(
         else:
             out.append(CacheLayer(index, "sliding", window, kv_heads, head_size))
     return tuple(out)
-
-
-def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
-    """Return the checked head geometry of a config: hidden size, heads, KV heads and head size."""
-    return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
 
 
 def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:

@@ -34,8 +34,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     size = fields.integer("head_dim", 512, limit="width")
     if fields.integer("num_key_value_heads", 1, limit="heads") != 1:
         raise ConfigError("must be 1: K and V are one shared head", field="num_key_value_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     q_rank = fields.integer("q_lora_rank", limit="width")
     groups = fields.integer("o_groups", limit="heads")
     o_rank = fields.integer("o_lora_rank", limit="width")

@@ -6,6 +6,8 @@ bitsandbytes does not replace them (integrations/bitsandbytes.py replaces ``type
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits
@@ -16,7 +18,6 @@ from tonnage.planner.model.recipe import (  # fmt: skip
     Attention,
     Embedding,
     Head,
-    Heads,
     Mlp,
     Norm,
     Recipe,
@@ -28,12 +29,8 @@ from tonnage.planner.model.recipe import (  # fmt: skip
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Falcon model from its checked config."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    head_size = hidden // heads
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden, heads, head_size = dims.hidden, dims.heads, dims.head_size
     new = fields.boolean("new_decoder_architecture", False)
     multi_query = fields.boolean("multi_query", True)
     parallel = fields.boolean("parallel_attn", True)
@@ -51,7 +48,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
 
-    dims = Heads(hidden, heads, kv_heads, head_size)
+    dims = replace(dims, kv_heads=kv_heads)
     table = "transformer.rotary_emb."
     attention = Attention(
         "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,

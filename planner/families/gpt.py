@@ -24,18 +24,6 @@ GPT_FIELDS = (
 )  # fmt: skip
 
 
-def sizes(fields: Fields) -> tuple[Heads, int, int]:
-    """Return a GPT-like model's (head geometry with one KV head per query head, layers, vocabulary size)."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    return (
-        Heads(hidden, heads, heads, hidden // heads),
-        fields.integer("num_hidden_layers", limit="layers"),
-        fields.integer("vocab_size", limit="vocab"),
-    )
-
-
 def finish(
     fields: Fields,
     model_type: str,
@@ -89,7 +77,7 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     Its Conv1D modules store matrices as [in, out]. bitsandbytes transposes them and replaces them like
     nn.Linear.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * h, limit="width")
@@ -123,7 +111,7 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
 
     Local layers see a window of ``window_size`` tokens.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
     inner = fields.integer("intermediate_size", 4 * h, limit="width")
@@ -184,7 +172,7 @@ def gptj(
 
     CodeGen fuses the projections of q, k and v.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * h, limit="width")
@@ -217,7 +205,7 @@ def opt(fields: Fields, model_type: str) -> Architecture:
     The 350M model has an embedding narrower than the hidden size, projected to it, and norms after the residual
     additions.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
     inner = fields.integer("ffn_dim", limit="width")
@@ -254,7 +242,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
 
     There is no table of positions, so the architecture allows any length.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     tied = fields.boolean("tie_word_embeddings", True)
     fields.ignore("apply_residual_connection_post_layernorm", "slow_but_exact", "masked_softmax_fusion")
@@ -287,7 +275,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
 
 def mpt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     # transformers always uses 4 as the MLP's expansion ratio, but engines read expansion_ratio.
     if fields.integer("expansion_ratio", 4, limit="width") != 4:

@@ -5,27 +5,26 @@ Shapes follow transformers 5.19, models/gpt_bigcode/.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, Family
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
-from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, layer_of
+from tonnage.planner.model.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, layer_of
 from tonnage.planner.model.tensor import TensorSpec
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GPTBigCode model from its checked config."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    head_size = hidden // heads
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * hidden, limit="width")
-    kv_heads = 1 if fields.boolean("multi_query", True) else heads
+    if fields.boolean("multi_query", True):
+        dims = replace(dims, kv_heads=1)
     fields.ignore("num_key_value_heads", "head_dim")
     tied = fields.boolean("tie_word_embeddings", True)
     if fields.boolean("add_cross_attention", False):
@@ -38,7 +37,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "max_sequence_length", "max_batch_size", "pad_key_length", "activation_function",
     )  # fmt: skip
 
-    dims = Heads(hidden, heads, kv_heads, head_size)
     attention = Attention(
         "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True,
         dropout=common.number(fields, "attn_pdrop", 0.1),

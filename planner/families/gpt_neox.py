@@ -12,7 +12,6 @@ from tonnage.planner.model.recipe import (  # fmt: skip
     Attention,
     Embedding,
     Head,
-    Heads,
     Mlp,
     Norm,
     Recipe,
@@ -24,19 +23,14 @@ from tonnage.planner.model.recipe import (  # fmt: skip
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GPT-NeoX model from its checked config."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    head_size = hidden // heads
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     inner = fields.integer("intermediate_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
     bias = fields.boolean("attention_bias", True)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("use_parallel_residual", "rotary_emb_base", "is_decoder", "classifier_dropout")
-    rotary = Rotary(_rotary_dim(fields, head_size), 1)
+    rotary = Rotary(_rotary_dim(fields, dims.head_size), 1)
 
-    dims = Heads(hidden, heads, heads, head_size)
     table = "gpt_neox.rotary_emb."
     attention = Attention(
         "attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,

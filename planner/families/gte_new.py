@@ -40,9 +40,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
     for field, values in _ONE_FORM.items():
         if fields.raw(field) not in (None, *values):
             raise UnsupportedArchitecture(f"{shown(fields.raw(field))} is not supported", field=field)
-    hidden, heads, _, size = common.geometry(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims = common.heads_of(fields)
+    hidden, heads, size = dims.hidden, dims.heads, dims.head_size
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     types = fields.integer("type_vocab_size", 1, limit="vocab", minimum=0)
     positions = fields.integer("max_position_embeddings", limit="positions")

@@ -84,8 +84,7 @@ class _Variant:
 def internlm2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an InternLM2 model, whose q, k and v projections are one matrix."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("bias", False)
     tied = fields.boolean("tie_word_embeddings", False)

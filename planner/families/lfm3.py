@@ -19,8 +19,7 @@ _KINDS = ("conv", "full_attention", "sliding_attention")
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM3 model from its checked config."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     kernel = fields.integer("conv_L_cache", 7, limit="width")
     conv_bias, bias = fields.boolean("conv_bias", False), fields.boolean("attention_bias", False)

@@ -68,8 +68,7 @@ def qwen(
         fields.integer("linear_conv_kernel_dim", 4, limit="width"),
     )
     common.divisible(d.value_heads, d.key_heads, "linear_num_value_heads", "linear_num_key_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     full = full_of(fields, layers, fields.integer("full_attention_interval", 4, limit="layers"))
@@ -218,8 +217,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     Most layers have Kimi delta attention, the others latent attention; the first layer has a dense MLP.
     """
     d = mla.read_latent(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     heads, size, kernel, full = _kimi_linear(fields, layers)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_token", limit="width")
@@ -328,8 +326,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     Its lightning attention keeps one fp32 matrix per head and sequence.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 2, limit="width")
     inner = fields.integer("intermediate_size", limit="width")
@@ -385,8 +382,7 @@ def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
     In LFM2-MoE the layers from ``num_dense_layers`` on have routed experts.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     kernel = fields.integer("conv_L_cache", 3, limit="width")
     conv_bias = fields.boolean("conv_bias", False)
     tied = fields.boolean(

@@ -19,8 +19,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     Three of four layers have chunked attention; the experts' matrices are stored as [experts, in, out].
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 1, limit="width")
     inner = fields.integer("intermediate_size", limit="width")

@@ -170,8 +170,7 @@ def build(
         normed: whether dt, B and C have norms without learned weights.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     mixer = mixer_of(fields, hidden)
     tied = fields.boolean("tie_word_embeddings", tied)
     t = Tensors()

@@ -46,8 +46,7 @@ def bamba(fields: Fields, model_type: str, *, granite: bool = False) -> Architec
     routed experts and a shared expert follow instead.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     mlp_bias = not granite and fields.boolean("mlp_bias", False)
@@ -112,8 +111,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     Every layer runs Mamba-2 and attention in parallel, so it has both a state and a KV cache.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     mlp_bias = fields.boolean("mlp_bias", False)
@@ -151,8 +149,7 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
     There are no rotary positions.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     count = fields.integer("num_experts", 16, limit="width")
     chosen = fields.integer("num_experts_per_tok", 2, limit="width")

@@ -29,8 +29,7 @@ def text(fields: Fields, model_type: str) -> Architecture:
         raise UnsupportedArchitecture(
             f"{d.q_rank} is not supported: transformers' class does not compress Q", field="q_lora_rank"
         )
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("n_routed_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")

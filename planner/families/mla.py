@@ -120,8 +120,7 @@ def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
         d = LatentAttention(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
     else:
         d = read_latent(fields, defaults=True)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("n_routed_experts", limit="width")
     chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
     inner = fields.integer("moe_intermediate_size", limit="width")
@@ -243,8 +242,7 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
     hidden, heads = (fields.raw(name) for name in ("hidden_size", "num_attention_heads"))
     value = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
     d = read_latent(fields, value_default=value)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", True)

@@ -27,9 +27,9 @@ _NO_SHAPE = (
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a ModernBERT model from its checked config."""
     class_name, kind = wanted_class(fields, "ModernBert")
-    hidden, heads, _, head_size = common.geometry(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims = common.heads_of(fields)
+    hidden, heads, head_size = dims.hidden, dims.heads, dims.head_size
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     positions = fields.integer("max_position_embeddings", 8192, limit="positions")
     norm = "layer" if fields.boolean("norm_bias", False) else "layer-weight"

@@ -36,7 +36,7 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     Its experts have biases, and their matrices are stored as [experts, in, out].
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 4, limit="width")
     inner = fields.integer("intermediate_size", limit="width")
@@ -78,7 +78,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     Full and sliding layers have different numbers of query heads, and a gate scales the attention output.
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")
@@ -142,7 +142,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     value = fields.integer("swa_v_head_dim", full.value_size, limit="width")
     sliding = Heads(full.hidden, heads, kv_heads, size, value)
     common.divisible(sliding.heads, sliding.kv_heads, "swa_num_attention_heads", "swa_num_key_value_heads")
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
     kinds = fields.layer_types(layers)  # files written by transformers 5 state layer_types
@@ -206,7 +206,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
     Sliding layers have their own number of query heads.
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     kinds = fields.layer_types(layers) or tuple(
         "sliding_attention" if i % 4 else "full_attention" for i in range(layers)
     )
@@ -254,7 +254,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     Besides grouped-query attention there is a block-sparse indexer, whose keys are cached too.
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
         sparse = tuple(map(int, common.sparse_layers(fields, layers)))
@@ -351,7 +351,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
     common.divisible(heads, kv_heads, "n_heads", "attn_config.kv_n_heads")
     dims = Heads(hidden, heads, kv_heads, hidden // heads)
     layers = fields.integer("n_layers", limit="layers")
-    vocab = _vocab(fields)
+    vocab = fields.integer("vocab_size", limit="vocab")
     moe = Fields(ffn)
     count = moe.integer("moe_num_experts", 4, limit="width")
     chosen = moe.integer("moe_top_k", 1, limit="width")
@@ -384,7 +384,7 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
     Each token's queries are computed by ``num_experts_per_tok`` attention experts.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
     size = fields.integer("kv_channels", 128, limit="width")
     chosen = fields.integer("num_experts_per_tok", 2, limit="width")
@@ -416,16 +416,6 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
         fields, model_type, "JetMoeForCausalLM", t, dims, cache, layers=layers, inner=chosen * inner,
         vocab=vocab, rotary=Rotary(size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
-
-
-def _layers(fields: Fields) -> int:
-    """Return the model's number of layers, from the config."""
-    return fields.integer("num_hidden_layers", limit="layers")
-
-
-def _vocab(fields: Fields) -> int:
-    """Return the model's vocabulary size, from the config."""
-    return fields.integer("vocab_size", limit="vocab")
 
 
 def _four(dims: Heads) -> tuple[int, int, int, int]:

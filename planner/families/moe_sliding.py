@@ -58,8 +58,7 @@ class SlidingMoeVariant:
 def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kolibri, Flint or Beam model; ``v`` holds the options of its family."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")
@@ -110,8 +109,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
 def afmoe(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an AFMoE model (Trinity), whose attention output is gated."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")

@@ -413,8 +413,7 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
     The K and V of these layers come from the image and are computed once per sequence.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     crossed = fields.raw("cross_attention_layers")

@@ -17,7 +17,6 @@ from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 _BIAS = ("attention_bias", False)
@@ -42,9 +41,8 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
 
     Keys and values are one matrix. Only the output projections of attention and MLP have biases.
     """
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", fields.name("num_attention_heads"))
+    dims, layers, vocab = common.sizes(fields)
+    hidden, heads = dims.hidden, dims.heads
     kv_heads = fields.optional_integer("num_key_value_heads", limit="heads") or heads
     if kv_heads != heads:
         raise UnsupportedArchitecture(
@@ -54,9 +52,6 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
     for name in ("num_moe_experts", "embed_layernorm"):
         if fields.raw(name):
             raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
-    dims = Heads(hidden, heads, heads, hidden // heads)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore(

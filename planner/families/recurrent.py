@@ -17,8 +17,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     By default, two recurrent layers (RG-LRU) alternate with one sliding-attention layer.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     double = fields.integer("intermediate_size", limit="width")
     common.divisible(double, 2, "intermediate_size", "gate and up")
     inner = double // 2
@@ -77,8 +76,7 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
     Each layer keeps five vectors per sequence, three of them in fp32.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     width = fields.integer("attention_hidden_size", hidden, limit="width")
     inner = fields.integer("intermediate_size", 4 * hidden, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
@@ -121,8 +119,7 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     The state of a block is a matrix, a vector and a scalar per head.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     heads = fields.integer("num_heads", 8, limit="heads")
     bias = fields.boolean("use_bias", False)
     qk = fields.share("qk_dim_factor", 0.5, hidden)

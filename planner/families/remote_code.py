@@ -13,7 +13,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, LORA_ON_VOCABULARY, Family
-from tonnage.planner.families.gpt import GPT_FIELDS, finish, sizes
+from tonnage.planner.families.gpt import GPT_FIELDS, finish
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
@@ -23,7 +23,7 @@ from tonnage.planner.model.recipe import Heads
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Qwen 1 model, whose ``intermediate_size`` is the width of gate plus up."""
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     size = fields.integer("kv_channels", dims.head_size, limit="width")
     dims = Heads(dims.hidden, dims.heads, dims.heads, size)
     double = fields.integer("intermediate_size", limit="width")
@@ -144,8 +144,7 @@ def glm4v(fields: Fields, model_type: str) -> Architecture:
 def exaone(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an EXAONE 3 model: Llama's shapes with GPT-2's module names."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
@@ -169,8 +168,7 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
     The model class always builds the ``num_nextn_predict_layers`` MTP layers.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", True)
     extra = fields.integer("num_nextn_predict_layers", 0, limit="layers", minimum=0)
@@ -202,7 +200,7 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
 
     The modules form one flat list. In each layer, attention and MLP are parallel and follow one norm.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     kv_heads = fields.integer("n_head_kv", dims.heads, limit="heads")
     common.divisible(dims.heads, kv_heads, "n_head", "n_head_kv")
@@ -240,8 +238,7 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     Block-sparse layers attend to fewer tokens, but cache K and V of all tokens.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("ff_intermediate_size", limit="width")
     if fields.raw("ff_dim_multiplier") is not None:
         raise UnsupportedArchitecture(
@@ -285,8 +282,7 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
     size = fields.integer("head_dim", hidden // heads, limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     blocks = fields.raw("block_configs")

@@ -413,8 +413,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     known: dict[str, Kind] = {"MoshiForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MoshiForCausalLM")
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("ffn_dim", limit="width")
     common.divisible(inner, 2, "ffn_dim", "gate and up")
     window = fields.optional_integer("sliding_window", 3000, limit="positions")
@@ -457,36 +456,30 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
     """
     known: dict[str, Kind] = {"MusicgenForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MusicgenForCausalLM")
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     inner = fields.integer("ffn_dim", limit="width")
     books = fields.integer("num_codebooks", 4, limit="width")
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
     fields.ignore("audio_channels", "tie_word_embeddings")
-    dims = Heads(hidden, heads, heads, hidden // heads)
     t = Tensors()
     for k in range(books):
         t.vocabulary(f"model.decoder.embed_tokens.{k}", vocab + 1, hidden)
     t.buffer(
         "model.decoder.embed_positions.weights", (positions, hidden), "SinusoidalPositionalEmbedding", "float32"
     )
-    cache = []
-    for i, at in t.layers(layers, "model.decoder.layers"):
+    for _, at in t.layers(layers, "model.decoder.layers"):
         for place, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm")):
             t.attention(f"{at}.{place}", dims, out="out_proj")
             t.norm(f"{at}.{norm}", hidden, "layer")
         t.plain_mlp(at, hidden, inner, names=("fc1", "fc2"))
         t.norm(f"{at}.final_layer_norm", hidden, "layer")
-        cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
     t.norm("model.decoder.layer_norm", hidden, "layer")
     for k in range(books):
         t.head(f"lm_heads.{k}", vocab, hidden, None)
     return common.decoder(
-        fields, model_type, class_name, t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
-        max_model_len=positions, gated=False, kind=kind,
+        fields, model_type, class_name, t, dims, common.full_layers(layers, dims), layers=layers, inner=inner,
+        vocab=vocab, max_model_len=positions, gated=False, kind=kind,
     )  # fmt: skip
 
 

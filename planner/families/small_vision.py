@@ -128,8 +128,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     The embedding has more rows than the head.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     added = fields.integer("additional_vocab_size", 128, limit="vocab", minimum=0)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)

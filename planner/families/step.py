@@ -51,8 +51,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
             "must be 1: vLLM's class always has one KV head", field="num_attention_groups"
         )
     dims = Heads(hidden, heads, 1, size)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("moe_num_experts", limit="width")
     chosen = fields.integer("moe_top_k", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")

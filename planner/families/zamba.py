@@ -25,8 +25,7 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
     twice as wide as the hidden size.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", 14848, limit="width")
     heads = fields.integer("num_attention_heads", 16, limit="heads")
     kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
@@ -129,8 +128,7 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
     has its own low-rank adapters on the block.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     heads = fields.integer("num_attention_heads", 32, limit="heads")
     kv_heads = fields.integer("num_key_value_heads", heads, limit="heads")
     size = fields.integer("attention_head_dim", 2 * hidden // heads, limit="width")
