@@ -117,8 +117,7 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
             t.linear(f"{here}.self_attn.{name}", rows * size, width, bias=name != "k_proj")
         t.linear(f"{here}.self_attn.o_proj", width, heads * size, bias=True)
         t.plain_mlp(f"{here}.mlp", width, inner, bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.input_layernorm", width, "layer")
-        t.norm(f"{here}.post_attention_layernorm", width, "layer")
+        t.layer_norms(here, width, "layer")
     t.norm(f"{at}.norm", width, "layer")
     t.role, at = "projector", "model.multi_modal_projector"
     t.linear(f"{at}.linear_1", 2 * text.hidden_size, inner, bias=True)

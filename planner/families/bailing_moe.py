@@ -90,8 +90,7 @@ def _build(v: _Variant, fields: Fields, model_type: str) -> Architecture:
             f"{at}.{attention}", dims, qkv="query_key_value", out=out, bias=qkv_bias, out_bias=bias
         )
         if normed:
-            for name in v.norms:
-                t.norm(f"{at}.{attention}.{name}", dims.head_size, norm)
+            t.norms(f"{at}.{attention}", dims.head_size, *v.norms, kind=norm)
         t.norm(f"{at}.post_attention_layernorm", dims.hidden)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense, bias=mlp_bias)

@@ -13,6 +13,10 @@ from tonnage.planner.model.recipe import Heads, Recipe
 
 # Rope types with a single table of rotary_dim / 2 frequencies (transformers 5.19, modeling_rope_utils.py)
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
+# Names of a layer's norms, in the order they run, if attention and MLP each have a norm before and after them
+FOUR_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
 
 
 def divisible(numerator: int, denominator: int, field: str, of: str) -> None:

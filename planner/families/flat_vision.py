@@ -94,8 +94,7 @@ def minicpmv(fields: Fields, model_type: str) -> Architecture:
     t.add(f"{at}.attn.in_proj_weight", (3 * width, width), "projector", "MultiheadAttention")
     t.add(f"{at}.attn.in_proj_bias", (3 * width,), "projector", "MultiheadAttention")
     t.linear(f"{at}.attn.out_proj", width, width, bias=True, module_class="OutProjection")
-    for name in ("ln_q", "ln_kv", "ln_post"):
-        t.norm(f"{at}.{name}", width, "layer")
+    t.norms(at, width, "ln_q", "ln_kv", "ln_post", kind="layer")
     t.buffer(f"{at}.pos_embed", (70, 70, width), "Resampler", "float32")
     return joined(text, model_type, "MiniCPMV", t, "llm.model.")
 

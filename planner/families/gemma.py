@@ -65,10 +65,6 @@ class GemmaVariant:
         return _build(self, fields, model_type)
 
 
-_FOUR_NORMS = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
-
 _TABLE = "model.rotary_emb."
 _HEAD_DIM = 256  # default of head_dim in the config classes, which is not hidden_size / num_attention_heads
 _WINDOW = 4096  # default of sliding_window in Gemma2Config and Gemma3TextConfig
@@ -186,7 +182,7 @@ _GEMMA3 = GemmaVariant(
         "max_position_embeddings": 131_072,
     },
     # every sixth layer has full attention unless the file says otherwise (configuration_gemma3.py)
-    _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
+    common.FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
 )  # fmt: skip
 
 
@@ -227,7 +223,7 @@ FAMILIES = {
                 "max_position_embeddings": 8192,
             },
             # Sliding and full layers alternate, the first is sliding (configuration_gemma2.py).
-            _FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
+            common.FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
         # the 9B and 27B files state the sliding window in two config fields
         leftovers={"sliding_window_size": "sliding_window"},

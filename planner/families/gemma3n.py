@@ -54,9 +54,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         attention(t, f"{at}.self_attn", dims, bias, value=True, shared=i in sources)
         cache.append(cache_layer(i, window if kind == "sliding_attention" else None, dims, sources.get(i)))
         t.gated_mlp(f"{at}.mlp", hidden, inner[i])
-        for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                     "post_feedforward_layernorm"):  # fmt: skip
-            t.norm(f"{at}.{name}", hidden)
+        t.norms(at, hidden, *common.FOUR_NORMS)
         _altup(t, f"{at}.altup", hidden, inputs)
         t.linear(f"{at}.laurel.linear_left", rank, hidden, "mlp")
         t.linear(f"{at}.laurel.linear_right", hidden, rank, "mlp")

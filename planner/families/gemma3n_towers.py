@@ -178,6 +178,5 @@ def embedder(t: Tensors, at: str, config: Mapping[str, Any], width: int, hidden:
     They are an embedding of special tokens, two norms and a projection [hidden, width].
     """
     t.embedding(f"{at}.embedding", Fields(config).integer("vocab_size", 128, limit="vocab"), width)
-    t.norm(f"{at}.hard_embedding_norm", width)
-    t.norm(f"{at}.soft_embedding_norm", width)
+    t.norms(at, width, "hard_embedding_norm", "soft_embedding_norm")
     t.linear(f"{at}.embedding_projection", hidden, width)

@@ -60,24 +60,15 @@ def build(fields: Fields, model_type: str) -> Architecture:
         gemma3n.attention(t, f"{at}.self_attn", own, bias, value=value, shared=source is not None)
         cache.append(gemma3n.cache_layer(i, None if own is full else window, own, source))
         t.gated_mlp(f"{at}.mlp", hidden, inner * (2 if wide and source is not None else 1))
-        norms = [
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ]
         if moe:
             t.add(f"{at}.router.scale", (hidden,), "router", "Gemma4TextRouter")
             t.add(f"{at}.router.per_expert_scale", (count,), "router", "Gemma4TextRouter")
             t.router(f"{at}.router.proj", count, hidden, linear=True)
             t.experts(f"{at}.experts", count, hidden, expert)
-            norms += [
-                "post_feedforward_layernorm_1",
-                "post_feedforward_layernorm_2",
-                "pre_feedforward_layernorm_2",
-            ]
-        for name in norms:
-            t.norm(f"{at}.{name}", hidden)
+        t.norms(at, hidden, *common.FOUR_NORMS)
+        if moe:
+            after = "post_feedforward_layernorm"
+            t.norms(at, hidden, f"{after}_1", f"{after}_2", "pre_feedforward_layernorm_2")
         if per_layer:
             gemma3n.per_layer_input(t, at, hidden, per_layer)
         t.buffer(f"{at}.layer_scalar", (1,), "Gemma4TextDecoderLayer", None, "model")

@@ -94,8 +94,7 @@ def internlm2(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "model.layers"):
         t.fused_attention(f"{at}.attention", dims, qkv="wqkv", out="wo", bias=bias, out_bias=bias)
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
-        t.norm(f"{at}.attention_norm", dims.hidden)
-        t.norm(f"{at}.ffn_norm", dims.hidden)
+        t.norms(at, dims.hidden, "attention_norm", "ffn_norm")
     t.norm("model.norm", dims.hidden)
     t.head("output", vocab, dims.hidden, "model.tok_embeddings.weight" if tied else None)
     t.rotary(dims.head_size, "model.rotary_emb.")
@@ -149,8 +148,7 @@ def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, bia
             for name in ("q_norm", "k_norm"):
                 t.norm(f"{here}.{names.output.partition('.')[0]}.{name}", hidden)
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-        for name in names.norms:
-            t.norm(f"{here}.{name}", hidden, form)
+        t.norms(here, hidden, *names.norms, kind=form)
         for name in names.scales:
             t.add(f"{here}.{name}", (hidden,), "vision", "VisionLayer")
     return hidden

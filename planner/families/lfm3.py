@@ -51,8 +51,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             else:
                 cache.append(CacheLayer(i, "sliding", window, dims.kv_heads, dims.head_size))
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
-        for name in norms:
-            t.norm(f"{at}.{name}", dims.hidden)
+        t.norms(at, dims.hidden, *norms)
     t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     for table in tables:
         t.rotary(dims.head_size, f"model.rotary_emb.{table}")

@@ -95,8 +95,7 @@ def qwen(
             ):  # fmt: skip
                 t.linear(f"{at}.self_attn.{name}", rows, dims.hidden, bias=bias, shard="column", kv=own)
             t.linear(f"{at}.self_attn.o_proj", dims.hidden, q, bias=bias, shard="row")
-            t.norm(f"{at}.self_attn.q_norm", dims.head_size)
-            t.norm(f"{at}.self_attn.k_norm", dims.head_size)
+            t.norms(f"{at}.self_attn", dims.head_size, "q_norm", "k_norm")
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         else:
             delta_net(t, f"{at}.linear_attn", d, fused=fused)
@@ -418,8 +417,7 @@ def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
             t.router(f"{at}.feed_forward.gate", count, dims.hidden)
             t.experts(f"{at}.feed_forward.experts", count, dims.hidden, expert)
             t.correction_bias(f"{at}.feed_forward.expert_bias", (count,))
-        t.norm(f"{at}.operator_norm", dims.hidden)
-        t.norm(f"{at}.ffn_norm", dims.hidden)
+        t.norms(at, dims.hidden, "operator_norm", "ffn_norm")
     t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     name = "Lfm2MoeForCausalLM" if moe else "Lfm2ForCausalLM"

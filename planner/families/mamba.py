@@ -115,8 +115,7 @@ class Mamba1:
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=self.proj_bias, shard="row")
         if self.norms:
             t.norm(f"{at}.dt_layernorm", self.rank)
-            t.norm(f"{at}.b_layernorm", self.state)
-            t.norm(f"{at}.c_layernorm", self.state)
+            t.norms(at, self.state, "b_layernorm", "c_layernorm")
 
     def cache(self, layer: int) -> CacheLayer:
         """Return layer ``layer``'s cache entry: the state tensors of its Mamba-1 mixer, per sequence."""

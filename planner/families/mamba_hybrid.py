@@ -132,8 +132,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
         rows = mixer.inner + mixer.channels + mixer.heads
         t.buffer(f"{at}.mamba.mup_vector", (1, 1, rows), "FalconH1Mixer", None)
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+        t.norms(at, dims.hidden, "input_layernorm", "pre_ff_layernorm")
         cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size), mixer.cache(i)]
     t.close("model.final_layernorm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
@@ -179,8 +178,7 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
             t.experts(f"{at}.feed_forward.experts", count, dims.hidden, inner)
         else:
             t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+        t.norms(at, dims.hidden, "input_layernorm", "pre_ff_layernorm")
     t.close("model.final_layernorm", "model.embed_tokens", vocab, dims.hidden, tied)
     return common.decoder(
         fields, model_type, "JambaForCausalLM", t, dims, tuple(cache), layers=layers, inner=chosen * inner,

@@ -45,8 +45,7 @@ def _glm_tower(t: Tensors, at: str, v: Fields) -> None:
     towers.conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), True)
     for i in range(v.integer("depth", 24, limit="layers")):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden)
-        t.norm(f"{here}.norm2", hidden)
+        t.norms(here, hidden, "norm1", "norm2")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=bias, shard="column")
         t.linear(f"{here}.attn.proj", hidden, hidden, shard="row")
         t.gated_mlp(f"{here}.mlp", hidden, out)
@@ -82,12 +81,10 @@ def _glm_ocr_tower(t: Tensors, at: str, v: Fields) -> None:
     towers.conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), True)
     for i in range(v.integer("depth", 24, limit="layers")):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden)
-        t.norm(f"{here}.norm2", hidden)
+        t.norms(here, hidden, "norm1", "norm2")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=bias, shard="column")
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=bias, shard="row")
-        t.norm(f"{here}.attn.q_norm", size)
-        t.norm(f"{here}.attn.k_norm", size)
+        t.norms(f"{here}.attn", size, "q_norm", "k_norm")
         t.gated_mlp(f"{here}.mlp", hidden, inner, bias=bias)
     t.linear(f"{at}.merger.proj", out, out)
     t.norm(f"{at}.merger.post_projection_norm", out, "layer")
@@ -145,8 +142,7 @@ def exaone4_5(fields: Fields, model_type: str) -> Architecture:
     towers.conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), False)
     for i in range(v.integer("depth", 32, limit="layers")):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden)
-        t.norm(f"{here}.norm2", hidden)
+        t.norms(here, hidden, "norm1", "norm2")
         t.linear(f"{here}.attn.qkv", rows, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
         t.gated_mlp(f"{here}.mlp", hidden, inner, bias=True)

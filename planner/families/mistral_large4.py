@@ -191,8 +191,7 @@ def _pixtral(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         here = f"{at}.transformer.layers.{i}"
         t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
         t.gated_mlp(f"{here}.feed_forward", hidden, inner)
-        t.norm(f"{here}.attention_norm", hidden)
-        t.norm(f"{here}.ffn_norm", hidden)
+        t.norms(here, hidden, "attention_norm", "ffn_norm")
     t.rotary(hidden // heads, f"{at}.patch_positional_embedding.")
     return hidden
 

@@ -289,8 +289,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
             index = f"{at}.self_attn.indexer"
             t.linear(f"{index}.q_proj", index_heads * index_size, dims.hidden)
             t.linear(f"{index}.k_proj", index_size, dims.hidden)
-            t.norm(f"{index}.q_norm", index_size)
-            t.norm(f"{index}.k_norm", index_size)
+            t.norms(index, index_size, "q_norm", "k_norm")
         cache.append(
             CacheLayer(
                 i, "full", None, dims.kv_heads, dims.head_size, index_size=index_size if indexed[i] else 0
@@ -362,8 +361,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("transformer.wte", vocab, hidden)
     for _, at in t.layers(layers, "transformer.blocks"):
         t.fused_attention(f"{at}.norm_attn_norm.attn", dims, qkv="Wqkv", out="out_proj")
-        for name in ("norm_1", "norm_2"):
-            t.norm(f"{at}.norm_attn_norm.{name}", hidden, "layer-weight")
+        t.norms(f"{at}.norm_attn_norm", hidden, "norm_1", "norm_2", kind="layer-weight")
         t.router(f"{at}.ffn.router.layer", count, hidden, linear=True)
         for name in ("w1", "v1", "w2"):
             t.add(f"{at}.ffn.experts.mlp.{name}", (count * inner, hidden), "expert", "DbrxExpertGLU", shard=0)

@@ -84,8 +84,7 @@ def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architectur
         if v.gated:
             t.linear(f"{here}.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
             t.add(f"{here}.gate_bias", (dims.heads,), "attention", "Attention", shard=0)
-        for name in v.norms:
-            t.norm(f"{at}.{name}", dims.hidden)
+        t.norms(at, dims.hidden, *v.norms)
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
@@ -128,8 +127,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
     for i, at in t.layers(layers, "model.layers"):
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")
         t.linear(f"{at}.self_attn.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
-        for name in (*_TWO, "pre_mlp_layernorm", "post_mlp_layernorm"):
-            t.norm(f"{at}.{name}", dims.hidden)
+        t.norms(at, dims.hidden, *_TWO, "pre_mlp_layernorm", "post_mlp_layernorm")
         if i < first:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
@@ -233,7 +231,7 @@ FAMILIES = {
     ),
     "beam": Family(
         SlidingMoeVariant(
-            "BeamForCausalLM", 512, _beam, (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            "BeamForCausalLM", 512, _beam, common.FOUR_NORMS,
             sparse=_beam_sparse, gated=True, wide_router=True, by_kind=True,
         ).build,
         absent={"num_key_value_heads": 8, "head_dim": 128},

@@ -58,8 +58,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
                 t.add(f"{lru}.{name}_bias", (blocks, per), "mixer", "RecurrentGemmaRglru")
             cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
         t.gated_mlp(f"{at}.mlp_block", dims.hidden, inner, bias=True)
-        t.norm(f"{at}.temporal_pre_norm", dims.hidden)
-        t.norm(f"{at}.channel_pre_norm", dims.hidden)
+        t.norms(at, dims.hidden, "temporal_pre_norm", "channel_pre_norm")
     t.close("model.final_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.buffer("model.normalizer", (), "RecurrentGemmaModel", "bfloat16")
     fields.ignore("rope_parameters", "rope_scaling")
@@ -90,8 +89,7 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
     for i, at in t.layers(layers, "rwkv.blocks"):
         if i == 0:
             t.norm(f"{at}.pre_ln", hidden, "layer")
-        t.norm(f"{at}.ln1", hidden, "layer")
-        t.norm(f"{at}.ln2", hidden, "layer")
+        t.norms(at, hidden, "ln1", "ln2", kind="layer")
         for name in ("time_decay", "time_first"):
             t.add(f"{at}.attention.{name}", (width,), "mixer", "RwkvSelfAttention")
         for name in ("key", "value", "receptance"):

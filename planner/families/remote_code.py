@@ -43,8 +43,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "transformer.h"):
         t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True)
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("w1", "w2", "c_proj"))
-        t.norm(f"{at}.ln_1", dims.hidden)
-        t.norm(f"{at}.ln_2", dims.hidden)
+        t.norms(at, dims.hidden, "ln_1", "ln_2")
     t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
     return finish(
         fields, model_type, "QWenLMHeadModel", t, dims, layers, inner, vocab, gated=True,
@@ -152,8 +151,7 @@ def exaone(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "transformer.h"):
         t.attention(f"{at}.attn.attention", dims, out="out_proj")
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("c_fc_0", "c_fc_1", "c_proj"))
-        t.norm(f"{at}.ln_1", dims.hidden)
-        t.norm(f"{at}.ln_2", dims.hidden)
+        t.norms(at, dims.hidden, "ln_1", "ln_2")
     t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "transformer.rotary.")
     return finish(
@@ -183,8 +181,7 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
         t.layer_norms(at, dims.hidden)
         if i >= layers:
-            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-                t.norm(f"{at}.{name}", dims.hidden)
+            t.norms(at, dims.hidden, "token_layernorm", "hidden_layernorm", "final_layernorm")
             t.linear(f"{at}.input_proj", dims.hidden, 2 * dims.hidden, "mlp")
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
@@ -263,8 +260,7 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "model.layers"):
         t.fused_attention(f"{at}.self_attn", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True)
         t.plain_mlp(f"{at}.mlp", h, inner, bias=True, fused_gate=True)
-        t.norm(f"{at}.input_layernorm", h, "layer")
-        t.norm(f"{at}.post_attention_layernorm", h, "layer")
+        t.layer_norms(at, h, "layer")
     t.norm("model.final_layernorm", h, "layer")
     t.head("lm_head", vocab, h, "model.embed_tokens.weight" if tied else None)
     return finish(

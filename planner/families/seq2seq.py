@@ -372,8 +372,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         here = f"{at}.layers.{i}"
         t.attention(f"{here}.self_attn", side_dims["encoder"], bias=bias)
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.input_layernorm", hidden, "layer-weight")
-        t.norm(f"{here}.post_attention_layernorm", hidden, "layer-weight")
+        t.layer_norms(here, hidden, "layer-weight")
     t.norm(f"{at}.layer_norm", hidden, "layer-weight")
     share = common.rotary_share(fields, 0.9)
     rotary = 2 * (int(side_dims["encoder"].head_size * share) // 2)
@@ -390,8 +389,9 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         t.attention(f"{here}.encoder_attn", dims, bias=bias)
         t.linear(f"{here}.mlp.fc1", 2 * inner, hidden, "mlp", bias=True, shard="column")
         t.linear(f"{here}.mlp.fc2", hidden, inner, "mlp", bias=True, shard="row")
-        for name in ("input_layernorm", "post_attention_layernorm", "final_layernorm"):
-            t.norm(f"{here}.{name}", hidden, "layer-weight")
+        t.norms(
+            here, hidden, "input_layernorm", "post_attention_layernorm", "final_layernorm", kind="layer-weight"
+        )
         cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)]
         cache += [_cross(i, dims.kv_heads, dims.head_size, None)]
     t.layer = None

@@ -83,8 +83,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
         here = f"{at}.layers.{i}"
         _molmo_attention(t, f"{here}.self_attn", v, hidden, hidden)
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.layer_norm1", hidden, "layer")
-        t.norm(f"{here}.layer_norm2", hidden, "layer")
+        t.norms(here, hidden, "layer_norm1", "layer_norm2", kind="layer")
     t.role = "projector"
     a = Fields(_of(fields, "adapter_config"), {"vision_feature_layer": "vit_layers"})
     at, width = "model.multi_modal_projector", a.integer("hidden_size", 1152, limit="width")
@@ -187,8 +186,7 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
             dims = Heads(hidden, heads, kv_heads, size)
             t.attention(f"{here}.self_attn", dims, out="out_proj", qk_norm="head")
         t.gated_mlp(f"{here}.feed_forward", hidden, inner, names=("w1", "w3", "w2"))
-        t.norm(f"{here}.operator_norm", hidden)
-        t.norm(f"{here}.ffn_norm", hidden)
+        t.norms(here, hidden, "operator_norm", "ffn_norm")
     t.rotary(size // 2, f"{at}.rotary_pos_emb.")
     t.role = "projector"
     at, merge = "model.multi_modal_projector", v.integer("spatial_merge_size", 2, limit="width")

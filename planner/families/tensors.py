@@ -159,10 +159,14 @@ class Tensors:
             yield self.layer, f"{prefix}.{self.layer}"
         self.layer = None
 
-    def layer_norms(self, at: str, size: int) -> None:
-        """Add the RMSNorms before attention and before the MLP that most layers have, below module ``at``."""
-        self.norm(f"{at}.input_layernorm", size)
-        self.norm(f"{at}.post_attention_layernorm", size)
+    def norms(self, at: str, size: int, *names: str, kind: str = "rms") -> None:
+        """Add the parameters of the norms ``names``, each over ``size`` values, below module ``at``."""
+        for name in names:
+            self.norm(f"{at}.{name}", size, kind)
+
+    def layer_norms(self, at: str, size: int, kind: str = "rms") -> None:
+        """Add the norms before attention and before the MLP that most layers have, below module ``at``."""
+        self.norms(at, size, "input_layernorm", "post_attention_layernorm", kind=kind)
 
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
         """Add the model's final norm and its output head, which may be tied to the table ``embedding``."""

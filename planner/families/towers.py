@@ -39,8 +39,7 @@ def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[st
     """Add the tensors of a layer of CLIP or SigLIP: q, k, v, out_proj, fc1, fc2 with biases; two LayerNorms."""
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-    for name in norms:
-        t.norm(f"{at}.{name}", hidden, "layer")
+    t.norms(at, hidden, *norms, kind="layer")
 
 
 SIGLIP = {
@@ -129,8 +128,7 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
         here = f"{at}.transformer.layers.{i}"
         t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
         t.gated_mlp(f"{here}.feed_forward", hidden, v["intermediate_size"])
-        t.norm(f"{here}.attention_norm", hidden)
-        t.norm(f"{here}.ffn_norm", hidden)
+        t.norms(here, hidden, "attention_norm", "ffn_norm")
     name = f"{at}.patch_positional_embedding.inv_freq"
     t.buffer(name, (side * side, hidden // heads), "PixtralRotaryEmbedding", "float32")
     return hidden
@@ -174,8 +172,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
     for i in range(depth):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden, norm)
-        t.norm(f"{here}.norm2", hidden, norm)
+        t.norms(here, hidden, "norm1", "norm2", kind=norm)
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True, shard="column")
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True, shard="row")
         if gated:
@@ -223,8 +220,7 @@ def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
         here = f"{at}.model.model.layers.{i}"
         t.attention(f"{here}.self_attn", dims, bias=True)
         t.gated_mlp(f"{here}.mlp", dims.hidden, 4864)
-        t.norm(f"{here}.input_layernorm", dims.hidden)
-        t.norm(f"{here}.post_attention_layernorm", dims.hidden)
+        t.layer_norms(here, dims.hidden)
     t.norm(f"{at}.model.model.norm", dims.hidden)
     t.embedding(f"{at}.query_768", 144, dims.hidden)
     t.embedding(f"{at}.query_1024", 256, dims.hidden)
@@ -256,8 +252,7 @@ def sam(t: Tensors, width: int) -> None:
     t.add(f"{at}.pos_embed", (1, 64, 64, hidden), "vision", "ImageEncoderViT")
     for i in range(layers):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden, "layer")
-        t.norm(f"{here}.norm2", hidden, "layer")
+        t.norms(here, hidden, "norm1", "norm2", kind="layer")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
         # patches per side in a layer with full or with windowed attention
@@ -269,8 +264,7 @@ def sam(t: Tensors, width: int) -> None:
         ("neck.0", 256, hidden, 1), ("neck.2", 256, 256, 3), ("net_2", 512, 256, 3), ("net_3", width, 512, 3),
     ):  # fmt: skip
         conv(t, f"{at}.{name}", (out, into, kernel, kernel), False)
-    t.norm(f"{at}.neck.1", 256, "layer")
-    t.norm(f"{at}.neck.3", 256, "layer")
+    t.norms(f"{at}.neck", 256, "1", "3", kind="layer")
 
 
 GEMMA4 = {
@@ -296,13 +290,11 @@ def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             linear(t, f"{here}.self_attn.{name}_proj", rows * size, hidden, clipped, bias)
         linear(t, f"{here}.self_attn.o_proj", hidden, heads * size, clipped, bias)
-        t.norm(f"{here}.self_attn.q_norm", size)
-        t.norm(f"{here}.self_attn.k_norm", size)
+        t.norms(f"{here}.self_attn", size, "q_norm", "k_norm")
         for name in ("gate", "up"):
             linear(t, f"{here}.mlp.{name}_proj", v["intermediate_size"], hidden, clipped)
         linear(t, f"{here}.mlp.down_proj", hidden, v["intermediate_size"], clipped)
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            t.norm(f"{here}.{name}_layernorm", hidden)
+        t.norms(here, hidden, *common.FOUR_NORMS)
     if f.boolean("standardize", False):
         t.buffer(f"{at}.std_bias", (hidden,), "Gemma4VisionModel", None, "model")
         t.buffer(f"{at}.std_scale", (hidden,), "Gemma4VisionModel", None, "model")
@@ -335,8 +327,7 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     for name in ("pre", "post"):
         t.add(f"{at}.{name}_tile_positional_embedding.gate", (1,), "vision", "AspectRatioEmbedding")
         t.embedding(f"{at}.{name}_tile_positional_embedding.embedding", count, v["max_num_tiles"] * hidden)
-    t.norm(f"{at}.layernorm_pre", hidden, "layer")
-    t.norm(f"{at}.layernorm_post", hidden, "layer")
+    t.norms(at, hidden, "layernorm_pre", "layernorm_post", kind="layer")
     for part, layers in (
         ("transformer", v["num_hidden_layers"]),
         ("global_transformer", v["num_global_layers"]),
@@ -345,8 +336,7 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
             here = f"{at}.{part}.layers.{i}"
             t.attention(f"{here}.self_attn", Heads(hidden, 1, 1, hidden))
             t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
-            t.norm(f"{here}.input_layernorm", hidden, "layer")
-            t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+            t.layer_norms(here, hidden, "layer")
             if part == "global_transformer":
                 t.add(f"{here}.gate_attn", (1,), "vision", "VisionEncoderLayer")
                 t.add(f"{here}.gate_ffn", (1,), "vision", "VisionEncoderLayer")
@@ -369,14 +359,12 @@ def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     places = (v["image_size"] // patch) ** 2 + 1
     t.add(f"{at}.positional_embedding_vlm", (places, hidden), "vision", "Llama4VisionModel")
     t.linear(f"{at}.patch_embedding.linear", hidden, v["num_channels"] * patch * patch)
-    t.norm(f"{at}.layernorm_pre", hidden, "layer")
-    t.norm(f"{at}.layernorm_post", hidden, "layer")
+    t.norms(at, hidden, "layernorm_pre", "layernorm_post", kind="layer")
     for i in range(v["num_hidden_layers"]):
         here = f"{at}.model.layers.{i}"
         t.attention(f"{here}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True)
         t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.input_layernorm", hidden, "layer")
-        t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+        t.layer_norms(here, hidden, "layer")
     t.linear(f"{at}.vision_adapter.mlp.fc1", v["projector_input_dim"], v["intermediate_size"])
     t.linear(f"{at}.vision_adapter.mlp.fc2", v["projector_output_dim"], v["projector_output_dim"])
     common.divisible(hidden, v["num_attention_heads"], "vision_config.hidden_size", "num_attention_heads")
@@ -413,8 +401,7 @@ def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     t.buffer(f"{here}.time_position_embeddings", (frames, hidden), "VisionPositionEmbeddings", "float32")
     for i in range(layers):
         here = f"{at}.layers.{i}"
-        t.norm(f"{here}.norm1", hidden, "layer")
-        t.norm(f"{here}.norm2", hidden, "layer")
+        t.norms(here, hidden, "norm1", "norm2", kind="layer")
         for name in ("q_proj", "k_proj", "v_proj"):
             t.linear(f"{here}.attn.{name}", hidden, hidden, bias=True, shard="column")
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True, shard="row")
@@ -440,8 +427,7 @@ def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     t.add(f"{at}.patch_embed.pos_emb.weight", places, "vision", "Learnable2DInterpPosEmb")
     for i in range(v["num_hidden_layers"]):
         here = f"{at}.encoder.blocks.{i}"
-        t.norm(f"{here}.norm0", hidden, "layer")
-        t.norm(f"{here}.norm1", hidden, "layer")
+        t.norms(here, hidden, "norm0", "norm1", kind="layer")
         t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc0", "fc1"))
         t.linear(f"{here}.wqkv", 3 * hidden, hidden, bias=True, shard="column")
         t.linear(f"{here}.wo", hidden, hidden, bias=True, shard="row")
