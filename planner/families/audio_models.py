@@ -55,8 +55,7 @@ def voxtral(fields: Fields, model_type: str) -> Architecture:
     t, at = Tensors("audio"), "model.audio_tower"
     _encoder(t, at, f, ("hidden_size", "num_hidden_layers", "intermediate_size"))
     t.role, joint = "projector", f.integer("intermediate_size", 5120, limit="width")
-    t.linear("model.multi_modal_projector.linear_1", text.hidden_size, joint)
-    t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size)
+    t.connector("model.multi_modal_projector", joint, text.hidden_size, text.hidden_size, bias=False)
     return joined(text, model_type, "VoxtralForConditionalGeneration", t)
 
 
@@ -92,8 +91,7 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     width, out = downsampling(t, at, f)
     encoder_layers(t, at, f, width, f.integer("encoder_ffn_dim", limit="width"), key_bias=True)
     t.role, at = "projector", "model.multi_modal_projector"
-    t.linear(f"{at}.linear_1", width, width, bias=True)
-    t.linear(f"{at}.linear_2", out, width, bias=True)
+    t.connector(at, width, width, out)
     return joined(text, model_type, "Qwen3ASRForConditionalGeneration", t)
 
 
@@ -120,8 +118,7 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
         t.layer_norms(here, width, "layer")
     t.norm(f"{at}.norm", width, "layer")
     t.role, at = "projector", "model.multi_modal_projector"
-    t.linear(f"{at}.linear_1", 2 * text.hidden_size, inner, bias=True)
-    t.linear(f"{at}.linear_2", text.hidden_size, 2 * text.hidden_size, bias=True)
+    t.connector(at, inner, 2 * text.hidden_size, text.hidden_size)
     return joined(text, model_type, "GlmAsrForConditionalGeneration", t)
 
 
@@ -133,8 +130,7 @@ def audioflamingo3(fields: Fields, model_type: str) -> Architecture:
     width = _encoder(t, "model.audio_tower", f, ("hidden_size", "num_hidden_layers", "intermediate_size"))
     t.role, at = "projector", "model.multi_modal_projector"
     bias = fields.boolean("projector_bias", True)
-    t.linear(f"{at}.linear_1", text.hidden_size, width, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
+    t.connector(at, width, text.hidden_size, text.hidden_size, bias=bias)
     return joined(text, model_type, "AudioFlamingo3ForConditionalGeneration", t)
 
 

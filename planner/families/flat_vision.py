@@ -62,8 +62,7 @@ def phi3_v(fields: Fields, model_type: str) -> Architecture:
     if separated:
         t.add(f"{at}.glb_GN", (1, 1, width), "projector", "Phi3ImageEmbedding")
         t.add(f"{at}.sub_GN", (1, 1, 1, width), "projector", "Phi3ImageEmbedding")
-    t.linear(f"{at}.img_projection.0", text.hidden_size, width, bias=True)
-    t.linear(f"{at}.img_projection.2", text.hidden_size, text.hidden_size, bias=True)
+    t.connector(f"{at}.img_projection", width, text.hidden_size, text.hidden_size, names=("0", "2"))
     return joined(text, model_type, "Phi3VForCausalLM", t, "model.")
 
 

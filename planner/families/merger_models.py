@@ -148,8 +148,8 @@ def exaone4_5(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{here}.mlp", hidden, inner, bias=True)
     merged = hidden * v.integer("spatial_merge_size", 2, limit="width") ** 2
     t.norm(f"{at}.merger.ln_q", hidden)
-    t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True)
-    t.linear(f"{at}.merger.mlp.2", v.integer("out_hidden_size", 3584, limit="width"), merged, bias=True)
+    out = v.integer("out_hidden_size", 3584, limit="width")
+    t.connector(f"{at}.merger.mlp", merged, merged, out, names=("0", "2"))
     t.rotary(size // 2, f"{at}.rotary_pos_emb.")
     return joined(text, model_type, "Exaone4_5_ForConditionalGeneration", t)
 

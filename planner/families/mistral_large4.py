@@ -159,8 +159,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     times = len(taken) if isinstance(taken, list) else 1
     t.norm(f"{at}.norm", hidden)
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
-    t.linear(f"{at}.linear_1", inside.hidden_size, hidden * times, bias=bias)
-    t.linear(f"{at}.linear_2", inside.hidden_size, inside.hidden_size, bias=bias)
+    t.connector(at, hidden * times, inside.hidden_size, inside.hidden_size, bias=bias)
     tensors = (*t.specs, *moved(inside.tensors, "model.", "model.language_model."))
     name = "MistralLarge4ForConditionalGeneration"
     return replace(inside, model_type=model_type, class_name=name, tensors=tensors)

@@ -251,8 +251,7 @@ def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architectu
     # the outputs of all tower layers stay in memory until the layers in vision_feature_layer are selected
     if seen is not None and isinstance(layers, list):
         seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
-    t.linear("model.multi_modal_projector.linear_1", text.hidden_size, hidden * times, bias=bias)
-    t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size, bias=bias)
+    t.connector("model.multi_modal_projector", hidden * times, text.hidden_size, text.hidden_size, bias=bias)
     whole = (fields.raw("vision_feature_select_strategy") or variant.strategy) != "default"
     if whole == (kind == "clip_vision_model") and kind != "pixtral":
         seen = None  # limits are known only for CLIP without its class token, and SigLIP with all patches
@@ -334,8 +333,7 @@ def mistral3(
     bias = fields.boolean("multimodal_projector_bias", False)
     t.norm(f"{at}.norm", hidden)
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
-    t.linear(f"{at}.linear_1", text.hidden_size, hidden, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
+    t.connector(at, hidden, text.hidden_size, text.hidden_size, bias=bias)
     seen = image_limits.pixtral(vision, defaults, text.hidden_size, merge, fields)
     return joined(text, model_type, class_name, t, vision=seen)
 
@@ -354,8 +352,7 @@ def kimi_vl(fields: Fields, model_type: str) -> Architecture:
         )
     t.role = "projector"
     t.norm("multi_modal_projector.pre_norm", hidden, "layer")
-    t.linear("multi_modal_projector.linear_1", 4 * hidden, 4 * hidden, bias=True)
-    t.linear("multi_modal_projector.linear_2", text.hidden_size, 4 * hidden, bias=True)
+    t.connector("multi_modal_projector", 4 * hidden, 4 * hidden, text.hidden_size)
     tensors = (*t.specs, *moved(text.tensors, "", "language_model."))
     return replace(
         text, model_type=model_type, class_name="KimiVLForConditionalGeneration", tensors=tensors, recipe=None,
@@ -481,8 +478,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         raise ConfigError(f"must be the vision tower's hidden size, {hidden}", field="projection_hidden_size")
     merged = hidden * kernel[0] * kernel[1]
     t.norm("model.mm_projector.pre_norm", hidden, "layer")
-    t.linear("model.mm_projector.in_proj", merged, merged, bias=True)
-    t.linear("model.mm_projector.out_proj", text.hidden_size, merged, bias=True)
+    t.connector("model.mm_projector", merged, merged, text.hidden_size, names=("in_proj", "out_proj"))
     seen = image_limits.kimi_k25(fields, vision, text.hidden_size) if kernel == [2, 2] else None
     return joined(text, model_type, "Kimi_K25ForConditionalGeneration", t, vision=seen)
 

@@ -129,8 +129,7 @@ def _downsampled(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     f = Fields(config)
     hidden, out = downsampling(t, at, f)
     encoder_layers(t, at, f, hidden, _sizes(f)[1], key_bias=True)
-    t.linear(f"{at}.proj1", hidden, hidden, bias=True)
-    t.linear(f"{at}.proj2", out, hidden, bias=True)
+    t.connector(at, hidden, hidden, out, names=("proj1", "proj2"))
 
 
 _family = partial(Family, ignored=_IGNORED, files=RENAMED)

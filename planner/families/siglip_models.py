@@ -114,8 +114,7 @@ def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
     joint = hidden * factor * factor
     if fields.boolean("projector_use_layernorm", True):
         t.norm(f"{at}.layer_norm", joint, "layer")
-    t.linear(f"{at}.linear_1", wide, joint, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, wide, bias=bias)
+    t.connector(at, joint, wide, text.hidden_size, bias=bias)
     return joined(text, model_type, "Lfm2VlForConditionalGeneration", t)
 
 

@@ -195,8 +195,7 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
         fields.boolean("projector_bias", True),
     )
     t.norm(f"{at}.layer_norm", hidden, "layer")
-    t.linear(f"{at}.linear_1", wide, hidden * merge * merge, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, wide, bias=bias)
+    t.connector(at, hidden * merge * merge, wide, text.hidden_size, bias=bias)
     return joined(text, model_type, "Lfm3VlForConditionalGeneration", t, "model.language_model.")
 
 
@@ -245,8 +244,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
         for k in range(len(taken)):
             merger = f"{here}.deepstack_mergers.{k}"
             t.norm(f"{merger}.layer_norm", merged, "layer")
-            t.linear(f"{merger}.linear_1", out, merged, bias=True)
-            t.linear(f"{merger}.linear_2", out, out, bias=True)
+            t.connector(merger, merged, out, out)
     t.norm(f"{at}.ln_in", hidden, "layer")
     t.norm(f"{at}.ln_mid", out, "layer")
     t.linear(f"{at}.mlp_fc2", out, out)
@@ -256,8 +254,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
         at = "model.density_router"
         t.linear(f"{at}.att", 1, hidden, bias=True)
         t.norm(f"{at}.norm", hidden, "layer")
-        t.linear(f"{at}.fc1", router, hidden, bias=True)
-        t.linear(f"{at}.fc2", 1, router, bias=True)
+        t.connector(at, hidden, router, 1, names=("fc1", "fc2"))
     return joined(text, model_type, "GraniteDoclingForConditionalGeneration", t, "model.text_model.")
 
 
@@ -290,8 +287,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.norm(f"{at}.layer_norm1", hidden, "layer")
     t.norm(f"{at}.pre_norm", hidden * times, "layer")
-    t.linear(f"{at}.linear_1", inner * times, hidden * times, bias=True)
-    t.linear(f"{at}.linear_2", hidden, inner * times, bias=True)
+    t.connector(at, hidden * times, inner * times, hidden)
     t.role = "projector"
     rounds = fields.integer("merger_times", 1, limit="layers")
     if fields.raw("merge_kernel_size") not in (None, [2, 2]):
@@ -302,8 +298,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     for i in range(rounds):
         here, merged = f"model.merger.mlp.{i}", 4 * hidden
         t.norm(f"{here}.pre_norm", merged, "layer")
-        t.linear(f"{here}.linear_1", merged, merged, bias=True)
-        t.linear(f"{here}.linear_2", text.hidden_size if i == rounds - 1 else hidden, merged, bias=True)
+        t.connector(here, merged, merged, text.hidden_size if i == rounds - 1 else hidden)
     return joined(text, model_type, class_name, t, "model.language_model.")
 
 
@@ -331,8 +326,7 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
     t.role, at = "projector", "model.projector"
     merged = hidden * v.integer("spatial_merge_size", 2, limit="width") ** 2
     t.norm(f"{at}.pre_norm", hidden, "layer")
-    t.linear(f"{at}.linear_1", merged, merged, bias=True)
-    t.linear(f"{at}.linear_2", text.hidden_size, merged, bias=True)
+    t.connector(at, merged, merged, text.hidden_size)
     return joined(text, model_type, "PaddleOCRVLForConditionalGeneration", t)
 
 

@@ -256,6 +256,15 @@ class Tensors:
         self.linear(f"{at}.{up}", inner * (2 if fused_gate else 1), hidden, "mlp", bias=bias, shard="column")
         self.linear(f"{at}.{down}", hidden, inner, "mlp", bias=bias, shard="row")
 
+    def connector(
+        self, at: str, into: int, middle: int, out: int, *, bias: bool = True,
+        names: tuple[str, str] = ("linear_1", "linear_2"),
+    ) -> None:  # fmt: skip
+        """Add two linear layers below module ``at``: [middle, into], then [out, middle]."""
+        first, second = names
+        self.linear(f"{at}.{first}", middle, into, bias=bias)
+        self.linear(f"{at}.{second}", out, middle, bias=bias)
+
     def experts(
         self,
         at: str,

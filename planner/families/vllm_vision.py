@@ -123,8 +123,7 @@ def eagle(fields: Fields, model_type: str) -> Architecture:
         raise UnsupportedArchitecture(f"{shown(ratio)} is not supported; only 0.5 is", field="downsample_ratio")
     t.role, merged = "projector", 4 * hidden
     t.norm("mlp1.0", merged, "layer")
-    t.linear("mlp1.1", text.hidden_size, merged, bias=True)
-    t.linear("mlp1.3", text.hidden_size, text.hidden_size, bias=True)
+    t.connector("mlp1", merged, text.hidden_size, text.hidden_size, names=("1", "3"))
     return joined(text, model_type, "Eagle2_5_VLForConditionalGeneration", t, "language_model.model.")
 
 
