@@ -132,11 +132,7 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
         UnsupportedArchitecture: the config turns the encoder into a decoder, whose layers differ, or names an
             unknown class.
     """
-    for field in ("is_decoder", "add_cross_attention"):
-        if fields.boolean(field, False):
-            raise UnsupportedArchitecture(
-                f"true is not supported: {name} is planned as an encoder only", field=field
-            )
+    common.refuse(fields, "is_decoder", "add_cross_attention", why=f"{name} is planned as an encoder only")
     known: dict[str, Kind] = {f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", *CLASSIFIERS)}
     if name == "Bert":  # vLLM's class for sparse embeddings has the masked-LM head (models/bert.py)
         known[_SPLADE] = "encoder"

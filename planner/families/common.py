@@ -253,24 +253,34 @@ def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ..
     return tuple(i >= first for i in range(layers)) if listed is None else listed
 
 
+def refuse(fields: Fields, *names: str, why: str = "") -> None:
+    """Raise an error if one of the config fields ``names`` is set to anything but false, 0, null or empty.
+
+    ``why`` is the reason, for the error message.
+    """
+    reason = f": {why}" if why else ""
+    for name in names:
+        if value := fields.raw(name):
+            stated = "true" if value is True else shown(value)
+            raise UnsupportedArchitecture(f"{stated} is not supported{reason}", field=name)
+
+
+def only(fields: Fields, **values: object) -> None:
+    """Raise an error if a config field is set to another value than the only supported one, in ``values``."""
+    for name, value in values.items():
+        if fields.raw(name) not in (None, value):
+            raise UnsupportedArchitecture(
+                f"{shown(fields.raw(name))} is not supported; only {shown(value)} is", field=name
+            )
+
+
 def never_tied(fields: Fields) -> bool:
     """Return False as the value of tie_word_embeddings; raise an error if the config sets it to true.
 
     Families whose class in transformers cannot tie the head to the embedding use this function.
     """
-    if fields.boolean("tie_word_embeddings", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: transformers' class cannot tie the head", field="tie_word_embeddings"
-        )
+    refuse(fields, "tie_word_embeddings", why="transformers' class cannot tie the head")
     return False
-
-
-def every_layer_routes(fields: Fields) -> None:
-    """Raise an error if ``moe_layer_freq`` leaves some layers without experts."""
-    if fields.raw("moe_layer_freq") not in (None, 1):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('moe_layer_freq'))} is not supported; only 1 is", field="moe_layer_freq"
-        )
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:

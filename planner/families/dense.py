@@ -163,10 +163,7 @@ def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architectu
         raise ConfigError(
             f"{dims.head_size} x {dims.heads} heads is not hidden_size = {dims.hidden}", field="head_dim"
         )
-    if fields.boolean("is_moe", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: the planner cannot build Doge's product-key experts", field="is_moe"
-        )
+    common.refuse(fields, "is_moe", why="the planner cannot build Doge's product-key experts")
     fields.ignore(*variant.ignored)
     vocab, inner = (
         fields.integer("vocab_size", limit="vocab"),

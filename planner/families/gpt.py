@@ -82,10 +82,7 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * h, limit="width")
     tied = fields.boolean("tie_word_embeddings", True)
-    if fields.boolean("add_cross_attention", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: the planner cannot build cross attention", field="add_cross_attention"
-        )
+    common.refuse(fields, "add_cross_attention", why="the planner cannot build cross attention")
     behind = common.number(fields, "resid_pdrop", 0.1)
     attention = Attention(
         "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True, narrow=True,

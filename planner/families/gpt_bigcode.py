@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, Family
 from tonnage.planner.families.tensors import tensors_of
@@ -27,10 +26,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         dims = replace(dims, kv_heads=1)
     fields.ignore("num_key_value_heads", "head_dim")
     tied = fields.boolean("tie_word_embeddings", True)
-    if fields.boolean("add_cross_attention", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: the planner cannot build cross attention", field="add_cross_attention"
-        )
+    common.refuse(fields, "add_cross_attention", why="the planner cannot build cross attention")
     fields.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
         "summary_first_dropout", "inference_runner", "validate_runner_input", "pre_allocate_kv_cache",

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import text_length
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.seq2seq import Kind, wanted
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
-from tonnage.planner.model.fields import Fields, label_count, shown
+from tonnage.planner.model.fields import Fields, label_count
 from tonnage.planner.model.recipe import Heads
 
-_ONE_FORM = {
-    "position_embedding_type": ("rope",), "layer_norm_type": ("layer_norm",), "hidden_act": ("gelu",),
-    "pack_qkv": (True,),
-}  # fmt: skip
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "layer_norm_eps", "logn_attention_scale",
     "logn_attention_clip1", "unpad_inputs", "use_memory_efficient_attention", "classifier_dropout",
@@ -37,9 +32,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )
     name, kind = wanted(fields, known, "GteNewModel")
     name = _CLASSIFIER if name.endswith("ForSequenceClassification") else "GteNewModel"
-    for field, values in _ONE_FORM.items():
-        if fields.raw(field) not in (None, *values):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(field))} is not supported", field=field)
+    common.only(
+        fields, position_embedding_type="rope", layer_norm_type="layer_norm", hidden_act="gelu", pack_qkv=True
+    )
     dims = common.heads_of(fields)
     hidden, heads, size = dims.hidden, dims.heads, dims.head_size
     layers, vocab = common.layers_and_vocab(fields)

@@ -225,13 +225,10 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     shared = inner * (fields.optional_integer("num_shared_experts", 0, limit="width", minimum=0) or 0)
     bias = fields.boolean("attention_bias", False)
     tied = common.never_tied(fields)
-    common.every_layer_routes(fields)
+    common.only(fields, moe_layer_freq=1)
     sparse = common.sparse_layers(fields, layers, 1)
-    for name in ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(
-                f"{shown(fields.raw(name))} is not supported: the code that reads it is not public", field=name
-            )
+    unknown = ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate")
+    common.refuse(fields, *unknown, why="the code that reads it is not public")
     fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "head_dim")
     fields.ignore("linear_attn_config", "moe_router_activation_func", "use_grouped_topk", "mla_use_nope")
     fields.ignore("num_nextn_predict_layers", "max_position_embeddings")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.families import common
 from tonnage.planner.families.dense import DenseVariant, SwitchedNorms, thetas, with_sinks
 from tonnage.planner.families.family import (
     LORA_ON_VOCABULARY,
@@ -20,7 +21,7 @@ from tonnage.planner.families.family import (
     VLLMTraits,
 )
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Attention, Layer, Mlp, Norm
 from tonnage.planner.model.tensor import Role, TensorSpec
 
@@ -75,9 +76,7 @@ def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
 
     A config option that Llama's classes lack raises an error; no published config sets one.
     """
-    for name in ("clip_qkv", "use_sliding_window"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "clip_qkv", "use_sliding_window")
     return _granite("LlamaForCausalLM").build(fields, model_type)
 
 

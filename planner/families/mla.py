@@ -130,7 +130,7 @@ def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("num_nextn_predict_layers")
     mlp_bias = fields.boolean("mlp_bias", False) and v.mlp_bias
-    common.every_layer_routes(fields)
+    common.only(fields, moe_layer_freq=1)
     sparse = common.sparse_layers(fields, layers, v.dense_layers)
     index_heads, index_size, indexed = indexer(fields, layers) if v.indexer else (0, 0, ())
 
@@ -391,8 +391,7 @@ def _pangu(fields: Fields, model_type: str) -> Architecture:
     The router has a bias per expert only if ``router_enable_expert_bias`` is set (models/openpangu.py of vLLM
     0.32).
     """
-    if fields.raw("param_sink_number"):
-        raise UnsupportedArchitecture("learned sinks are not supported", field="param_sink_number")
+    common.refuse(fields, "param_sink_number", why="the planner cannot build learned sinks")
     biased = fields.boolean("router_enable_expert_bias", False)
     return LatentVariant("PanguUltraMoEForCausalLM", 3, correction=biased, sandwiched=True, taped=False).build(
         fields, model_type

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.dense import thetas, with_sinks
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, VLLMTraits
@@ -19,7 +18,7 @@ from tonnage.planner.families.moe_layers import (
 )
 from tonnage.planner.families.moe_variant import MoeVariant
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import NormKind
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -48,9 +47,7 @@ def _cohere2_moe(fields: Fields, model_type: str) -> Architecture:
     Raises:
         UnsupportedArchitecture: the first layers are dense.
     """
-    for name in ("prefix_dense_intermediate_size", "first_k_dense_replace"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "prefix_dense_intermediate_size", "first_k_dense_replace")
     norm: NormKind = "layer-written" if fields.raw("rms_norm_eps") is None else "rms"
     return MoeVariant(
         "Cohere2MoeForCausalLM", inner_field="intermediate_size", norm=norm, flow="parallel",

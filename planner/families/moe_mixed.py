@@ -162,8 +162,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     sink_full = fields.boolean("add_full_attention_sink_bias", False)
     sink_sliding = fields.boolean("add_swa_attention_sink_bias", True)
-    if fields.raw("n_shared_experts"):
-        raise UnsupportedArchitecture("shared experts are not supported for mimo_v2", field="n_shared_experts")
+    common.refuse(fields, "n_shared_experts", why="the planner cannot build shared experts of this family")
     fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
     share = _kind_shares(fields, ("full_attention", "sliding_attention"), 0.334)["full_attention"]
     t = Tensors()
@@ -220,9 +219,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
     window = common.window_of(fields)
     wide = fields.integer("num_sliding_attention_heads", dims.heads, limit="heads")
     local = Heads(dims.hidden, wide, dims.kv_heads, dims.head_size)
-    for name in ("attention_bias", "mlp_bias", "per_layer_config"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "attention_bias", "mlp_bias", "per_layer_config")
     fields.ignore("mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers")
     fields.ignore("swiglu_limits", "swiglu_limits_shared", "moe_router_scaling_factor", "query_pre_attn_scalar")
     t = Tensors()
@@ -271,10 +268,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     number = fields.optional_integer("n_shared_experts", 1, limit="width", minimum=0) or 0
     tied = fields.boolean("tie_word_embeddings", False)
     index_heads, index_size, indexed = _minimax_indexer(fields, layers, dims)
-    if fields.boolean("attention_output_gate", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: the planner cannot build this gate", field="attention_output_gate"
-        )
+    common.refuse(fields, "attention_output_gate", why="the planner cannot build this gate")
     fields.ignore(
         "use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules",
         "num_nextn_predict_layers", "rotary_dim", "first_k_dense_replace",

@@ -155,10 +155,8 @@ def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
     shared = _shared_size(fields, v, inner)
     fields.ignore(*v.ignored)
     qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
-    if v.experts_bias and fields.boolean(v.experts_bias, False):
-        raise UnsupportedArchitecture(
-            "true is not supported: the planner cannot build experts with biases", field=v.experts_bias
-        )
+    if v.experts_bias:
+        common.refuse(fields, v.experts_bias, why="the planner cannot build experts with biases")
     tied = fields.boolean("tie_word_embeddings", v.tied)
     qk_norm = v.qk_norm
     if v.qk_norm_field and fields.boolean(v.qk_norm_field, False):

@@ -318,11 +318,7 @@ def mistral3(
     # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
     # parameters)
     text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config, tied=tied)
-    if fields.raw("vision_feature_layer") not in (None, -1):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('vision_feature_layer'))} is not supported; only -1, the last layer, is",
-            field="vision_feature_layer",
-        )
+    common.only(fields, vision_feature_layer=-1)  # -1 is the tower's last layer
     t = Tensors("vision")
     vision = _vision(fields)
     defaults = towers.PIXTRAL if vision else {**towers.PIXTRAL, "patch_size": 14, "image_size": 1540}

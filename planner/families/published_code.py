@@ -25,11 +25,7 @@ _MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # Tele-FLM'
 
 def _minicpm(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a dense MiniCPM 1 or 2 model; its scale factors have no tensors."""
-    if fields.raw("num_experts"):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('num_experts'))} is not supported: the planner cannot build MiniCPM's experts",
-            field="num_experts",
-        )
+    common.refuse(fields, "num_experts", why="the planner cannot build MiniCPM's experts")
     return DenseVariant(
         "MiniCPMForCausalLM", tied=True, window="always", ignored=("dim_model_base", "scale_depth"),
         taped=False,
@@ -49,9 +45,7 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
             f"{kv_heads} is not num_attention_heads = {heads}; vLLM's class has one KV head per query head",
             field="num_key_value_heads",
         )
-    for name in ("num_moe_experts", "embed_layernorm"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "num_moe_experts", "embed_layernorm")
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore(
@@ -97,9 +91,7 @@ def _pangu(fields: Fields, model_type: str) -> Architecture:
     if fields.boolean("sandwich_norm", False):
         more = ("pre_mlp_layernorm", "post_mlp_layernorm")
         variant = replace(variant, flow="sandwich", norms=(*names, *more))
-    for name in ("param_sink_number", "n_routed_experts", "interleaved_sliding_window", "kv_lora_rank"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "param_sink_number", "n_routed_experts", "interleaved_sliding_window", "kv_lora_rank")
     return variant.build(fields, model_type)
 
 
@@ -135,9 +127,7 @@ def _loopcoder(fields: Fields, model_type: str) -> Architecture:
     """
     loops = fields.integer("loop_num", 2, limit="layers")
     window = fields.integer("loop_window_size", 64, limit="positions")
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.boolean(name, False):
-            raise UnsupportedArchitecture("true is not supported", field=name)
+    common.refuse(fields, "attention_bias", "mlp_bias")
     found = DenseVariant("IQuestLoopCoderForCausalLM", taped=False).build(fields, model_type)
     gates = []
     for layer in range(found.layers):

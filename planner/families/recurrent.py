@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family
 from tonnage.planner.families.tensors import Tensors
@@ -124,10 +124,7 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     value = fields.share("v_dim_factor", 1.0, hidden)
     multiple = fields.integer("ffn_round_up_to_multiple_of", 64, limit="width")
     inner = multiple * -(-fields.share("ffn_proj_factor", 2.667, hidden) // multiple)
-    if fields.raw("weight_mode") not in (None, "single"):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('weight_mode'))} is not supported; only single is", field="weight_mode"
-        )
+    common.only(fields, weight_mode="single")
     for size in (qk, value):
         common.divisible(size, heads, "hidden_size x qk_dim_factor", "num_heads")
     dtype = fields.raw("inference_state_dtype") or "float32"

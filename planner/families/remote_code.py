@@ -67,8 +67,7 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
     norm = "rms" if fields.boolean("rmsnorm", True) else "layer"
     tied = fields.boolean("tie_word_embeddings", False)
     last = fields.boolean("post_layer_norm", True)
-    if fields.raw("pre_seq_len"):
-        raise UnsupportedArchitecture("a prefix encoder is not supported", field="pre_seq_len")
+    common.refuse(fields, "pre_seq_len", why="the planner cannot build a prefix encoder")
     fields.ignore(
         "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "bias_dropout_fusion",
         "fp32_residual_connection", "original_rope", "rope_ratio", "hidden_dropout", "num_hidden_layers",

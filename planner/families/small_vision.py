@@ -265,8 +265,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     ``class_name`` is the model's class in transformers, and ``tied`` the default of tie_word_embeddings.
     """
     text = _text(fields, "qwen3_5_text", tied)
-    if fields.boolean("drop_vision_last_layer", False):
-        raise UnsupportedArchitecture("true is not supported", field="drop_vision_last_layer")
+    common.refuse(fields, "drop_vision_last_layer")
     vision = _of(fields, "vision_config")
     v = Fields(vision)
     fields.ignore("insert_layer_id", "downsample_mode", "patch_size", "image_size")
@@ -290,11 +289,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     t.connector(at, hidden * times, inner * times, hidden)
     t.role = "projector"
     rounds = fields.integer("merger_times", 1, limit="layers")
-    if fields.raw("merge_kernel_size") not in (None, [2, 2]):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('merge_kernel_size'))} is not supported; only [2, 2] is",
-            field="merge_kernel_size",
-        )
+    common.only(fields, merge_kernel_size=[2, 2])
     for i in range(rounds):
         here, merged = f"model.merger.mlp.{i}", 4 * hidden
         t.norm(f"{here}.pre_norm", merged, "layer")

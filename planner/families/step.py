@@ -105,9 +105,7 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
     """
     if "moe_num_experts" not in fields.config:
         return step3p7(fields, model_type)
-    for name, only in _ONE_FORM.items():
-        if fields.raw(name) not in (None, only):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.only(fields, **_ONE_FORM)
     gated = fields.boolean("use_head_wise_attn_gate", False)
     layers = fields.integer("num_hidden_layers", limit="layers")
     routed = _routed(fields, layers, 1)

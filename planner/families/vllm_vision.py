@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import towers
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 
 _TOP = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "image_token_index", "image_token_len",
@@ -112,15 +112,8 @@ def eagle(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "qwen2", config, either=True)
     t = Tensors("vision")
     tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
-    if fields.raw("select_layer") not in (None, -1):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('select_layer'))} is not supported; only -1, the last layer, is",
-            field="select_layer",
-        )
+    common.only(fields, select_layer=-1, downsample_ratio=0.5)  # -1 is the tower's last layer
     hidden = towers.siglip(t, "vision_model.vision_model", tower)
-    ratio = fields.raw("downsample_ratio")
-    if ratio not in (None, 0.5):
-        raise UnsupportedArchitecture(f"{shown(ratio)} is not supported; only 0.5 is", field="downsample_ratio")
     t.role, merged = "projector", 4 * hidden
     t.norm("mlp1.0", merged, "layer")
     t.connector("mlp1", merged, text.hidden_size, text.hidden_size, names=("1", "3"))

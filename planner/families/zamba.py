@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto, chunk_of
@@ -145,11 +145,8 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
         fields.integer("mamba_d_state", 64, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
         mixed, bias, fields.boolean("use_conv_bias", True), chunk=chunk_of(fields),
     )  # fmt: skip
-    if fields.boolean("use_shared_attention_adapter", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: adapters on shared attention are unknown to the planner",
-            field="use_shared_attention_adapter",
-        )
+    unknown = "adapters on shared attention are unknown to the planner"
+    common.refuse(fields, "use_shared_attention_adapter", why=unknown)
     kinds = _zamba_kinds(fields, layers)
     fields.ignore("mamba_headdim", "kv_channels", "num_query_groups", "hybrid_layer_ids", "use_long_context")
     rope = fields.boolean("use_mem_rope", False)
