@@ -153,50 +153,45 @@ class DenseVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a dense decoder of this family from its checked config."""
-        return _build(self, fields, model_type)
-
-
-def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a dense decoder; ``variant`` says how its family differs from Llama."""
-    dims = common.heads_of(fields)
-    if variant.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
-        raise ConfigError(
-            f"{dims.head_size} x {dims.heads} heads is not hidden_size = {dims.hidden}", field="head_dim"
+        dims = common.heads_of(fields)
+        if self.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
+            raise ConfigError(
+                f"{dims.head_size} x {dims.heads} heads is not hidden_size = {dims.hidden}", field="head_dim"
+            )
+        common.refuse(fields, "is_moe", why="the planner cannot build Doge's product-key experts")
+        fields.ignore(*self.ignored)
+        vocab, inner = (
+            fields.integer("vocab_size", limit="vocab"),
+            fields.integer("intermediate_size", limit="width"),
         )
-    common.refuse(fields, "is_moe", why="the planner cannot build Doge's product-key experts")
-    fields.ignore(*variant.ignored)
-    vocab, inner = (
-        fields.integer("vocab_size", limit="vocab"),
-        fields.integer("intermediate_size", limit="width"),
-    )
-    count = fields.integer("num_hidden_layers", limit="layers")
-    tied = fields.boolean("tie_word_embeddings", variant.tied)
-    kinds, window = _kinds(fields, variant, count)
-    share = common.rotary_share(fields, variant.rotary_share)
-    rotary = Rotary(int(dims.head_size * share), 1)
-    tables: tuple[str, ...] = (_TABLE,)
-    if variant.table_by_kind:
-        tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
-        rotary = Rotary(rotary.dim, len(tables))
-    layers = _layers(fields, model_type, variant, dims, inner, kinds, window, rotary.dim)
-    recipe = Recipe(
-        "model.layers",
-        Embedding(
-            "model.embed_tokens", vocab, dims.hidden,
-            dropout=common.number(fields, variant.embedding_dropout, 0.0),
-        ),
-        layers,
-        Norm(variant.final, dims.hidden, variant.norm),
-        Head(tied, variant.head_bias),
-        tuple(Table(table, rotary.dim, variant.rope in ("olmo", "ernie")) for table in tables),
-        taped=variant.taped,
-    )  # fmt: skip
-    return common.decoder(
-        fields, model_type, variant.class_name, tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-        layers=count, inner=inner, vocab=vocab, rotary=rotary,
-        gated=len(variant.mlp_names) == 3 or variant.fused, recipe=recipe,
-    )  # fmt: skip
+        count = fields.integer("num_hidden_layers", limit="layers")
+        tied = fields.boolean("tie_word_embeddings", self.tied)
+        kinds, window = _kinds(fields, self, count)
+        share = common.rotary_share(fields, self.rotary_share)
+        rotary = Rotary(int(dims.head_size * share), 1)
+        tables: tuple[str, ...] = (_TABLE,)
+        if self.table_by_kind:
+            tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
+            rotary = Rotary(rotary.dim, len(tables))
+        layers = _layers(fields, model_type, self, dims, inner, kinds, window, rotary.dim)
+        recipe = Recipe(
+            "model.layers",
+            Embedding(
+                "model.embed_tokens", vocab, dims.hidden,
+                dropout=common.number(fields, self.embedding_dropout, 0.0),
+            ),
+            layers,
+            Norm(self.final, dims.hidden, self.norm),
+            Head(tied, self.head_bias),
+            tuple(Table(table, rotary.dim, self.rope in ("olmo", "ernie")) for table in tables),
+            taped=self.taped,
+        )  # fmt: skip
+        return common.decoder(
+            fields, model_type, self.class_name, tensors_of(recipe), dims,
+            common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+            layers=count, inner=inner, vocab=vocab, rotary=rotary,
+            gated=len(self.mlp_names) == 3 or self.fused, recipe=recipe,
+        )  # fmt: skip
 
 
 def _layers(

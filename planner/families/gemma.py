@@ -62,73 +62,68 @@ class GemmaVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a Gemma text model of this family from its checked config."""
-        return _build(self, fields, model_type)
+        default = self.defaults
+
+        def integer(field: str, limit: str) -> int:
+            return fields.integer(field, default[field], limit=limit)
+
+        hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
+        heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
+        common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+        # transformers' config class also requires that the number of heads divides hidden_size
+        common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
+        head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
+        inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
+        bias = fields.boolean("attention_bias", False)
+        tied = fields.boolean("tie_word_embeddings", True)
+        fields.ignore(
+            "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"
+        )
+        kinds, window = _kinds(fields, self, layers)
+        prefixes, factor = _rotary(fields, self, kinds)
+        dims = Heads(hidden, heads, kv_heads, head_size)
+        q_norm, k_norm = (
+            Norm(name, head_size, "rms-one", count) if self.qk_norm else None
+            for name, count in (("q_norm", heads), ("k_norm", kv_heads))
+        )
+        norms = tuple(Norm(name, hidden, "rms-one") for name in self.norms)
+        mlp = Mlp(
+            "mlp", hidden, inner, common.act_of(fields, "gelu_pytorch_tanh", "hidden_activation", "hidden_act")
+        )
+        flow: Flow = "sandwich" if len(norms) == 4 else "pre"
+
+        def layer(table: str) -> Layer:
+            attention = Attention(
+                "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
+                rope=Rope(head_size, table),
+                # Gemma 3's attention does not read attn_logit_softcapping.
+                softcap=bool(self.attention_cap and fields.config.get("attn_logit_softcapping", True)),
+                dropout=common.number(fields, "attention_dropout", 0.0),
+            )  # fmt: skip
+            return layer_of(flow, attention, mlp, norms)
+
+        made = {table: layer(table) for table in prefixes}
+        # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
+        scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
+        recipe = Recipe(
+            "model.layers",
+            Embedding("model.embed_tokens", vocab, hidden, buffers=(scale,)),
+            tuple(made.get(f"{_TABLE}{kind}_", made[prefixes[0]]) for kind in kinds),
+            Norm("model.norm", hidden, "rms-one"),
+            Head(tied, softcap=fields.config.get("final_logit_softcapping", self.final_cap) is not None),
+            tuple(Table(prefix, head_size) for prefix in prefixes),
+        )  # fmt: skip
+        return common.decoder(
+            fields, model_type, self.class_name, tensors_of(recipe), dims,
+            common.cache_layers(kinds, window, kv_heads, head_size),
+            layers=layers, inner=inner, vocab=vocab, rotary=Rotary(head_size, len(prefixes)),
+            max_model_len=int(integer("max_position_embeddings", "positions") * factor), recipe=recipe,
+        )  # fmt: skip
 
 
 _TABLE = "model.rotary_emb."
 _HEAD_DIM = 256  # default of head_dim in the config classes, which is not hidden_size / num_attention_heads
 _WINDOW = 4096  # default of sliding_window in Gemma2Config and Gemma3TextConfig
-
-
-def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Gemma text model; ``variant`` says how it differs from Gemma 1."""
-    default = variant.defaults
-
-    def integer(field: str, limit: str) -> int:
-        return fields.integer(field, default[field], limit=limit)
-
-    hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
-    heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
-    common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    # transformers' config class also requires that the number of heads divides hidden_size
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
-    inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
-    bias = fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore(
-        "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"
-    )
-    kinds, window = _kinds(fields, variant, layers)
-    prefixes, factor = _rotary(fields, variant, kinds)
-    dims = Heads(hidden, heads, kv_heads, head_size)
-    q_norm, k_norm = (
-        Norm(name, head_size, "rms-one", count) if variant.qk_norm else None
-        for name, count in (("q_norm", heads), ("k_norm", kv_heads))
-    )
-    norms = tuple(Norm(name, hidden, "rms-one") for name in variant.norms)
-    mlp = Mlp(
-        "mlp", hidden, inner, common.act_of(fields, "gelu_pytorch_tanh", "hidden_activation", "hidden_act")
-    )
-    flow: Flow = "sandwich" if len(norms) == 4 else "pre"
-
-    def layer(table: str) -> Layer:
-        attention = Attention(
-            "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
-            rope=Rope(head_size, table),
-            # Gemma 3's attention does not read attn_logit_softcapping.
-            softcap=bool(variant.attention_cap and fields.config.get("attn_logit_softcapping", True)),
-            dropout=common.number(fields, "attention_dropout", 0.0),
-        )  # fmt: skip
-        return layer_of(flow, attention, mlp, norms)
-
-    made = {table: layer(table) for table in prefixes}
-    # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
-    scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
-    recipe = Recipe(
-        "model.layers",
-        Embedding("model.embed_tokens", vocab, hidden, buffers=(scale,)),
-        tuple(made.get(f"{_TABLE}{kind}_", made[prefixes[0]]) for kind in kinds),
-        Norm("model.norm", hidden, "rms-one"),
-        Head(tied, softcap=fields.config.get("final_logit_softcapping", variant.final_cap) is not None),
-        tuple(Table(prefix, head_size) for prefix in prefixes),
-    )  # fmt: skip
-    return common.decoder(
-        fields, model_type, variant.class_name, tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, kv_heads, head_size),
-        layers=layers, inner=inner, vocab=vocab, rotary=Rotary(head_size, len(prefixes)),
-        max_model_len=int(integer("max_position_embeddings", "positions") * factor), recipe=recipe,
-    )  # fmt: skip
 
 
 def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[str, ...], int | None]:

@@ -107,73 +107,68 @@ class LatentVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a latent-attention model of this family from its checked config."""
-        return _build(self, fields, model_type)
+        # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
+        plain = common.heads_of(fields) if fields.boolean("use_mla", self.latent) is False else None
+        if plain is not None:
+            fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+            fields.ignore("lm_head", "rm_head")
+            d = LatentAttention(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
+        else:
+            d = read_latent(fields, defaults=True)
+        layers, vocab = common.layers_and_vocab(fields)
+        count = fields.integer("n_routed_experts", limit="width")
+        chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
+        inner = fields.integer("moe_intermediate_size", limit="width")
+        dense = fields.integer("intermediate_size", limit="width")
+        shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
+        bias = fields.boolean("attention_bias", False)
+        tied = fields.boolean("tie_word_embeddings", False)
+        fields.ignore("num_nextn_predict_layers")
+        mlp_bias = fields.boolean("mlp_bias", False) and self.mlp_bias
+        common.only(fields, moe_layer_freq=1)
+        sparse = common.sparse_layers(fields, layers, self.dense_layers)
+        index_heads, index_size, indexed = indexer(fields, layers) if self.indexer else (0, 0, ())
 
-
-def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a model with latent attention and experts; ``v`` are its family's options."""
-    # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
-    plain = common.heads_of(fields) if fields.boolean("use_mla", v.latent) is False else None
-    if plain is not None:
-        fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-        fields.ignore("lm_head", "rm_head")
-        d = LatentAttention(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
-    else:
-        d = read_latent(fields, defaults=True)
-    layers, vocab = common.layers_and_vocab(fields)
-    count = fields.integer("n_routed_experts", limit="width")
-    chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
-    shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
-    bias = fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", False)
-    fields.ignore("num_nextn_predict_layers")
-    mlp_bias = fields.boolean("mlp_bias", False) and v.mlp_bias
-    common.only(fields, moe_layer_freq=1)
-    sparse = common.sparse_layers(fields, layers, v.dense_layers)
-    index_heads, index_size, indexed = indexer(fields, layers) if v.indexer else (0, 0, ())
-
-    table = Table("model.rotary_emb.", d.rotary or d.nope, complex=v.complex_rope)
-    dropout = common.number(fields, "attention_dropout", 0.0)
-    rope = Rope(d.rotary, table.name, restored=v.complex_rope)
-    d = replace(d, bias=bias, rope=rope, dropout=dropout)
-    mixers: dict[bool, Attention | LatentAttention] = {False: d}
-    if v.indexer:
-        mixers[True] = replace(d, extra=_index_tensors(d, index_heads, index_size))
-    if plain is not None:
-        mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
-    sandwich = v.sandwiched and fields.boolean("sandwich_norm", False)
-    norms = tuple(Norm(name, d.hidden) for name in (_SANDWICH if sandwich else _SANDWICH[:2]))
-    act = common.act_of(fields, "silu")
-    routed = Experts(
-        "mlp", d.hidden, inner, count, chosen, act, _router(fields, v),
-        Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
-        first=True, extra=_correction(count) if v.correction else (),
-    )  # fmt: skip
-    mlps: dict[bool, Mlp | Experts] = {True: routed, False: Mlp("mlp", d.hidden, dense, act, bias=mlp_bias)}
-    kinds = {
-        (own, routes): layer_of("sandwich" if sandwich else "pre", mixer, module, norms)
-        for own, mixer in mixers.items() for routes, module in mlps.items()
-    }  # fmt: skip
-    recipe = Recipe(
-        "model.layers", Embedding("model.embed_tokens", vocab, d.hidden),
-        tuple(kinds[v.indexer and indexed[i], sparse[i]] for i in range(layers)),
-        Norm("model.norm", d.hidden), Head(tied), (table,),
-        taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
-    )  # fmt: skip
-    # A layer without an indexer reuses the indices of the last layer that has an indexer, and caches no index
-    # keys.
-    index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
-    read = fields.integer("index_topk", 2048, limit="positions") if index_sizes else 0
-    architecture = common.decoder(
-        fields, model_type, v.class_name, tensors_of(recipe),
-        plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
-        common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
-        inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
-        rotary=Rotary(table.dim, 1), experts=count, experts_per_token=chosen, recipe=recipe,
-    )  # fmt: skip
-    return replace(architecture, index_topk=read)
+        table = Table("model.rotary_emb.", d.rotary or d.nope, complex=self.complex_rope)
+        dropout = common.number(fields, "attention_dropout", 0.0)
+        rope = Rope(d.rotary, table.name, restored=self.complex_rope)
+        d = replace(d, bias=bias, rope=rope, dropout=dropout)
+        mixers: dict[bool, Attention | LatentAttention] = {False: d}
+        if self.indexer:
+            mixers[True] = replace(d, extra=_index_tensors(d, index_heads, index_size))
+        if plain is not None:
+            mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
+        sandwich = self.sandwiched and fields.boolean("sandwich_norm", False)
+        norms = tuple(Norm(name, d.hidden) for name in (_SANDWICH if sandwich else _SANDWICH[:2]))
+        act = common.act_of(fields, "silu")
+        routed = Experts(
+            "mlp", d.hidden, inner, count, chosen, act, _router(fields, self),
+            Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
+            first=True, extra=_correction(count) if self.correction else (),
+        )  # fmt: skip
+        mlps: dict[bool, Mlp | Experts] = {True: routed, False: Mlp("mlp", d.hidden, dense, act, bias=mlp_bias)}
+        kinds = {
+            (own, routes): layer_of("sandwich" if sandwich else "pre", mixer, module, norms)
+            for own, mixer in mixers.items() for routes, module in mlps.items()
+        }  # fmt: skip
+        recipe = Recipe(
+            "model.layers", Embedding("model.embed_tokens", vocab, d.hidden),
+            tuple(kinds[self.indexer and indexed[i], sparse[i]] for i in range(layers)),
+            Norm("model.norm", d.hidden), Head(tied), (table,),
+            taped=plain is None and self.taped and not fields.config.get("output_router_logits"),
+        )  # fmt: skip
+        # A layer without an indexer reuses the indices of the last layer that has an indexer, and caches no
+        # index keys.
+        index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
+        read = fields.integer("index_topk", 2048, limit="positions") if index_sizes else 0
+        architecture = common.decoder(
+            fields, model_type, self.class_name, tensors_of(recipe),
+            plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
+            common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
+            inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
+            rotary=Rotary(table.dim, 1), experts=count, experts_per_token=chosen, recipe=recipe,
+        )  # fmt: skip
+        return replace(architecture, index_topk=read)
 
 
 def _correction(count: int) -> tuple[TensorSpec, ...]:

@@ -52,57 +52,53 @@ class SlidingMoeVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a Kolibri, Flint or Beam model from its checked config."""
-        return _build(self, fields, model_type)
-
-
-def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Kolibri, Flint or Beam model; ``v`` holds the options of its family."""
-    dims = common.heads_of(fields)
-    layers, vocab = common.layers_and_vocab(fields)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("shared_expert_intermediate_size", v.shared[1], limit="width") if v.shared else 0
-    sparse = (True,) * layers if v.sparse is None else v.sparse(fields, layers)
-    dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
-    fields.ignore("intermediate_size")
-    bias = v.biased and fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", False)
-    kinds = fields.layer_types(layers) or v.kinds(layers)
-    # If sliding_window is missing, the config class's default applies. Null raises an error if a layer is
-    # sliding.
-    window = common.window_of(fields) if "sliding_window" in fields.config else v.window
-    tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
-    gate = "float32" if v.wide_router else None
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i, at in t.layers(layers, "model.layers"):
-        here = f"{at}.self_attn"
-        t.attention(here, dims, bias=bias, out_bias=bias, qk_norm="head")
-        if v.sinks:
-            t.add(f"{here}.sinks", (dims.heads,), "attention", "Attention", shard=0, dtype="float32")
-        if v.gated:
-            t.linear(f"{here}.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
-            t.add(f"{here}.gate_bias", (dims.heads,), "attention", "Attention", shard=0)
-        t.norms(at, dims.hidden, *v.norms)
-        if not sparse[i]:
-            t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
-            continue
-        t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=gate)
-        if v.corrected:
-            t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
-        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
-        if v.shared:
-            t.gated_mlp(f"{at}.mlp.{v.shared[0]}", dims.hidden, shared)
-    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    for table in tables:
-        t.rotary(dims.head_size, f"model.rotary_emb.{table}")
-    return common.decoder(
-        fields, model_type, v.class_name, t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
-        inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
-        experts=count, experts_per_token=chosen,
-    )  # fmt: skip
+        dims = common.heads_of(fields)
+        layers, vocab = common.layers_and_vocab(fields)
+        count = fields.integer("num_experts", limit="width")
+        chosen = fields.integer("num_experts_per_tok", limit="width")
+        inner = fields.integer("moe_intermediate_size", limit="width")
+        module, size = self.shared or ("", 0)
+        shared = fields.integer("shared_expert_intermediate_size", size, limit="width") if module else 0
+        sparse = (True,) * layers if self.sparse is None else self.sparse(fields, layers)
+        dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
+        fields.ignore("intermediate_size")
+        bias = self.biased and fields.boolean("attention_bias", False)
+        tied = fields.boolean("tie_word_embeddings", False)
+        kinds = fields.layer_types(layers) or self.kinds(layers)
+        # If sliding_window is missing, the config class's default applies. Null raises an error if a layer is
+        # sliding.
+        window = common.window_of(fields) if "sliding_window" in fields.config else self.window
+        tables = tables_by_kind(fields, kinds, ("full_attention",)) if self.by_kind else ("",)
+        gate = "float32" if self.wide_router else None
+        t = Tensors()
+        t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+        for i, at in t.layers(layers, "model.layers"):
+            here = f"{at}.self_attn"
+            t.attention(here, dims, bias=bias, out_bias=bias, qk_norm="head")
+            if self.sinks:
+                t.add(f"{here}.sinks", (dims.heads,), "attention", "Attention", shard=0, dtype="float32")
+            if self.gated:
+                t.linear(f"{here}.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
+                t.add(f"{here}.gate_bias", (dims.heads,), "attention", "Attention", shard=0)
+            t.norms(at, dims.hidden, *self.norms)
+            if not sparse[i]:
+                t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
+                continue
+            t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=gate)
+            if self.corrected:
+                t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+            t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+            if module:
+                t.gated_mlp(f"{at}.mlp.{module}", dims.hidden, shared)
+        t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
+        for table in tables:
+            t.rotary(dims.head_size, f"model.rotary_emb.{table}")
+        return common.decoder(
+            fields, model_type, self.class_name, t, dims,
+            common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+            inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
+            experts=count, experts_per_token=chosen,
+        )  # fmt: skip
 
 
 def afmoe(fields: Fields, model_type: str) -> Architecture:

@@ -182,8 +182,47 @@ class LlavaVariant:
     tiles: Callable[[Fields, Vision | None, int], Vision | None] | None = None
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
-        """Return the architecture of a LLaVA model of this type from its checked config."""
-        return _llava(self, fields, model_type)
+        """Return the architecture of a LLaVA model of this type from its checked config.
+
+        LLaVA-NeXT and LLaVA-OneVision cut an image into several tiles, and learn an embedding for the end of a
+        line of patches.
+        """
+        t = Tensors("vision")
+        text = _llava_text(fields, self)
+        vision = _vision(fields)
+        kind = vision.get("model_type", self.towers[0])
+        if kind not in self.towers:
+            raise UnsupportedArchitecture(f"{shown(kind)} is not supported", field="vision_config.model_type")
+        # without vision_config the tower is CLIP large; fields missing in a vision_config have the defaults of
+        # CLIPVisionConfig
+        defaults = towers.CLIP if vision else towers.LLAVA_CLIP
+        seen: Vision | None
+        if kind == "clip_vision_model":
+            hidden = towers.clip(t, "model.vision_tower", vision, defaults)
+            seen = image_limits.square("clip", vision, defaults, text.hidden_size)
+        elif kind == "pixtral":
+            hidden = towers.pixtral(t, "model.vision_tower", vision)
+            seen = image_limits.pixtral(vision, towers.PIXTRAL, text.hidden_size, 1)
+        else:
+            hidden = towers.siglip(t, "model.vision_tower", vision)
+            seen = image_limits.square("siglip", vision, towers.SIGLIP, text.hidden_size)
+        t.role = "projector"
+        bias = fields.boolean("multimodal_projector_bias", True)
+        layers = fields.raw("vision_feature_layer")
+        times = len(layers) if isinstance(layers, list) else 1
+        # the outputs of all tower layers stay in memory until the layers in vision_feature_layer are selected
+        if seen is not None and isinstance(layers, list):
+            seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
+        at, width = "model.multi_modal_projector", text.hidden_size
+        t.connector(at, hidden * times, width, width, bias=bias)
+        whole = (fields.raw("vision_feature_select_strategy") or self.strategy) != "default"
+        if whole == (kind == "clip_vision_model") and kind != "pixtral":
+            seen = None  # limits are known only for CLIP without its class token, and SigLIP with all patches
+        if self.tiles is not None:
+            t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
+            size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
+            seen = self.tiles(fields, seen, size)
+        return joined(text, model_type, self.class_name, t, vision=seen)
 
 
 def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
@@ -218,48 +257,6 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
             field="text_config.model_type",
         )
     return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, either=variant.either)
-
-
-def _llava(variant: LlavaVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of LLaVA 1.5, LLaVA-NeXT, LLaVA-OneVision or Pixtral; ``variant`` says which.
-
-    NeXT and OneVision cut an image into several tiles, and learn an embedding for the end of a line of patches.
-    """
-    t = Tensors("vision")
-    text = _llava_text(fields, variant)
-    vision = _vision(fields)
-    kind = vision.get("model_type", variant.towers[0])
-    if kind not in variant.towers:
-        raise UnsupportedArchitecture(f"{shown(kind)} is not supported", field="vision_config.model_type")
-    # without vision_config the tower is CLIP large; fields missing in a vision_config have CLIPVisionConfig's
-    # defaults
-    defaults = towers.CLIP if vision else towers.LLAVA_CLIP
-    seen: Vision | None
-    if kind == "clip_vision_model":
-        hidden = towers.clip(t, "model.vision_tower", vision, defaults)
-        seen = image_limits.square("clip", vision, defaults, text.hidden_size)
-    elif kind == "pixtral":
-        hidden = towers.pixtral(t, "model.vision_tower", vision)
-        seen = image_limits.pixtral(vision, towers.PIXTRAL, text.hidden_size, 1)
-    else:
-        hidden = towers.siglip(t, "model.vision_tower", vision)
-        seen = image_limits.square("siglip", vision, towers.SIGLIP, text.hidden_size)
-    t.role = "projector"
-    bias = fields.boolean("multimodal_projector_bias", True)
-    layers = fields.raw("vision_feature_layer")
-    times = len(layers) if isinstance(layers, list) else 1
-    # the outputs of all tower layers stay in memory until the layers in vision_feature_layer are selected
-    if seen is not None and isinstance(layers, list):
-        seen = replace(seen, pooled=1 + Fields(vision).integer("num_hidden_layers", 12, limit="layers"))
-    t.connector("model.multi_modal_projector", hidden * times, text.hidden_size, text.hidden_size, bias=bias)
-    whole = (fields.raw("vision_feature_select_strategy") or variant.strategy) != "default"
-    if whole == (kind == "clip_vision_model") and kind != "pixtral":
-        seen = None  # limits are known only for CLIP without its class token, and SigLIP with all patches
-    if variant.tiles is not None:
-        t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
-        size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
-        seen = variant.tiles(fields, seen, size)
-    return joined(text, model_type, variant.class_name, t, vision=seen)
 
 
 def _tiles_and_frames(fields: Fields, vision: Vision | None, size: int) -> None:
