@@ -165,12 +165,8 @@ def _build(config: Mapping[str, Any]) -> Architecture:
         raise UnsupportedArchitecture(
             f"true is not supported: {model_type} is no encoder-decoder", field="is_encoder_decoder"
         )
-    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
-    architecture = _read(fields, model_type, family)
-    assumed = (*architecture.assumed, *_assumed(fields, model_type))
-    architecture = replace(architecture, declared=_declared(config), assumed=assumed)
-    fields.ignore("is_encoder_decoder")
-    return _check_class(config, model_type, family, _checked(fields, model_type, family, architecture))
+    architecture = _read(config, model_type, family, "is_encoder_decoder")
+    return _check_class(config, model_type, family, replace(architecture, declared=_declared(config)))
 
 
 def _untyped(config: Mapping[str, Any]) -> str | None:
@@ -181,21 +177,25 @@ def _untyped(config: Mapping[str, Any]) -> str | None:
     return next((_BY_CLASS[name] for name in _declared(config) if name in _BY_CLASS), None)
 
 
-def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
-    """Return the architecture that a family's builder function builds from the config ``fields``."""
+def _read(config: Mapping[str, Any], model_type: str, family: Family, *ignored: str) -> Architecture:
+    """Return the architecture that a family's builder function builds from a config.
+
+    ``assumed`` lists the sizes missing in config.json, with the defaults used for them. ``unread`` lists the
+    config fields that the builder did not read, except those in ``ignored``.
+    """
     if family.build is None:
         raise _unknown(model_type)
-    fields.ignore(*family.ignored)
-    return family.build(fields, model_type)
+    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
+    fields.ignore(*family.ignored, *ignored)
+    found = family.build(fields, model_type)
+    assumed = (f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
+    unread = fields.check_unread(model_type, family.leftovers or {})
+    return replace(found, assumed=(*found.assumed, *assumed), unread=found.unread + unread)
 
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
     """Return the architecture of a multimodal model's text model, without a check of its class name."""
-    family = family_of(model_type)
-    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
-    architecture = _read(fields, model_type, family)
-    architecture = replace(architecture, assumed=(*architecture.assumed, *_assumed(fields, model_type)))
-    return _checked(fields, model_type, family, architecture)
+    return _read(config, model_type, family_of(model_type))
 
 
 @cache
@@ -204,17 +204,6 @@ def _sizes(model_type: str) -> Mapping[str, int]:
     defaults = json.loads(Path(__file__).with_name("config_defaults.json").read_text())["defaults"]
     sizes: Mapping[str, int] = defaults.get(model_type, {})
     return sizes
-
-
-def _assumed(fields: Fields, model_type: str) -> tuple[str, ...]:
-    """Return text that lists the sizes missing in config.json, with the defaults used for them."""
-    return tuple(f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
-
-
-def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:
-    """Return ``architecture`` with ``unread``: the config fields that the family's function did not read."""
-    unread = fields.check_unread(model_type, family.leftovers or {})
-    return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
 
 def _classifier(labels: int, hidden: int, suffix: str) -> tuple[TensorSpec, ...]:
