@@ -133,7 +133,7 @@ def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
     for name in ("dt_bias", "A_log"):
         t.add(f"{at}.{name}", (d.value_heads,), "mixer", "GatedDeltaNet", shard=0)
     channels = 2 * d.keys + d.values
-    t.add(f"{at}.conv1d.weight", (channels, 1, d.kernel), "mixer", "Conv1d", shard=0)
+    t.conv1d(f"{at}.conv1d", channels, d.kernel)
     if fused:
         t.linear(f"{at}.in_proj_qkvz", channels + d.values, d.hidden, "mixer", shard="column")
         t.linear(f"{at}.in_proj_ba", 2 * d.value_heads, d.hidden, "mixer", shard="column")
@@ -274,7 +274,7 @@ def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -
     proj = heads * size
     for name in ("q_proj", "k_proj", "v_proj"):
         t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")
-    t.add(f"{at}.conv1d.weight", (3 * proj, 1, kernel), "mixer", "Conv1d", shard=0)
+    t.conv1d(f"{at}.conv1d", 3 * proj, kernel)
     t.add(f"{at}.forget_gate.dt_bias", (proj,), "mixer", "KimiLinearForgetGate", shard=0)
     t.add(f"{at}.forget_gate.A_log", (1, 1, heads, 1), "mixer", "KimiLinearForgetGate", shard=2)
     t.linear(f"{at}.forget_gate.f_a_proj", size, hidden, "mixer")

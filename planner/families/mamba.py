@@ -67,9 +67,7 @@ class Mamba2:
         """Add the Mamba-2 mixer's tensors below module ``at``."""
         for name in ("dt_bias", "A_log", "D"):
             t.add(f"{at}.{name}", (self.heads,), "mixer", "Mamba2Mixer", shard=0)
-        t.add(f"{at}.conv1d.weight", (self.channels, 1, self.kernel), "mixer", "Conv1d", shard=0)
-        if self.conv_bias:
-            t.add(f"{at}.conv1d.bias", (self.channels,), "mixer", "Conv1d", shard=0)
+        t.conv1d(f"{at}.conv1d", self.channels, self.kernel, bias=self.conv_bias)
         rows = self.inner + self.channels + self.heads
         t.linear(f"{at}.in_proj", rows, self.hidden, "mixer", bias=self.proj_bias, shard="column")
         if self.norm:
@@ -106,9 +104,7 @@ class Mamba1:
         """Add the Mamba-1 mixer's tensors below module ``at``."""
         t.add(f"{at}.A_log", (self.inner, self.state), "mixer", "MambaMixer", shard=0)
         t.add(f"{at}.D", (self.inner,), "mixer", "MambaMixer", shard=0)
-        t.add(f"{at}.conv1d.weight", (self.inner, 1, self.kernel), "mixer", "Conv1d", shard=0)
-        if self.conv_bias:
-            t.add(f"{at}.conv1d.bias", (self.inner,), "mixer", "Conv1d", shard=0)
+        t.conv1d(f"{at}.conv1d", self.inner, self.kernel, bias=self.conv_bias)
         t.linear(f"{at}.in_proj", 2 * self.inner, self.hidden, "mixer", bias=self.proj_bias, shard="column")
         t.linear(f"{at}.x_proj", self.rank + 2 * self.state, self.inner, "mixer", shard="row")
         t.linear(f"{at}.dt_proj", self.inner, self.rank, "mixer", bias=True, shard="column")

@@ -18,11 +18,14 @@ from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.recipe import Heads
 
 
-def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
-    """Return the Mamba-2 mixer of a Bamba, Granite hybrid or Falcon-H1 config (its mamba_* fields)."""
+def _mamba2_of(fields: Fields, hidden: int, *, falcon: bool = False) -> Mamba2:
+    """Return the Mamba-2 mixer of a Bamba, Granite hybrid or, with ``falcon``, a Falcon-H1 config.
+
+    Only Falcon-H1 states the mixer's width and whether the mixer has a norm.
+    """
     inner = fields.integer("mamba_expand", 2, limit="width") * hidden
-    stated = fields.optional_integer("mamba_d_ssm", limit="width") if names.get("ssm") else None
-    inner = stated or inner
+    if falcon:
+        inner = fields.integer("mamba_d_ssm", inner, limit="width")
     heads = fields.integer("mamba_n_heads", 128, limit="heads")
     head_size = auto(fields, "mamba_d_head", inner // heads)
     if heads * head_size != inner:
@@ -34,7 +37,7 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
         hidden, heads, head_size, fields.integer("mamba_n_groups", 1, limit="heads"),
         fields.integer("mamba_d_state", 256, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
         inner, fields.boolean("mamba_proj_bias", False), fields.boolean("mamba_conv_bias", True),
-        fields.boolean("mamba_rms_norm", False) if names.get("ssm") else True,
+        not falcon or fields.boolean("mamba_rms_norm", False),
         chunk=chunk_of(fields, "mamba_chunk_size"),
     )  # fmt: skip
 
@@ -117,7 +120,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     mlp_bias = fields.boolean("mlp_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     mixer = replace(
-        _mamba2_of(fields, dims.hidden, ssm="mamba_d_ssm"), out_bias=fields.boolean("projectors_bias", False)
+        _mamba2_of(fields, dims.hidden, falcon=True), out_bias=fields.boolean("projectors_bias", False)
     )
     fields.ignore(
         "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier",
@@ -242,10 +245,9 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embeddings", vocab, hidden)
     cache = []
-    for i, kind in enumerate(kinds):
-        t.layer = i
-        at = f"model.layers.{i}.mixer"
-        t.norm(f"model.layers.{i}.norm", hidden)
+    for i, layer in t.layers(layers, "model.layers"):
+        kind, at = kinds[i], f"{layer}.mixer"
+        t.norm(f"{layer}.norm", hidden)
         if kind == "M":
             mixer.add(t, at)
             cache.append(mixer.cache(i))

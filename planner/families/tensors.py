@@ -331,11 +331,15 @@ class Tensors:
         self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
         self.experts(f"{at}.experts", count, hidden, inner)
 
+    def conv1d(self, module: str, channels: int, kernel: int, *, bias: bool = False) -> None:
+        """Add a convolution along the sequence, separate for each channel: weight and, with ``bias``, bias."""
+        self.add(f"{module}.weight", (channels, 1, kernel), "mixer", "Conv1d", shard=0)
+        if bias:
+            self.add(f"{module}.bias", (channels,), "mixer", "Conv1d", shard=0)
+
     def short_conv(self, at: str, hidden: int, kernel: int, bias: bool) -> None:
         """Add the tensors of LFM's gated convolution along the sequence, below module ``at``."""
-        self.add(f"{at}.conv.weight", (hidden, 1, kernel), "mixer", "Conv1d", shard=0)
-        if bias:
-            self.add(f"{at}.conv.bias", (hidden,), "mixer", "Conv1d", shard=0)
+        self.conv1d(f"{at}.conv", hidden, kernel, bias=bias)
         self.linear(f"{at}.in_proj", 3 * hidden, hidden, "mixer", bias=bias, shard="column")
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
