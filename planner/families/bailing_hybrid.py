@@ -15,6 +15,7 @@ from dataclasses import replace
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
+from tonnage.planner.families.linear_attention import position_field
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -88,9 +89,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rotary, "model.rotary_emb.")
-    positions = "max_position_embeddings"
-    if fields.config.get(positions) is None:
-        positions = "model_max_length"
+    positions = position_field(fields)
     return common.decoder(
         fields, model_type, "BailingHybridForCausalLM", t,
         Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,

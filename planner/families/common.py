@@ -220,6 +220,14 @@ def number(fields: Fields, field: str, default: float) -> float:
     return float(value)
 
 
+def dtype_of(fields: Fields, field: str) -> str | None:
+    """Return the dtype in a config field (float32, bfloat16 or float16), or None without this field."""
+    dtype: str | None = fields.raw(field)
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"{shown(dtype)} is not float32, bfloat16 or float16", field=field)
+    return dtype
+
+
 def numbers_in(listed: Any) -> frozenset[int]:
     """Return the integers in a config's list as a set, for fast look-ups of layer indices."""
     return frozenset(item for item in listed or () if type(item) is int)

@@ -16,6 +16,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, VLLMTraits
+from tonnage.planner.families.moe_layers import stepped_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -49,8 +50,6 @@ def qwen(
 ) -> Architecture:
     """Return the architecture of Qwen3-Next or Qwen3.5 from its checked config.
 
-    The query projection has twice the rows, because it also computes the output gate.
-
     Args:
         fields: the config.
         model_type: type of the model.
@@ -74,7 +73,7 @@ def qwen(
     full = full_of(fields, layers, fields.integer("full_attention_interval", 4, limit="layers"))
     if fields.boolean("attn_output_gate", True) is False:
         raise UnsupportedArchitecture("false is not supported", field="attn_output_gate")
-    state_dtype = _state_dtype(fields)
+    state_dtype = common.dtype_of(fields, "mamba_ssm_dtype")
     experts = _QwenExperts.read(fields, layers) if moe else None
     inner = fields.integer("intermediate_size", 5632 if moe else None, limit="width")
     fields.ignore(
@@ -86,16 +85,7 @@ def qwen(
     cache = []
     for i, at in t.layers(layers, "model.layers"):
         if full[i]:
-            kv = dims.kv_heads * dims.head_size
-            q = dims.heads * dims.head_size
-            for name, rows, own in (
-                ("q_proj", 2 * q, (0, 0)),
-                ("k_proj", kv, (kv, dims.kv_heads)),
-                ("v_proj", kv, (kv, dims.kv_heads)),
-            ):  # fmt: skip
-                t.linear(f"{at}.self_attn.{name}", rows, dims.hidden, bias=bias, shard="column", kv=own)
-            t.linear(f"{at}.self_attn.o_proj", dims.hidden, q, bias=bias, shard="row")
-            t.norms(f"{at}.self_attn", dims.head_size, "q_norm", "k_norm")
+            t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head", gated=True)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         else:
             delta_net(t, f"{at}.linear_attn", d, fused=fused)
@@ -114,14 +104,6 @@ def qwen(
         experts=experts.count if experts is not None else 0,
         experts_per_token=experts.chosen if experts is not None else 0,
     )  # fmt: skip
-
-
-def _state_dtype(fields: Fields) -> str | None:
-    """Return the dtype of the recurrent state, from the config field ``mamba_ssm_dtype``, or None."""
-    value = fields.raw("mamba_ssm_dtype")
-    if value not in (None, "float32", "bfloat16", "float16"):
-        raise ConfigError(f"{shown(value)} is not float32, bfloat16 or float16", field="mamba_ssm_dtype")
-    return value if isinstance(value, str) else None
 
 
 def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
@@ -171,17 +153,13 @@ class _QwenExperts:
     @classmethod
     def read(cls, fields: Fields, layers: int) -> _QwenExperts:
         """Return the numbers and sizes of the routed and shared experts, from the config."""
-        step = fields.integer("decoder_sparse_step", 1, limit="layers")
-        dense = fields.raw("mlp_only_layers") or []
-        if not isinstance(dense, list):
-            raise ConfigError(f"{shown(dense)} is not a list of layer indices", field="mlp_only_layers")
-        plain = common.numbers_in(dense)
+        sparse = stepped_layers(fields, layers)
         return cls(
             fields.integer("num_experts", limit="width"),
             fields.integer("num_experts_per_tok", limit="width"),
             fields.integer("moe_intermediate_size", limit="width"),
             fields.integer("shared_expert_intermediate_size", limit="width"),
-            tuple(i not in plain and (i + 1) % step == 0 for i in range(layers)),
+            sparse,
         )
 
     @property
@@ -255,11 +233,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
-    positions = (
-        "model_max_length"
-        if fields.config.get("max_position_embeddings") is None
-        else "max_position_embeddings"
-    )
+    positions = position_field(fields)
     return common.decoder(
         fields, "kimi_linear", "KimiLinearForCausalLM", t,
         Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
@@ -267,6 +241,12 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         experts_per_token=chosen, max_model_len=fields.integer(positions, limit="positions"),
         position_field=positions,
     )  # fmt: skip
+
+
+def position_field(fields: Fields) -> str:
+    """Return the config field of the maximum length: max_position_embeddings if set, else model_max_length."""
+    name = "max_position_embeddings"
+    return "model_max_length" if fields.config.get(name) is None else name
 
 
 def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:

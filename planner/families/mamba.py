@@ -75,16 +75,13 @@ class Mamba2:
         out_bias = self.proj_bias if self.out_bias is None else self.out_bias
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
-    def states(self) -> tuple[StateTensor, ...]:
-        """Return a Mamba-2 mixer's state tensors per sequence: convolution state and recurrent state."""
-        return (
+    def cache(self, layer: int) -> CacheLayer:
+        """Return layer ``layer``'s cache entry: convolution and recurrent state of its Mamba-2 mixer."""
+        states = (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
             StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
-
-    def cache(self, layer: int) -> CacheLayer:
-        """Return layer ``layer``'s cache entry: the state tensors of its Mamba-2 mixer, per sequence."""
-        return CacheLayer(layer, "state", None, 0, 0, states=self.states())
+        return CacheLayer(layer, "state", None, 0, 0, states=states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +111,7 @@ class Mamba1:
             t.norms(at, self.state, "b_layernorm", "c_layernorm")
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return layer ``layer``'s cache entry: the state tensors of its Mamba-1 mixer, per sequence."""
+        """Return layer ``layer``'s cache entry: convolution and recurrent state of its Mamba-1 mixer."""
         states = (
             StateTensor("conv", (self.kernel - 1, self.inner), shard_dim=1),
             StateTensor("ssm", (self.inner, self.state)),

@@ -216,15 +216,14 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = len(kinds), fields.integer("vocab_size", limit="vocab")
     mamba_heads = fields.integer("mamba_num_heads", 128, limit="heads")
     size = fields.integer("mamba_head_dim", 64, limit="width")
-    dtype = fields.raw("mamba_ssm_cache_dtype")
-    if dtype not in (None, "auto", "float32", "float16", "bfloat16"):
-        raise ConfigError(f"{shown(dtype)} is not float32, float16 or bfloat16", field="mamba_ssm_cache_dtype")
+    name = "mamba_ssm_cache_dtype"
+    dtype = None if fields.raw(name) == "auto" else common.dtype_of(fields, name)
     bias = fields.boolean("use_bias", False)
     mixer = Mamba2(
         hidden, mamba_heads, size, fields.integer("n_groups", 8, limit="heads"),
         fields.integer("ssm_state_size", 128, limit="width"), fields.integer("conv_kernel", 4, limit="width"),
         mamba_heads * size, bias, fields.boolean("use_conv_bias", True),
-        dtype=None if dtype == "auto" else dtype, chunk=chunk_of(fields, default=128),
+        dtype=dtype, chunk=chunk_of(fields, default=128),
     )  # fmt: skip
     mlp_bias = fields.boolean("mlp_bias", False)
     tied = common.never_tied(fields)

@@ -127,9 +127,7 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     common.only(fields, weight_mode="single")
     for size in (qk, value):
         common.divisible(size, heads, "hidden_size x qk_dim_factor", "num_heads")
-    dtype = fields.raw("inference_state_dtype") or "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"{shown(dtype)} is not float32, bfloat16 or float16", field="inference_state_dtype")
+    dtype = common.dtype_of(fields, "inference_state_dtype") or "float32"
     out_norm = fields.boolean("add_out_norm", True)
     tied = fields.boolean("tie_word_embeddings", False)
     for name, same in (("embedding_dim", hidden), ("num_blocks", layers)):

@@ -193,14 +193,16 @@ class Tensors:
         out: str = "o_proj",
         qk_norm: str = "none",
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        gated: bool = False,
     ) -> None:
         """Add separate q, k, v and output projections under ``at``, and norms of q and k.
 
-        ``qk_norm`` is ``head`` (one weight of head size), ``full`` (a weight over all heads) or ``none``.
+        ``qk_norm`` is ``head`` (one weight of head size), ``full`` (a weight over all heads) or ``none``. With
+        ``gated``, the q projection has twice the rows, because it also computes a gate of the output.
         """
         kv_rows, value_rows = dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size
         for name, rows, kv in (
-            ("q_proj", dims.heads * dims.head_size, (0, 0)),
+            ("q_proj", dims.heads * dims.head_size * (2 if gated else 1), (0, 0)),
             ("k_proj", kv_rows, (kv_rows, dims.kv_heads)),
             ("v_proj", value_rows, (value_rows, dims.kv_heads)),
         ):
