@@ -16,6 +16,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
 from tonnage.planner.families.linear_attention import position_field
+from tonnage.planner.families.moe_layers import sparse_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -58,7 +59,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         )
     bias = fields.boolean("attention_bias", False)
     tied = common.never_tied(fields)
-    sparse = common.sparse_layers(fields, layers, 2)
+    sparse = sparse_layers(fields, layers, 2)
     fields.ignore(
         "num_mtp_layers", "num_nextn_predict_layers", "num_expert_group", "moe_renormalize", "use_qk_norm",
         "moe_router_enable_expert_bias", "max_window_layers", "model_max_length", "layers_block_type",

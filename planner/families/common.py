@@ -250,17 +250,6 @@ def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
 
 
-def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it routes tokens to experts (if not, it has a dense MLP).
-
-    The config field ``mlp_layer_types`` states it. Without this field, all layers but the first
-    ``first_k_dense_replace`` (by default ``dense``) route to experts.
-    """
-    first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
-    listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
-    return tuple(i >= first for i in range(layers)) if listed is None else listed
-
-
 def refuse(fields: Fields, *names: str, why: str = "") -> None:
     """Raise an error if one of the config fields ``names`` is set to anything but false, 0, null or empty.
 

@@ -244,7 +244,7 @@ def _tables_read(
     if variant.table_by_kind:
         return tuple(f"{_TABLE}{kind}_" for kind in kinds)
     if variant.roped == "listed":
-        return tuple(_TABLE if rotated else None for rotated in _rotated(fields, len(kinds)))
+        return tuple(_TABLE if rotated else None for rotated in rotated_layers(fields, len(kinds)))
     if variant.roped == "all" or (variant.roped == "windowed" and window is None):
         return (_TABLE,) * len(kinds)
     return tuple(_TABLE if kind == "sliding_attention" else None for kind in kinds)
@@ -300,7 +300,7 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
     """
     if window is None or not fields.boolean("use_sliding_window", False):
         return ("full_attention",) * layers
-    return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
+    return tuple("full_attention" if r else "sliding_attention" for r in rotated_layers(fields, layers))
 
 
 def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
@@ -322,10 +322,11 @@ def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str,
     return tuple("sliding_attention" if slide and window is not None else "full_attention" for slide in slides)
 
 
-def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
+def rotated_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has rotary positions.
 
-    The config fields no_rope_layers or no_rope_layer_interval state it.
+    The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field, every
+    ``no_rope_layer_interval``-th layer has no rotary positions, by default every fourth.
     """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     stated = fields.raw("no_rope_layers")

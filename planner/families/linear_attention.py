@@ -16,7 +16,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, VLLMTraits
-from tonnage.planner.families.moe_layers import stepped_layers
+from tonnage.planner.families.moe_layers import sparse_layers, stepped_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
@@ -204,7 +204,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     tied = common.never_tied(fields)
     common.only(fields, moe_layer_freq=1)
-    sparse = common.sparse_layers(fields, layers, 1)
+    sparse = sparse_layers(fields, layers, 1)
     unknown = ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate")
     common.refuse(fields, *unknown, why="the code that reads it is not public")
     fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "head_dim")

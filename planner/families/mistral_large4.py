@@ -12,7 +12,9 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla, towers
+from tonnage.planner.families.dense import rotated_layers
 from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.moe_layers import sparse_layers
 from tonnage.planner.families.multimodal import moved
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors, latent
@@ -37,10 +39,10 @@ def text(fields: Fields, model_type: str) -> Architecture:
     shared = inner * fields.integer("n_shared_experts", limit="width")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
-    sparse = common.sparse_layers(fields, layers, 1)
+    sparse = sparse_layers(fields, layers, 1)
     index_heads, index_size, indexed = mla.indexer(fields, layers)
     fields.ignore("index_topk")
-    rotated, sources = _rotated(fields, layers), _sources(fields, layers)
+    rotated, sources = rotated_layers(fields, layers), _sources(fields, layers)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
     cache: list[CacheLayer] = []
@@ -92,32 +94,11 @@ def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
     """Return the tensors of a sparse indexer, whose queries are projected from the layer's hidden states."""
     at = "self_attn.indexer"
     return (
-        TensorSpec(f"{at}.wq_b.weight", (heads * size, hidden), "attention", "Linear"),
-        TensorSpec(f"{at}.wk.weight", (size, hidden), "attention", "Linear"),
-        TensorSpec(f"{at}.k_norm.weight", (size,), "norm", "LayerNorm"),
-        TensorSpec(f"{at}.k_norm.bias", (size,), "norm", "LayerNorm"),
-        TensorSpec(f"{at}.weights_proj.weight", (heads, hidden), "attention", "KeptLinear"),
+        *mla.index_tensors(hidden, hidden, heads, size),
         TensorSpec(f"{at}.q_input_norm.weight", (hidden,), "norm", "LayerNorm"),
         TensorSpec(f"{at}.q_input_norm.bias", (hidden,), "norm", "LayerNorm"),
         *(replace(spec, shard_dim=None) for spec in _scaling(at, heads)),
     )
-
-
-def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has rotary positions.
-
-    The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field,
-    every fourth layer has no rotary positions.
-    """
-    every = fields.integer("no_rope_layer_interval", 4, limit="layers")
-    listed = fields.raw("no_rope_layers")
-    if listed is None:
-        return tuple((i + 1) % every != 0 for i in range(layers))
-    if not isinstance(listed, list) or len(listed) < layers or any(v not in (0, 1) for v in listed):
-        raise ConfigError(
-            f"{shown(listed)} is not a list of 0 or 1 for at least {layers} layers", field="no_rope_layers"
-        )
-    return tuple(bool(v) for v in listed[:layers])
 
 
 def _sources(fields: Fields, layers: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, VLLMTraits
+from tonnage.planner.families.moe_layers import sparse_layers
 from tonnage.planner.families.tensors import Tensors, latent, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -126,7 +127,7 @@ class LatentVariant:
         fields.ignore("num_nextn_predict_layers")
         mlp_bias = fields.boolean("mlp_bias", False) and self.mlp_bias
         common.only(fields, moe_layer_freq=1)
-        sparse = common.sparse_layers(fields, layers, self.dense_layers)
+        sparse = sparse_layers(fields, layers, self.dense_layers)
         index_heads, index_size, indexed = indexer(fields, layers) if self.indexer else (0, 0, ())
 
         table = Table("model.rotary_emb.", d.rotary or d.nope, complex=self.complex_rope)
@@ -135,7 +136,11 @@ class LatentVariant:
         d = replace(d, bias=bias, rope=rope, dropout=dropout)
         mixers: dict[bool, Attention | LatentAttention] = {False: d}
         if self.indexer:
-            mixers[True] = replace(d, extra=_index_tensors(d, index_heads, index_size))
+            if d.q_rank is None:
+                raise ConfigError(
+                    "missing; the sparse indexer needs the compressed query of this rank", field="q_lora_rank"
+                )
+            mixers[True] = replace(d, extra=index_tensors(d.hidden, d.q_rank, index_heads, index_size))
         if plain is not None:
             mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
         sandwich = self.sandwiched and fields.boolean("sandwich_norm", False)
@@ -191,19 +196,15 @@ def _groups(fields: Fields) -> tuple[int, int]:
     return int(common.number(fields, "n_group", 8.0)), int(common.number(fields, "topk_group", 4.0))
 
 
-def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """Return the projections and the norm of a sparse-attention indexer."""
-    if d.q_rank is None:
-        raise ConfigError(
-            "missing; the sparse indexer needs the compressed query of this rank", field="q_lora_rank"
-        )
+def index_tensors(hidden: int, query: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
+    """Return the projections and the norm of a sparse indexer, which reads queries of ``query`` values."""
     at = "self_attn.indexer"
     return (
-        TensorSpec(f"{at}.wq_b.weight", (heads * size, d.q_rank), "attention", "Linear"),
-        TensorSpec(f"{at}.wk.weight", (size, d.hidden), "attention", "Linear"),
+        TensorSpec(f"{at}.wq_b.weight", (heads * size, query), "attention", "Linear"),
+        TensorSpec(f"{at}.wk.weight", (size, hidden), "attention", "Linear"),
         TensorSpec(f"{at}.k_norm.weight", (size,), "norm", "LayerNorm"),
         TensorSpec(f"{at}.k_norm.bias", (size,), "norm", "LayerNorm"),
-        TensorSpec(f"{at}.weights_proj.weight", (heads, d.hidden), "attention", "KeptLinear"),
+        TensorSpec(f"{at}.weights_proj.weight", (heads, hidden), "attention", "KeptLinear"),
     )
 
 

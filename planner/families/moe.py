@@ -13,7 +13,7 @@ from tonnage.planner.families.moe_layers import (
     all_listed,
     behind_dense,
     interval_layers,
-    listed_layers,
+    sparse_layers,
     stepped_layers,
 )
 from tonnage.planner.families.moe_variant import MoeVariant
@@ -86,7 +86,7 @@ FAMILIES = {
     ),
     "mellum": Family(
         MoeVariant(
-            "MellumForCausalLM", qk_norm="head", window="layer_types", sparse=common.sparse_layers,
+            "MellumForCausalLM", qk_norm="head", window="layer_types", sparse=sparse_layers,
         ).build,
         aliases={"num_experts": "num_local_experts"}, absent={"num_key_value_heads": 4},
     ),
@@ -176,8 +176,8 @@ FAMILIES = {
         MoeVariant(
             "ExaoneMoeForCausalLM", correction="gate.e_score_correction_bias",
             routing="sigmoid-groups", normed=("norm_topk_prob", True), shared="mlp.shared_experts",
-            shared_count="num_shared_experts", sparse=listed_layers, qkv_bias=False, out_bias=False,
-            qk_norm="head", window="pattern",
+            shared_count="num_shared_experts", sparse=partial(sparse_layers, dense=1), qkv_bias=False,
+            out_bias=False, qk_norm="head", window="pattern",
             ignored=("n_group", "topk_group", "sliding_window_pattern", "first_k_dense_replace"),
         ).build,
         absent={"num_key_value_heads": 32, "num_shared_experts": 1}, other_classes=("ExaoneMoEForCausalLM",),
@@ -187,14 +187,14 @@ FAMILIES = {
         MoeVariant(
             "HYV3ForCausalLM", correction="e_score_correction_bias", routing="sigmoid",
             normed=("route_norm", True), shared="mlp.shared_experts", shared_count="num_shared_experts",
-            sparse=partial(listed_layers, dense=1), qk_norm="head",
+            sparse=partial(sparse_layers, dense=1), qk_norm="head",
             ignored=(
                 "first_k_dense_replace", "num_nextn_predict_layers", "qk_norm", "expert_hidden_dim",
                 "enable_moe_fp32_combine", "enable_attention_fp32_softmax", "moe_router_use_sigmoid",
                 "moe_router_enable_expert_bias",
             ),
         ).build,
-        absent={"num_key_value_heads": 8, "num_shared_experts": 1}, 
+        absent={"num_key_value_heads": 8, "num_shared_experts": 1},
         vllm=VLLMTraits(wide_router=True),
     ),
     "hunyuan_v1_moe": Family(

@@ -11,6 +11,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
+from tonnage.planner.families.moe_layers import sparse_layers
 from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -88,7 +89,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     query_heads = _numbers(fields, "num_attention_heads_per_layer", layers) or (dims.heads,) * layers
     kinds = fields.layer_types(layers) or ("full_attention",) * layers
-    sparse = common.sparse_layers(fields, layers, 1)
+    sparse = sparse_layers(fields, layers, 1)
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
         raise UnsupportedArchitecture(
@@ -149,7 +150,7 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, common.sparse_layers(fields, layers)))
+        sparse = tuple(map(int, sparse_layers(fields, layers)))
     if pattern is None or sparse is None:
         missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
         raise ConfigError("missing", field=missing)
@@ -209,7 +210,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
     kinds = fields.layer_types(layers) or tuple(
         "sliding_attention" if i % 4 else "full_attention" for i in range(layers)
     )
-    sparse = common.sparse_layers(fields, layers, 3)
+    sparse = sparse_layers(fields, layers, 3)
     count = fields.integer("num_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", limit="width")
     inner = fields.integer("moe_intermediate_size", limit="width")
@@ -254,7 +255,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = common.layers_and_vocab(fields)
     sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
     if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, common.sparse_layers(fields, layers)))
+        sparse = tuple(map(int, sparse_layers(fields, layers)))
     if sparse is None:
         raise ConfigError("missing", field="moe_layer_freq")
     count = fields.integer("num_local_experts", limit="width")
