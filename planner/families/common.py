@@ -196,16 +196,16 @@ def _has_sections(fields: Fields) -> bool:
     return any(isinstance(value, dict) and "mrope_section" in value for value in found)
 
 
-def rotary_share(fields: Fields, default: float = 1.0) -> float:
-    """Return ``partial_rotary_factor``, the fraction of each head that is rotated (0 to 1)."""
-    share = fields.number("partial_rotary_factor", default)
+def rotary_share(fields: Fields, default: float = 1.0, field: str = "partial_rotary_factor") -> float:
+    """Return the fraction of each head that is rotated (0 to 1), from the rope parameters or ``field``."""
+    share = fields.number(field, default)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict):
         share = parameters.get("partial_rotary_factor", share)
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise ConfigError(f"{shown(share)} is not a number", field="rope_parameters.partial_rotary_factor")
     if not 0 < share <= 1:
-        raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
+        raise ConfigError(f"{shown(share)} is not in (0, 1]", field=field)
     return float(share)
 
 

@@ -160,11 +160,8 @@ class DenseVariant:
             )
         common.refuse(fields, "is_moe", why="the planner cannot build Doge's product-key experts")
         fields.ignore(*self.ignored)
-        vocab, inner = (
-            fields.integer("vocab_size", limit="vocab"),
-            fields.integer("intermediate_size", limit="width"),
-        )
-        count = fields.integer("num_hidden_layers", limit="layers")
+        count, vocab = common.layers_and_vocab(fields)
+        inner = fields.integer("intermediate_size", limit="width")
         tied = fields.boolean("tie_word_embeddings", self.tied)
         kinds, window = _kinds(fields, self, count)
         share = common.rotary_share(fields, self.rotary_share)
@@ -210,7 +207,7 @@ def _layers(
         "self_attn", dims, out=variant.out, qkv=variant.qkv, bias=qkv_bias, out_bias=out_bias,
         q_norm=q_norm, k_norm=k_norm, normed_last=variant.normed_last,
         rope=replace(ROPES[variant.rope], dim=rotated, tables=_TABLE),
-        clipped=variant.clipped_field != "" and fields.config.get(variant.clipped_field) is not None,
+        clipped=fields.config.get(variant.clipped_field) is not None,
         dropout=common.number(fields, "attention_dropout", variant.attention_dropout),
     )  # fmt: skip
     mlp = Mlp(
@@ -254,21 +251,31 @@ def _qk_norms(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads
 ) -> tuple[Norm | None, Norm | None]:
     """Return (norm of q, norm of k) of a dense decoder's attention, (None, None) if it has none."""
-    switch, widths = variant.switched_norms, (dims.heads, dims.kv_heads)
+    switch = variant.switched_norms
     if (switch is None or switch.field != "qk_layernorm") and fields.boolean("qk_layernorm", False):
         raise UnsupportedArchitecture(f"true is not supported for {model_type}", field="qk_layernorm")
     if switch is not None and fields.boolean(switch.field, switch.default):
         q_norm, k_norm = (
             Norm(name, dims.head_size, switch.kind, count, switch.each, switch.own)
-            for name, count in zip(switch.names, widths, strict=True)
+            for name, count in zip(switch.names, (dims.heads, dims.kv_heads), strict=True)
         )
         return q_norm, k_norm
-    if variant.qk_norm == "none":
+    return qk_norms(variant.qk_norm, variant.qk_norm_names, dims, variant.norm)
+
+
+def qk_norms(
+    width: str, names: tuple[str, str], dims: Heads, kind: NormKind
+) -> tuple[Norm | None, Norm | None]:
+    """Return (norm of q, norm of k) of an attention module.
+
+    ``width`` is ``none`` (no norms), ``head`` (the weight of one head) or ``full`` (a weight over all heads).
+    """
+    if width == "none":
         return None, None
     q_norm, k_norm = (
-        Norm(name, count * dims.head_size, variant.norm) if variant.qk_norm == "full"
-        else Norm(name, dims.head_size, variant.norm, count)
-        for name, count in zip(variant.qk_norm_names, widths, strict=True)
+        Norm(name, count * dims.head_size, kind) if width == "full"
+        else Norm(name, dims.head_size, kind, count)
+        for name, count in zip(names, (dims.heads, dims.kv_heads), strict=True)
     )  # fmt: skip
     return q_norm, k_norm
 

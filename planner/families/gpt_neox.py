@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import (  # fmt: skip
     Attention,
     Embedding,
@@ -29,7 +28,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", True)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("use_parallel_residual", "rotary_emb_base", "is_decoder", "classifier_dropout")
-    rotary = Rotary(_rotary_dim(fields, dims.head_size), 1)
+    rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25, "rotary_pct")), 1)
 
     table = "gpt_neox.rotary_emb."
     attention = Attention(
@@ -53,19 +52,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
         fields, model_type, "GPTNeoXForCausalLM", tensors_of(recipe), dims, common.full_layers(layers, dims),
         layers=layers, inner=inner, vocab=vocab, rotary=rotary, gated=False, recipe=recipe,
     )  # fmt: skip
-
-
-def _rotary_dim(fields: Fields, head_size: int) -> int:
-    """Return how many values of each head are rotated: the fraction ``rotary_pct``, 0.25 by default."""
-    share = fields.number("rotary_pct", 0.25)
-    parameters = fields.raw("rope_parameters")
-    if isinstance(parameters, dict) and "partial_rotary_factor" in parameters:
-        share = parameters["partial_rotary_factor"]
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise ConfigError(f"{shown(share)} is not a number", field="rope_parameters.partial_rotary_factor")
-    if not 0 < share <= 1:
-        raise ConfigError(f"{shown(share)} is not in (0, 1]", field="rotary_pct")
-    return int(head_size * share)
 
 
 FAMILIES = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.dense import ROPES, Bias, pattern_kinds
+from tonnage.planner.families.dense import ROPES, Bias, pattern_kinds, qk_norms
 from tonnage.planner.families.moe_layers import every_layer
 from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -137,7 +137,7 @@ class MoeVariant:
         """Return the architecture of a mixture-of-experts decoder of this family from its checked config."""
         dims = common.heads_of(fields, head_default=0 if self.rounded_heads else None)
         if not dims.head_size:  # GLM-4.5's config class rounds hidden_size / num_attention_heads down.
-            dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
+            dims = replace(dims, head_size=dims.hidden // dims.heads)
         layers = fields.integer("num_hidden_layers", limit="layers")
         if fields.raw("attn_type_list") not in (None, [1] * layers):
             raise UnsupportedArchitecture("linear attention layers are not supported", field="attn_type_list")
@@ -165,16 +165,11 @@ class MoeVariant:
         rotary = Rotary(int(dims.head_size * _share(fields, self, dims)), 1)
 
         table = Table("model.rotary_emb.", rotary.dim, self.rope in ("olmo", "ernie"))
-        norms = [
-            None if qk_norm == "none"
-            else Norm(name, heads * dims.head_size, self.norm) if qk_norm == "full"
-            else Norm(name, dims.head_size, self.norm, heads)
-            for name, heads in zip(self.qk_norm_names, (dims.heads, dims.kv_heads), strict=True)
-        ]  # fmt: skip
+        q_norm, k_norm = qk_norms(qk_norm, self.qk_norm_names, dims, self.norm)
         attention = Attention(
-            "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=norms[0], k_norm=norms[1],
+            "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=q_norm, k_norm=k_norm,
             normed_last=self.normed_last, rope=replace(ROPES[self.rope], dim=rotary.dim, tables=table.name),
-            clipped=self.clipped_field != "" and fields.config.get(self.clipped_field) is not None,
+            clipped=fields.config.get(self.clipped_field) is not None,
             dropout=common.number(fields, "attention_dropout", 0.0),
         )  # fmt: skip
         act = common.act_of(fields, "silu")
@@ -186,13 +181,14 @@ class MoeVariant:
         around = tuple(Norm(name, dims.hidden, self.norm) for name in self.norms)
         dense_layer = layer_of(self.flow, attention, Mlp(self.mlp, dims.hidden, dense, act), around)
         routed_layer = layer_of(self.flow, attention, routed, around)
+        noisy = self.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
         recipe = Recipe(
             "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
             tuple(routed_layer if routes else dense_layer for routes in sparse),
             Norm("model.norm", dims.hidden, self.norm), Head(tied, head_bias), (table,),
             # The derivation of training activations covers neither the load-balancing loss nor the router's
             # noise.
-            taped=not (fields.config.get("output_router_logits") or _jitter(fields, self)),
+            taped=not (fields.config.get("output_router_logits") or noisy),
         )  # fmt: skip
         widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
         return common.decoder(
@@ -212,11 +208,6 @@ def _router(fields: Fields, v: MoeVariant) -> Router:
         v.router, v.routing, normed, (groups, taken), noisy, v.router_linear, v.router_bias, v.router_dtype,
         v.router_stored,
     )  # fmt: skip
-
-
-def _jitter(fields: Fields, v: MoeVariant) -> bool:
-    """Return whether training adds noise to the input of the router."""
-    return v.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
 
 
 def _shared(v: MoeVariant, hidden: int, size: int, act: str) -> Mlp | None:
