@@ -6,6 +6,7 @@ Families: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE. Shape
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
@@ -105,7 +106,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i, at in t.layers(layers, "model.layers"):
-        own = Heads(dims.hidden, query_heads[i], dims.kv_heads, dims.head_size)
+        own = replace(dims, heads=query_heads[i])
         common.divisible(own.heads, own.kv_heads, "num_attention_heads_per_layer", "num_key_value_heads")
         t.attention(f"{at}.self_attn", own, bias=bias, out_bias=bias, qk_norm="head")
         t.linear(f"{at}.self_attn.g_proj", own.heads, dims.hidden, shard="column")
@@ -121,8 +122,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     for kind in dict.fromkeys(kinds):
         t.rotary(int(dims.head_size * share[kind]), f"model.rotary_emb.{kind}_")
     return common.decoder(
-        fields, model_type, "LagunaForCausalLM", t,
-        Heads(dims.hidden, max(query_heads), dims.kv_heads, dims.head_size),
+        fields, model_type, "LagunaForCausalLM", t, replace(dims, heads=max(query_heads)),
         common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(share)),
         experts=count, experts_per_token=chosen,
@@ -136,21 +136,19 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     K.
     """
     full = common.heads_of(fields)
-    full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
+    full = replace(full, value=fields.integer("v_head_dim", full.head_size, limit="width"))
     heads = fields.integer("swa_num_attention_heads", full.heads, limit="heads")
     kv_heads = fields.integer("swa_num_key_value_heads", 2 * full.kv_heads, limit="heads")
-    size = fields.integer("swa_head_dim", full.head_size, limit="width")
+    sliding_size = fields.integer("swa_head_dim", full.head_size, limit="width")
     value = fields.integer("swa_v_head_dim", full.value_size, limit="width")
-    sliding = Heads(full.hidden, heads, kv_heads, size, value)
+    sliding = Heads(full.hidden, heads, kv_heads, sliding_size, value)
     common.divisible(sliding.heads, sliding.kv_heads, "swa_num_attention_heads", "swa_num_key_value_heads")
     layers, vocab = common.layers_and_vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
-    sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    sparse = _frequencies(fields, layers)
     kinds = fields.layer_types(layers)  # files written by transformers 5 state layer_types
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
-    if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, sparse_layers(fields, layers)))
     if pattern is None or sparse is None:
         missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
         raise ConfigError("missing", field=missing)
@@ -176,16 +174,8 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
             t.add(f"{at}.self_attn.sinks", (own.heads,), "attention", "MiMoV2FlashAttention", shard=0)
         t.layer_norms(at, full.hidden)
         kind: Any = "sliding" if pattern[i] else "full"
-        cache.append(
-            CacheLayer(
-                i,
-                kind,
-                window if pattern[i] else None,
-                own.kv_heads,
-                own.head_size,
-                value_head_size=own.value_size,
-            )
-        )
+        seen = window if pattern[i] else None
+        cache.append(CacheLayer(i, kind, seen, own.kv_heads, own.head_size, value_head_size=own.value_size))
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", full.hidden, dense)
             continue
@@ -219,7 +209,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     window = common.window_of(fields)
     wide = fields.integer("num_sliding_attention_heads", dims.heads, limit="heads")
-    local = Heads(dims.hidden, wide, dims.kv_heads, dims.head_size)
+    local = replace(dims, heads=wide)
     common.refuse(fields, "attention_bias", "mlp_bias", "per_layer_config")
     fields.ignore("mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers")
     fields.ignore("swiglu_limits", "swiglu_limits_shared", "moe_router_scaling_factor", "query_pre_attn_scalar")
@@ -253,9 +243,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     """
     dims = common.heads_of(fields)
     layers, vocab = common.layers_and_vocab(fields)
-    sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
-    if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, sparse_layers(fields, layers)))
+    sparse = _frequencies(fields, layers)
     if sparse is None:
         raise ConfigError("missing", field="moe_layer_freq")
     count = fields.integer("num_local_experts", limit="width")
@@ -411,9 +399,15 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def _four(dims: Heads) -> tuple[int, int, int, int]:
-    """Return the head geometry ``dims`` as a tuple: (hidden size, heads, KV heads, head size)."""
-    return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
+def _frequencies(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """Return for each layer a number above 0 if it has routed experts, else 0; None if no field states it.
+
+    Published files state ``moe_layer_freq``, files that transformers 5 writes ``mlp_layer_types``.
+    """
+    stated = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    if stated is None and fields.raw("mlp_layer_types") is not None:
+        stated = tuple(map(int, sparse_layers(fields, layers)))
+    return stated
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
