@@ -105,7 +105,7 @@ def bart(
     k_bias = not speech
     dims = Heads(hidden, heads, heads, hidden // heads)
     t = Tensors()
-    shared = f"model.shared.weight" if kind != "decoder" and not speech else None  # noqa: F541
+    shared = "model.shared.weight" if kind != "decoder" and not speech else None
     if shared is not None:
         t.vocabulary("model.shared", vocab, hidden)
     if kind != "decoder":
@@ -136,21 +136,15 @@ def bart(
     t.vocabulary(f"{at}.embed_tokens", vocab, hidden, shared)
     t.embedding(f"{at}.embed_positions", positions + offset, hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        here = f"{at}.layers.{i}"
-        for attention, norm in (
-            ("self_attn", "self_attn_layer_norm"),
-            ("encoder_attn", "encoder_attn_layer_norm"),
-        ):
+    for i, here in t.layers(layers, f"{at}.layers"):
+        for attention in ("self_attn", "encoder_attn"):
             _self_attention(t, f"{here}.{attention}", dims, k_bias)
-            t.norm(f"{here}.{norm}", hidden, "layer")
+            t.norm(f"{here}.{attention}_layer_norm", hidden, "layer")
         t.plain_mlp(here, hidden, inner, bias=True, names=("fc1", "fc2"))
         t.norm(f"{here}.final_layer_norm", hidden, "layer")
         cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
         if kind == "encoder-decoder":
             cache.append(_cross(i, heads, dims.head_size, source))
-    t.layer = None
     if first_norm:
         t.norm(f"{at}.layernorm_embedding", hidden, "layer")
     if last_norm:
@@ -224,13 +218,7 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
                     t.linear(f"{here}.{part}", heads * size, hidden, shard="column")
                 t.linear(f"{here}.o", hidden, heads * size, shard="row")
                 if place == "SelfAttention" and (i == 0 or tables):
-                    t.add(
-                        f"{here}.relative_attention_bias.weight",
-                        (buckets, heads),
-                        "embedding",
-                        "Embedding",
-                        shard=1,
-                    )
+                    t.embedding(f"{here}.relative_attention_bias", buckets, heads, shard=1)
                 t.norm(f"{at}.{k}.layer_norm", hidden)
             here = f"{at}.{len(places)}"
             for part in ("wi_0", "wi_1") if gated else ("wi",):
@@ -289,6 +277,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(count))
         window = own.optional_integer("sliding_window", 4096, limit="positions")
         decoder = side == "decoder"
+        places = ("self_attn", "feedforward", "cross_attn") if decoder else ("self_attn", "feedforward")
         t.role = None if decoder else "encoder"
         t.vocabulary(f"model.{side}.embed_tokens", vocab, dims.hidden)
         for i in range(count):
@@ -298,11 +287,8 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             if decoder:
                 _wide_cross(t, f"{at}.cross_attn", dims, widths["encoder"], bias)
             t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
-            for place in (
-                ("self_attn", "feedforward", "cross_attn") if decoder else ("self_attn", "feedforward")
-            ):
-                t.norm(f"{at}.pre_{place}_layernorm", dims.hidden)
-                t.norm(f"{at}.post_{place}_layernorm", dims.hidden)
+            for place in places:
+                t.norms(at, dims.hidden, f"pre_{place}_layernorm", f"post_{place}_layernorm")
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
@@ -382,19 +368,15 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     dims = side_dims["decoder"]
     t.vocabulary(f"{at}.embed_tokens", vocab, hidden)
     cache: list[CacheLayer] = []
-    for i in range(counts["decoder"]):
-        t.layer = i
-        here = f"{at}.layers.{i}"
+    for i, here in t.layers(counts["decoder"], f"{at}.layers"):
         t.attention(f"{here}.self_attn", dims, bias=bias)
         t.attention(f"{here}.encoder_attn", dims, bias=bias)
-        t.linear(f"{here}.mlp.fc1", 2 * inner, hidden, "mlp", bias=True, shard="column")
-        t.linear(f"{here}.mlp.fc2", hidden, inner, "mlp", bias=True, shard="row")
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"), fused_gate=True)
         t.norms(
             here, hidden, "input_layernorm", "post_attention_layernorm", "final_layernorm", kind="layer-weight"
         )
         cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)]
         cache += [_cross(i, dims.kv_heads, dims.head_size, None)]
-    t.layer = None
     t.norm(f"{at}.norm", hidden, "layer-weight")
     t.rotary(2 * (int(dims.head_size * share) // 2), f"{at}.rotary_emb.")
     if class_name != "MoonshineModel":
@@ -469,9 +451,9 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
         "model.decoder.embed_positions.weights", (positions, hidden), "SinusoidalPositionalEmbedding", "float32"
     )
     for _, at in t.layers(layers, "model.decoder.layers"):
-        for place, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm")):
+        for place in ("self_attn", "encoder_attn"):
             t.attention(f"{at}.{place}", dims, out="out_proj")
-            t.norm(f"{at}.{norm}", hidden, "layer")
+            t.norm(f"{at}.{place}_layer_norm", hidden, "layer")
         t.plain_mlp(at, hidden, inner, names=("fc1", "fc2"))
         t.norm(f"{at}.final_layer_norm", hidden, "layer")
     t.norm("model.decoder.layer_norm", hidden, "layer")
