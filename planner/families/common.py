@@ -117,17 +117,22 @@ def cache_layers(
     Raises:
         ConfigError: a layer has sliding attention but ``window`` is None.
     """
-    out = []
-    for index, kind in enumerate(kinds):
-        if kind == "full_attention":
-            out.append(CacheLayer(index, "full", None, kv_heads, head_size))
-        elif window is None:
-            raise ConfigError(
-                f"layer {index} is sliding_attention, but the config states no window", field="sliding_window"
-            )
-        else:
-            out.append(CacheLayer(index, "sliding", window, kv_heads, head_size))
-    return tuple(out)
+    return tuple(cache_layer(i, kind, window, kv_heads, head_size) for i, kind in enumerate(kinds))
+
+
+def cache_layer(index: int, kind: str, window: int | None, kv_heads: int, head_size: int) -> CacheLayer:
+    """Return the KV cache entry of layer ``index``; ``kind`` is full_attention or sliding_attention.
+
+    Raises:
+        ConfigError: the layer has sliding attention but ``window`` is None.
+    """
+    if kind == "full_attention":
+        return CacheLayer(index, "full", None, kv_heads, head_size)
+    if window is None:
+        raise ConfigError(
+            f"layer {index} is sliding_attention, but the config states no window", field="sliding_window"
+        )
+    return CacheLayer(index, "sliding", window, kv_heads, head_size)
 
 
 def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:

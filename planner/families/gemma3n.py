@@ -49,10 +49,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t, cache = Tensors(), []
     t.vocabulary("model.embed_tokens", vocab, hidden)
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
-    for i, kind in enumerate(kinds):
-        t.layer, at = i, f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         attention(t, f"{at}.self_attn", dims, bias, value=True, shared=i in sources)
-        cache.append(cache_layer(i, window if kind == "sliding_attention" else None, dims, sources.get(i)))
+        own = window if kinds[i] == "sliding_attention" else None
+        cache.append(cache_layer(i, own, dims, sources.get(i)))
         t.gated_mlp(f"{at}.mlp", hidden, inner[i])
         t.norms(at, hidden, *common.FOUR_NORMS)
         _altup(t, f"{at}.altup", hidden, inputs)
@@ -60,7 +60,6 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}.laurel.linear_right", hidden, rank, "mlp")
         t.norm(f"{at}.laurel.post_laurel_norm", hidden)
         per_layer_input(t, at, hidden, per_layer)
-    t.layer = None
     t.norm("model.norm", hidden)
     per_layer_embeddings(t, fields, layers, hidden, per_layer)
     for name in ("altup_projections", "altup_unembed_projections"):

@@ -51,10 +51,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
     gemma3n.per_layer_embeddings(t, fields, layers, hidden, per_layer)
     cache = []
-    for i, kind in enumerate(kinds):
-        t.layer = i
-        at = f"model.layers.{i}"
-        own = full if kind == "full_attention" else sliding
+    for i, at in t.layers(layers, "model.layers"):
+        own = full if kinds[i] == "full_attention" else sliding
         source = sources.get(i)
         value = not (k_is_v and own is full)
         gemma3n.attention(t, f"{at}.self_attn", own, bias, value=value, shared=source is not None)

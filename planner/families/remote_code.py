@@ -287,10 +287,8 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
     cache, widest, most = [], 0, 1
-    for i, block in enumerate(blocks):
-        t.layer = i
-        at = f"model.layers.{i}"
-        attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
+    for i, at in t.layers(layers, "model.layers"):
+        attention, ffn = blocks[i].get("attention") or {}, blocks[i].get("ffn") or {}
         where = f"block_configs[{i}]"
         for part, name in ((attention, "attention"), (ffn, "ffn")):
             if not isinstance(part, dict):
