@@ -77,8 +77,20 @@ class _Variant:
     class_name: str
     names: _Names
     text: str
-    tied: bool
-    biased: bool
+    tied: bool = False
+    biased: bool = True
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of an InternVL or Qianfan-OCR model with transformers' config fields."""
+        config = fields.mapping("text_config") or {}
+        kind = config.get("model_type", self.text)
+        text = text_of(fields, kind, config, tied=self.tied, either=self.tied)
+        t, at = Tensors("vision"), "model.multi_modal_projector"
+        tower = fields.mapping("vision_config") or {}
+        hidden = _tower(t, "model.vision_tower", tower, self.names, biased=self.biased)
+        modules = (f"{at}.layer_norm", f"{at}.linear_1", f"{at}.linear_2")
+        _connector(t, modules, fields, hidden, text.hidden_size)
+        return joined(text, model_type, self.class_name, t)
 
 
 def internlm2(fields: Fields, model_type: str) -> Architecture:
@@ -121,8 +133,7 @@ def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, bia
     ``names`` are the names of its modules. ``biased`` is the default of attention_bias.
     """
     v = Fields(config)
-    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
-    sizes = {name: v.integer(name, size, limit=limits.get(name, "width")) for name, size in _DEFAULTS.items()}
+    sizes = towers.sizes(v, _DEFAULTS)
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     common.divisible(hidden, sizes["num_attention_heads"], "hidden_size", "num_attention_heads")
     patch = _side(v, "patch_size", 14)
@@ -171,19 +182,6 @@ def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden
     t.linear(second, out, out, bias=True)
 
 
-def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architecture:
-    """Return the architecture of an InternVL or Qianfan-OCR model with transformers' config fields."""
-    config = fields.mapping("text_config") or {}
-    kind = config.get("model_type", variant.text)
-    text = text_of(fields, kind, config, tied=variant.tied, either=variant.tied)
-    t = Tensors("vision")
-    tower = fields.mapping("vision_config") or {}
-    hidden = _tower(t, "model.vision_tower", tower, variant.names, biased=variant.biased)
-    at = "model.multi_modal_projector"
-    _connector(t, (f"{at}.layer_norm", f"{at}.linear_1", f"{at}.linear_2"), fields, hidden, text.hidden_size)
-    return joined(text, model_type, variant.class_name, t)
-
-
 def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternVLChatModel") -> Architecture:
     """Return the architecture of an InternVL 1.5 to 3.5 model with the published field names (llm_config).
 
@@ -203,42 +201,18 @@ def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternV
     return joined(text, model_type, class_name, t, "language_model.model.")
 
 
+_family = partial(Family, ignored=_TOP, files=RENAMED)
 FAMILIES = {
     "internlm2": Family(internlm2, files=RENAMED),
-    "internvl": Family(
-        partial(
-            internvl,
-            variant=_Variant("InternVLForConditionalGeneration", _TRANSFORMERS, "qwen2", True, False),
-        ),
-        ignored=_TOP,
-        files=RENAMED,
+    "internvl": _family(
+        _Variant("InternVLForConditionalGeneration", _TRANSFORMERS, "qwen2", tied=True, biased=False).build
     ),
-    "qianfan_ocr": Family(
-        partial(
-            internvl,
-            variant=_Variant(
-                "QianfanOCRForConditionalGeneration",
-                replace(_TRANSFORMERS, layers="layers"),
-                "qwen3",
-                False,
-                True,
-            ),
-        ),
-        ignored=_TOP,
-        files=RENAMED,
+    "qianfan_ocr": _family(
+        _Variant("QianfanOCRForConditionalGeneration", replace(_TRANSFORMERS, layers="layers"), "qwen3").build
     ),
     # Intern-S1 has InternVL's tower and connector in front of a Qwen3 model (models/interns1.py of vLLM 0.32)
-    "interns1": Family(
-        partial(
-            internvl,
-            variant=_Variant("InternS1ForConditionalGeneration", _TRANSFORMERS, "qwen3", False, True),
-        ),
-        ignored=_TOP,
-        files=RENAMED,
-    ),
-    "internvl_chat": Family(internvl_chat, ignored=_TOP, files=RENAMED),
-    "h2ovl_chat": Family(partial(internvl_chat, class_name="H2OVLChatModel"), ignored=_TOP, files=RENAMED),
-    "skywork_chat": Family(
-        partial(internvl_chat, class_name="SkyworkR1VChatModel"), ignored=_TOP, files=RENAMED
-    ),
+    "interns1": _family(_Variant("InternS1ForConditionalGeneration", _TRANSFORMERS, "qwen3").build),
+    "internvl_chat": _family(internvl_chat),
+    "h2ovl_chat": _family(partial(internvl_chat, class_name="H2OVLChatModel")),
+    "skywork_chat": _family(partial(internvl_chat, class_name="SkyworkR1VChatModel")),
 }

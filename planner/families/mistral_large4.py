@@ -158,20 +158,10 @@ def _pixtral(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
     The tower is a Llama-like transformer over image patches, without biases.
     """
-    v = Fields(config or _TOWER)
-    hidden, heads = v.integer("hidden_size", limit="width"), v.integer("num_attention_heads", limit="heads")
+    v = towers.sizes(Fields(config or _TOWER), {**dict.fromkeys(_TOWER), "num_channels": 3})
+    hidden, heads = v["hidden_size"], v["num_attention_heads"]
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
-    patch = v.integer("patch_size", limit="width")
-    towers.conv(
-        t, f"{at}.patch_conv", (hidden, v.integer("num_channels", 3, limit="width"), patch, patch), False
-    )
-    t.norm(f"{at}.ln_pre", hidden)
-    inner = v.integer("intermediate_size", limit="width")
-    for i in range(v.integer("num_hidden_layers", limit="layers")):
-        here = f"{at}.transformer.layers.{i}"
-        t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
-        t.gated_mlp(f"{here}.feed_forward", hidden, inner)
-        t.norms(here, hidden, "attention_norm", "ffn_norm")
+    towers.pixtral_layers(t, at, v)
     t.rotary(hidden // heads, f"{at}.patch_positional_embedding.")
     return hidden
 

@@ -153,28 +153,29 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
+# Default sizes of LFM3-VL's vision tower
+_LFM3 = {
+    "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 2560,
+    "patch_size": 16, "temporal_patch_size": 2, "conv_kernel_size": 3, "num_hidden_layers": 14,
+    "in_channels": 3, "spatial_merge_size": 2,
+}  # fmt: skip
+
+
 def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM3-VL model from its checked config.
 
     Its tower alternates between gated convolutions over the image and attention.
     """
     text = _text(fields, "lfm3", True)
-    v = Fields(_of(fields, "vision_config"))
-    t = Tensors("vision")
-    at, hidden = "model.vision_tower", v.integer("hidden_size", 1024, limit="width")
-    heads = v.integer("num_attention_heads", 16, limit="heads")
-    kv_heads = v.integer("num_key_value_heads", 8, limit="heads")
+    f = Fields(_of(fields, "vision_config"))
+    v = towers.sizes(f, _LFM3)
+    t, at = Tensors("vision"), "model.vision_tower"
+    hidden, heads, kernel = v["hidden_size"], v["num_attention_heads"], v["conv_kernel_size"]
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
-    size, inner = hidden // heads, v.integer("intermediate_size", 2560, limit="width")
-    patch, frames = (
-        v.integer("patch_size", 16, limit="width"),
-        v.integer("temporal_patch_size", 2, limit="width"),
-    )
-    kernel = v.integer("conv_kernel_size", 3, limit="width")
-    layers = v.integer("num_hidden_layers", 14, limit="layers")
-    convolved = v.listed("layer_types", layers, {"conv": True, "full_attention": False})
+    size, layers = hidden // heads, v["num_hidden_layers"]
+    convolved = f.listed("layer_types", layers, {"conv": True, "full_attention": False})
     convolved = convolved or tuple(i < 2 or i % 2 == 1 for i in range(layers))
-    t.linear(f"{at}.patch_embed", hidden, v.integer("in_channels", 3, limit="width") * frames * patch * patch)
+    t.linear(f"{at}.patch_embed", hidden, v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2)
     t.norm(f"{at}.embedding_norm", hidden)
     for i in range(layers):
         here = f"{at}.layers.{i}"
@@ -183,19 +184,16 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
             towers.conv(t, f"{here}.conv.spatial_conv", (hidden, 1, kernel, kernel), False)
             t.linear(f"{here}.conv.out_proj", hidden, hidden)
         else:
-            dims = Heads(hidden, heads, kv_heads, size)
+            dims = Heads(hidden, heads, v["num_key_value_heads"], size)
             t.attention(f"{here}.self_attn", dims, out="out_proj", qk_norm="head")
-        t.gated_mlp(f"{here}.feed_forward", hidden, inner, names=("w1", "w3", "w2"))
+        t.gated_mlp(f"{here}.feed_forward", hidden, v["intermediate_size"], names=("w1", "w3", "w2"))
         t.norms(here, hidden, "operator_norm", "ffn_norm")
     t.rotary(size // 2, f"{at}.rotary_pos_emb.")
     t.role = "projector"
-    at, merge = "model.multi_modal_projector", v.integer("spatial_merge_size", 2, limit="width")
-    wide, bias = (
-        fields.integer("projector_hidden_size", 4096, limit="width"),
-        fields.boolean("projector_bias", True),
-    )
+    at, merged = "model.multi_modal_projector", hidden * v["spatial_merge_size"] ** 2
+    wide = fields.integer("projector_hidden_size", 4096, limit="width")
     t.norm(f"{at}.layer_norm", hidden, "layer")
-    t.connector(at, hidden * merge * merge, wide, text.hidden_size, bias=bias)
+    t.connector(at, merged, wide, text.hidden_size, bias=fields.boolean("projector_bias", True))
     return joined(text, model_type, "Lfm3VlForConditionalGeneration", t, "model.language_model.")
 
 

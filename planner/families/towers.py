@@ -29,9 +29,15 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
         t.add(f"{module}.bias", shape[:1], "vision", name)
 
 
-def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``."""
-    limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
+def sizes(f: Fields, defaults: Mapping[str, int | None]) -> dict[str, int]:
+    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``.
+
+    A field with the default None is required.
+    """
+    limits = {
+        "num_hidden_layers": "layers", "num_global_layers": "layers", "depth": "layers",
+        "num_attention_heads": "heads", "num_heads": "heads", "num_key_value_heads": "heads",
+    }  # fmt: skip
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 
 
@@ -40,6 +46,25 @@ def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[st
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
     t.norms(at, hidden, *norms, kind="layer")
+
+
+def _embeddings(t: Tensors, at: str, v: Mapping[str, int], places: int, bias: bool) -> None:
+    """Add the embeddings of patches and of ``places`` positions of a CLIP or SigLIP tower.
+
+    ``v`` holds the tower's sizes; ``bias`` is whether the patch embedding has a bias.
+    """
+    shape = (v["hidden_size"], v["num_channels"], v["patch_size"], v["patch_size"])
+    conv(t, f"{at}.embeddings.patch_embedding", shape, bias)
+    t.embedding(f"{at}.embeddings.position_embedding", places, v["hidden_size"])
+    t.buffer(f"{at}.embeddings.position_ids", (1, places), "VisionEmbeddings", "int64")
+
+
+def _encoder(t: Tensors, at: str, v: Mapping[str, int]) -> None:
+    """Add the layers of a CLIP or SigLIP tower with the sizes ``v``, and the norm after them."""
+    hidden, norms = v["hidden_size"], ("layer_norm1", "layer_norm2")
+    for i in range(v["num_hidden_layers"]):
+        _encoder_layer(t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], norms)
+    t.norm(f"{at}.post_layernorm", hidden, "layer")
 
 
 SIGLIP = {
@@ -55,21 +80,10 @@ LLAVA_CLIP = {
 
 def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = SIGLIP) -> int:
     """Add the tensors of a SigLIP vision tower below module ``at`` and return its hidden size."""
-    v = _sizes(Fields(config), defaults)
+    v = sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
-    conv(
-        t,
-        f"{at}.embeddings.patch_embedding",
-        (hidden, v["num_channels"], v["patch_size"], v["patch_size"]),
-        True,
-    )
-    t.embedding(f"{at}.embeddings.position_embedding", side * side, hidden)
-    t.buffer(f"{at}.embeddings.position_ids", (1, side * side), "VisionEmbeddings", "int64")
-    for i in range(v["num_hidden_layers"]):
-        _encoder_layer(
-            t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
-        )
-    t.norm(f"{at}.post_layernorm", hidden, "layer")
+    _embeddings(t, at, v, side * side, True)
+    _encoder(t, at, v)
     # the pooling head has one learned query, which attends to the patches
     if Fields(config).boolean("vision_use_head", True):
         head = f"{at}.head"
@@ -88,23 +102,12 @@ def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, 
     A CLIP tower is a SigLIP tower with a class token, a norm before the layers and no bias in the patch
     embedding.
     """
-    v = _sizes(Fields(config), defaults)
+    v = sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
     t.add(f"{at}.embeddings.class_embedding", (hidden,), "vision", "CLIPVisionEmbeddings")
-    conv(
-        t,
-        f"{at}.embeddings.patch_embedding",
-        (hidden, v["num_channels"], v["patch_size"], v["patch_size"]),
-        False,
-    )
-    t.embedding(f"{at}.embeddings.position_embedding", side * side + 1, hidden)
-    t.buffer(f"{at}.embeddings.position_ids", (1, side * side + 1), "VisionEmbeddings", "int64")
+    _embeddings(t, at, v, side * side + 1, False)
     t.norm(f"{at}.pre_layrnorm", hidden, "layer")
-    for i in range(v["num_hidden_layers"]):
-        _encoder_layer(
-            t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
-        )
-    t.norm(f"{at}.post_layernorm", hidden, "layer")
+    _encoder(t, at, v)
     return hidden
 
 
@@ -114,14 +117,9 @@ PIXTRAL = {
 }  # fmt: skip
 
 
-def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
-    """Add the tensors of a Pixtral vision tower below module ``at`` and return its hidden size.
-
-    The tower is a Llama-like transformer over image patches, without biases.
-    """
-    v = _sizes(Fields(config), defaults)
-    hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
-    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+def pixtral_layers(t: Tensors, at: str, v: Mapping[str, int]) -> None:
+    """Add the patch embedding, its norm and the layers of a Pixtral tower with the sizes ``v``."""
+    hidden = v["hidden_size"]
     conv(t, f"{at}.patch_conv", (hidden, v["num_channels"], v["patch_size"], v["patch_size"]), False)
     t.norm(f"{at}.ln_pre", hidden)
     for i in range(v["num_hidden_layers"]):
@@ -129,6 +127,17 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
         t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
         t.gated_mlp(f"{here}.feed_forward", hidden, v["intermediate_size"])
         t.norms(here, hidden, "attention_norm", "ffn_norm")
+
+
+def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
+    """Add the tensors of a Pixtral vision tower below module ``at`` and return its hidden size.
+
+    The tower is a Llama-like transformer over image patches, without biases.
+    """
+    v = sizes(Fields(config), defaults)
+    hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+    pixtral_layers(t, at, v)
     name = f"{at}.patch_positional_embedding.inv_freq"
     t.buffer(name, (side * side, hidden // heads), "PixtralRotaryEmbedding", "float32")
     return hidden
@@ -276,7 +285,7 @@ GEMMA4 = {
 def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Gemma 4's vision tower and return its hidden size."""
     f = Fields(config)
-    v = _sizes(f, GEMMA4)
+    v = sizes(f, GEMMA4)
     hidden, heads = v["hidden_size"], v["num_attention_heads"]
     size = f.integer("head_dim", 64, limit="width")
     kv_heads = f.integer("num_key_value_heads", heads, limit="heads")
@@ -308,7 +317,7 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     There are separate position tables for tiles. A second, gated transformer follows the first one.
     """
     f = Fields(config)
-    v = _sizes(
+    v = sizes(
         f, {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_global_layers": 8,
             "num_channels": 3, "image_size": 448, "patch_size": 14, "max_num_tiles": 4},
     )  # fmt: skip
@@ -353,7 +362,7 @@ LLAMA4 = {
 def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Llama 4's vision tower and return the width that the projector reads."""
     f = Fields(config)
-    v = _sizes(f, LLAMA4)
+    v = sizes(f, LLAMA4)
     hidden, patch = v["hidden_size"], v["patch_size"]
     t.add(f"{at}.class_embedding", (hidden,), "vision", "Llama4VisionModel")
     places = (v["image_size"] // patch) ** 2 + 1
@@ -417,7 +426,7 @@ def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     Sources: remote code modeling_kimi_vl.py; vLLM 0.32.0, models/moonvit.py.
     """
     f = Fields(config)
-    v = _sizes(
+    v = sizes(
         f, {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
             "patch_size": 14, "init_pos_emb_height": 64, "init_pos_emb_width": 64},
     )  # fmt: skip
@@ -447,7 +456,7 @@ def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     The tower has CLIP layers with rotary positions, and a patch embedding over two frames.
     """
     f = Fields(config)
-    v = _sizes(f, MINIMAX)
+    v = sizes(f, MINIMAX)
     hidden, patch = v["hidden_size"], v["patch_size"]
     conv(t, f"{at}.embeddings.proj", (hidden, v["num_channels"], v["temporal_patch_size"], patch, patch), False)
     t.norm(f"{at}.pre_layrnorm", hidden, "layer")
@@ -465,7 +474,7 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     The layers have learned scales, and two strided convolutions follow the layers.
     """
     f = Fields(config)
-    v = _sizes(
+    v = sizes(
         f, {"hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16,
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip

@@ -6,7 +6,6 @@ Only the text model has a KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 from tonnage.planner.errors import ConfigError
@@ -35,23 +34,15 @@ _STEP3 = {
 }  # fmt: skip
 
 
-def _sizes(fields: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``."""
-    config = Fields(fields.mapping("vision_config") or {})
-    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
-    return {
-        name: config.integer(name, size, limit=limits.get(name, "width")) for name, size in defaults.items()
-    }
-
-
 def dots(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of dots.ocr: a Qwen2 model, whose fields are at the top level, and a tower."""
     vision = fields.mapping("vision_config") or {}
     own = ("architectures", "vision_config", "model_type", "image_token_id", "video_token_id", "auto_map")
     text = build_text({k: v for k, v in fields.config.items() if k not in own}, "qwen2")
     fields.ignore(*fields.config)
-    v = _sizes(fields, _DOTS)
-    width, bias = v["embed_dim"], Fields(vision).boolean("use_bias", False)
+    f = Fields(vision)
+    v = towers.sizes(f, _DOTS)
+    width, bias = v["embed_dim"], f.boolean("use_bias", False)
     t, at = Tensors("vision"), "vision_tower"
     shape = (width, v["num_channels"], v["patch_size"], v["patch_size"])
     towers.conv(t, f"{at}.patch_embed.patchifier.proj", shape, True)
@@ -63,7 +54,7 @@ def dots(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{here}.attn.proj", width, width, bias=bias, shard="row")
         t.norm(f"{here}.norm2", width)
         t.gated_mlp(f"{here}.mlp", width, v["intermediate_size"], bias=bias, names=("fc1", "fc3", "fc2"))
-    if Fields(vision).boolean("post_norm", True):
+    if f.boolean("post_norm", True):
         t.norm(f"{at}.post_trunk_norm", width)
     t.role, merged = "projector", width * v["spatial_merge_size"] ** 2
     t.norm(f"{at}.merger.ln_q", width, "layer")
@@ -83,7 +74,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     if config is None:
         raise ConfigError("missing", field="text_config")
     text = build_text(config, "step3_text")
-    v = _sizes(fields, _STEP3)
+    v = towers.sizes(Fields(fields.mapping("vision_config") or {}), _STEP3)
     hidden, out = v["hidden_size"], v["output_hidden_size"]
     t, at = Tensors("vision"), "vision_model"
     t.add(f"{at}.embeddings.class_embedding", (1, hidden), "vision", "VisionEmbeddings")
