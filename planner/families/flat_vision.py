@@ -12,13 +12,13 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import towers
 from tonnage.planner.families.family import RENAMED, Family
+from tonnage.planner.families.llava import CLIP
 from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
 _PHI = ("img_processor", "embd_layer")
-_CLIP = "openai/clip-vit-large-patch14-336"
 _MINICPM = (
     "vision_config", "query_num", "version", "slice_config", "slice_mode", "use_image_id", "vision_batch_size",
     "batch_vision_input", "drop_vision_last_layer", "image_size", "patch_size", "batch_3d_resampler",
@@ -45,7 +45,7 @@ def _text(fields: Fields, text_type: str, outside: tuple[str, ...]) -> Architect
 def phi3_v(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Phi-3-vision: Phi-3 and CLIP, whose patches are merged four to one."""
     told = fields.mapping("img_processor") or {}
-    if told.get("model_name", _CLIP) != _CLIP:
+    if told.get("model_name", CLIP) != CLIP:
         raise UnsupportedArchitecture(
             f"{shown(told['model_name'])} is not supported", field="img_processor.model_name"
         )

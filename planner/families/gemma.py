@@ -1,7 +1,7 @@
 """Gemma 1, 2 and 3 (text) and VaultGemma. Shapes follow transformers 5.19, models/{gemma,gemma2,gemma3}/.
 
 Gemma 2 and 3 put four norms into a layer. Gemma 3 adds norms of q and k and a second rotary table. The
-multimodal Gemma 3 is in multimodal.py.
+multimodal Gemma 3 is in gemma_vision.py.
 """
 
 from __future__ import annotations

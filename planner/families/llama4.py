@@ -1,6 +1,6 @@
 """Llama 4 (text model): most layers have chunked attention, and the MLP has routed experts and a shared expert.
 
-Shapes follow transformers 5.19, models/llama4/; the multimodal files are in multimodal.py.
+Shapes follow transformers 5.19, models/llama4/; the multimodal Llama 4 is in moe_vision.py.
 """
 
 from __future__ import annotations

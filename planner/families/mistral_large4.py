@@ -15,8 +15,7 @@ from tonnage.planner.families import common, mla, towers
 from tonnage.planner.families.dense import rotated_layers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.moe_layers import sparse_layers
-from tonnage.planner.families.multimodal import moved
-from tonnage.planner.families.registry import build_text
+from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -121,16 +120,7 @@ def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Mistral Large 4 from its checked config."""
-    config = fields.mapping("text_config")
-    if config is None:
-        raise ConfigError("missing", field="text_config")
-    tied = fields.boolean("tie_word_embeddings", False)
-    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", False) is True:
-        raise ConfigError(
-            "true contradicts the multimodal model, whose head is not tied by default",
-            field="text_config.tie_word_embeddings",
-        )
-    inside = build_text({**config, "tie_word_embeddings": tied}, "mistral_large4_text")
+    inside = text_of(fields, "mistral_large4_text", fields.mapping("text_config"))
     t = Tensors("vision")
     hidden = _pixtral(t, "model.vision_tower", fields.mapping("vision_config") or {})
     t.role = "projector"
@@ -141,9 +131,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.norm(f"{at}.norm", hidden)
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
     t.connector(at, hidden * times, inside.hidden_size, inside.hidden_size, bias=bias)
-    tensors = (*t.specs, *moved(inside.tensors, "model.", "model.language_model."))
-    name = "MistralLarge4ForConditionalGeneration"
-    return replace(inside, model_type=model_type, class_name=name, tensors=tensors)
+    return joined(inside, model_type, "MistralLarge4ForConditionalGeneration", t)
 
 
 # default vision tower of MistralLarge4Config, for a config without vision_config

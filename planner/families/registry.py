@@ -22,7 +22,9 @@ from tonnage.planner.model.tensor import TensorSpec
 # Modules with the most common families, which are searched first for a model_type. Importing all modules takes
 # 28 ms of CPU time (Python 3.11, with cached bytecode); importing llama.py, or the module named like the model
 # type, takes much less.
-_FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
+_FIRST = (
+    "llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "qwen_vision", "llava", "gemma_vision",
+)  # fmt: skip
 # Classes whose published files state no model_type
 _BY_CLASS = {
     "LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
