@@ -102,9 +102,13 @@ def read_rope(fields: Fields) -> tuple[str, float]:
     return rope_kind(old, "rope_scaling")
 
 
-def window_of(fields: Fields) -> int | None:
-    """Return the sliding window, in tokens, from the config field ``sliding_window``, or None."""
-    return fields.optional_integer("sliding_window", limit="positions")
+def window_of(fields: Fields, default: int | None = None) -> int | None:
+    """Return the sliding window in tokens, or None, from the config field ``sliding_window``.
+
+    ``default`` is the window for a config without this field; null in the config means no window.
+    """
+    window = fields.optional_integer("sliding_window", limit="positions")
+    return window if "sliding_window" in fields.config else default
 
 
 def cache_layers(

@@ -160,8 +160,9 @@ class DenseVariant:
             )
         common.refuse(fields, "is_moe", why="the planner cannot build Doge's product-key experts")
         fields.ignore(*self.ignored)
-        count, vocab = common.layers_and_vocab(fields)
+        vocab = fields.integer("vocab_size", limit="vocab")
         inner = fields.integer("intermediate_size", limit="width")
+        count = fields.integer("num_hidden_layers", limit="layers")
         tied = fields.boolean("tie_word_embeddings", self.tied)
         kinds, window = _kinds(fields, self, count)
         share = common.rotary_share(fields, self.rotary_share)
@@ -287,11 +288,9 @@ def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[st
         if variant.window == "unused":
             fields.layer_types(layers)
         return full, None
-    window = common.window_of(fields)
+    window = common.window_of(fields, variant.default_window)
     if variant.window == "qwen":
         return common.kinds_of(fields, "qwen", layers)
-    if "sliding_window" not in fields.config and variant.default_window is not None:
-        window = variant.default_window
     if variant.window == "always":
         return (full if window is None else ("sliding_attention",) * layers), window
     kinds = fields.layer_types(layers)

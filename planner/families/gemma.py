@@ -130,9 +130,7 @@ def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[st
     """Return (attention kind of each layer, sliding window in tokens or None) of a Gemma text model."""
     if not variant.pattern:
         return ("full_attention",) * layers, None
-    window = common.window_of(fields)
-    if "sliding_window" not in fields.config:
-        window = _WINDOW
+    window = common.window_of(fields, _WINDOW)
     kinds = fields.layer_types(layers)
     pattern = variant.pattern
     if variant.pattern_field:

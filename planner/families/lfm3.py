@@ -25,7 +25,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     conv_bias, bias = fields.boolean("conv_bias", False), fields.boolean("attention_bias", False)
     sandwich, gated = fields.boolean("use_sandwich_norm", True), fields.boolean("use_attention_gate", True)
     tied = fields.boolean("tie_word_embeddings", True)
-    window = common.window_of(fields) if "sliding_window" in fields.config else 256
+    window = common.window_of(fields, 256)
     kinds = _kinds(fields, layers)
     attending = tuple(kind for kind in kinds if kind != "conv")
     tables = tables_by_kind(fields, attending)

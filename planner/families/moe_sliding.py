@@ -67,7 +67,7 @@ class SlidingMoeVariant:
         kinds = fields.layer_types(layers) or self.kinds(layers)
         # If sliding_window is missing, the config class's default applies. Null raises an error if a layer is
         # sliding.
-        window = common.window_of(fields) if "sliding_window" in fields.config else self.window
+        window = common.window_of(fields, self.window)
         tables = tables_by_kind(fields, kinds, ("full_attention",)) if self.by_kind else ("",)
         gate = "float32" if self.wide_router else None
         t = Tensors()
@@ -117,7 +117,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
     kinds = fields.layer_types(layers) or tuple(
         "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
     )
-    window = common.window_of(fields) if "sliding_window" in fields.config else 1024
+    window = common.window_of(fields, 1024)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i, at in t.layers(layers, "model.layers"):

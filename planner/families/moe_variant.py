@@ -158,7 +158,7 @@ class MoeVariant:
             qk_norm = "head"
         head_bias = common.bias_of(fields, self.head_bias)
         if self.window == "pattern":
-            window = common.window_of(fields) if "sliding_window" in fields.config else _PATTERN_WINDOW
+            window = common.window_of(fields, _PATTERN_WINDOW)
             kinds = fields.layer_types(layers) or pattern_kinds(fields, layers, window)
         else:
             kinds, window = common.kinds_of(fields, self.window, layers)
