@@ -20,7 +20,6 @@ from tonnage.planner.families.moe_layers import sparse_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 # Switches in config files on the Hugging Face hub (vLLM 0.32.0, models/bailing_moe_v3.py) -> the only value
@@ -93,7 +92,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     positions = position_field(fields)
     return common.decoder(
         fields, model_type, "BailingHybridForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,
+        mla.heads_of(d), tuple(cache), layers=layers,
         inner=max(chosen * inner + shared, 0 if all(sparse) else dense), vocab=vocab,
         rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
         max_model_len=fields.integer(positions, limit="positions"), position_field=positions,

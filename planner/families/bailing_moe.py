@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family
-from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.moe_layers import behind_dense
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -98,9 +97,10 @@ class _Variant:
                 t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared, bias=mlp_bias)
         t.close("model.norm", "model.word_embeddings", vocab, dims.hidden, tied)
         rotary = Rotary(int(dims.head_size * share), 1)
-        return finish(
-            fields, model_type, self.class_name, t, dims, layers,
-            max(chosen * inner + shared, 0 if all(sparse) else dense), vocab, gated=True, rotary=rotary,
+        return common.decoder(
+            fields, model_type, self.class_name, t, dims, layers=layers,
+            inner=max(chosen * inner + shared, 0 if all(sparse) else dense), vocab=vocab,
+            rotary=rotary,
             experts=count, experts_per_token=chosen,
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
@@ -109,12 +108,10 @@ class EncoderVariant:
         elif headed:
             _classifier(t, fields, self, hidden, tagger=class_name.endswith("ForTokenClassification"))
         longest = text_length(fields, positions - (0 if rotates else _unused(fields, self)))
-        more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
-        if rotates:
-            more["rotary"] = Rotary(dims.head_size, 1, positions=-(-positions // 8) * 8)
+        rotary = Rotary(dims.head_size, 1, positions=-(-positions // 8) * 8) if rotates else None
         return common.decoder(
-            fields, model_type, class_name, t, dims, (), layers=layers,
-            inner=inner, vocab=vocab, **more,
+            fields, model_type, class_name, t, dims, (), layers=layers, inner=inner, vocab=vocab, rotary=rotary,
+            max_model_len=longest, gated=False, kind=kind,
         )  # fmt: skip
 
 

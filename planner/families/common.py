@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families.tensors import Tensors
+from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads, Recipe
@@ -111,9 +111,7 @@ def window_of(fields: Fields, default: int | None = None) -> int | None:
     return window if "sliding_window" in fields.config else default
 
 
-def cache_layers(
-    kinds: tuple[str, ...], window: int | None, kv_heads: int, head_size: int
-) -> tuple[CacheLayer, ...]:
+def cache_layers(kinds: tuple[str, ...], window: int | None, dims: Heads) -> tuple[CacheLayer, ...]:
     """Return the KV cache entry of each layer: a CacheLayer per attention kind in ``kinds``.
 
     A kind is full_attention or sliding_attention.
@@ -121,27 +119,22 @@ def cache_layers(
     Raises:
         ConfigError: a layer has sliding attention but ``window`` is None.
     """
-    return tuple(cache_layer(i, kind, window, kv_heads, head_size) for i, kind in enumerate(kinds))
+    return tuple(cache_layer(i, kind, window, dims) for i, kind in enumerate(kinds))
 
 
-def cache_layer(index: int, kind: str, window: int | None, kv_heads: int, head_size: int) -> CacheLayer:
+def cache_layer(index: int, kind: str, window: int | None, dims: Heads) -> CacheLayer:
     """Return the KV cache entry of layer ``index``; ``kind`` is full_attention or sliding_attention.
 
     Raises:
         ConfigError: the layer has sliding attention but ``window`` is None.
     """
     if kind == "full_attention":
-        return CacheLayer(index, "full", None, kv_heads, head_size)
+        return CacheLayer(index, "full", None, dims.kv_heads, dims.head_size)
     if window is None:
         raise ConfigError(
             f"layer {index} is sliding_attention, but the config states no window", field="sliding_window"
         )
-    return CacheLayer(index, "sliding", window, kv_heads, head_size)
-
-
-def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:
-    """Return the KV cache entries of ``layers`` layers that all have full attention."""
-    return cache_layers(("full_attention",) * layers, None, dims.kv_heads, dims.head_size)
+    return CacheLayer(index, "sliding", window, dims.kv_heads, dims.head_size)
 
 
 def decoder(
@@ -150,7 +143,7 @@ def decoder(
     class_name: str,
     t: Tensors,
     dims: Heads,
-    cache: tuple[CacheLayer, ...],
+    cache: tuple[CacheLayer, ...] | None = None,
     *,
     layers: int,
     inner: int,
@@ -166,8 +159,11 @@ def decoder(
 ) -> Architecture:
     """Return the Architecture of a decoder from its collected tensors, cache layers and sizes.
 
-    If ``max_model_len`` is None, it is max_position_embeddings times the scale in the rope parameters.
+    If ``cache`` is None, every layer has full attention. If ``max_model_len`` is None, it is
+    max_position_embeddings times the scale in the rope parameters.
     """
+    if cache is None:
+        cache = cache_layers(("full_attention",) * layers, None, dims)
     if max_model_len is None:
         _, factor = read_rope(fields)
         max_model_len = int(fields.integer("max_position_embeddings", limit="positions") * factor)
@@ -194,6 +190,20 @@ def decoder(
         kind=kind,
         recipe=recipe,
     )
+
+
+def described(
+    fields: Fields, model_type: str, class_name: str, recipe: Recipe, dims: Heads, inner: int,
+    cache: tuple[CacheLayer, ...] | None = None, **more: Any,
+) -> Architecture:  # fmt: skip
+    """Return the Architecture of the decoder that ``recipe`` describes.
+
+    ``inner`` is the MLP's inner size, and ``more`` are further arguments of ``decoder``.
+    """
+    return decoder(
+        fields, model_type, class_name, tensors_of(recipe), dims, cache, layers=len(recipe.layers), inner=inner,
+        vocab=recipe.embedding.rows, recipe=recipe, **more,
+    )  # fmt: skip
 
 
 def _has_sections(fields: Fields) -> bool:

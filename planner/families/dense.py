@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -184,11 +183,9 @@ class DenseVariant:
             tuple(Table(table, rotary.dim, self.rope in ("olmo", "ernie")) for table in tables),
             taped=self.taped,
         )  # fmt: skip
-        return common.decoder(
-            fields, model_type, self.class_name, tensors_of(recipe), dims,
-            common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-            layers=count, inner=inner, vocab=vocab, rotary=rotary,
-            gated=len(self.mlp_names) == 3 or self.fused, recipe=recipe,
+        return common.described(
+            fields, model_type, self.class_name, recipe, dims, inner, common.cache_layers(kinds, window, dims),
+            rotary=rotary, gated=len(self.mlp_names) == 3 or self.fused,
         )  # fmt: skip
 
 

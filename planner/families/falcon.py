@@ -11,7 +11,6 @@ from dataclasses import replace
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (  # fmt: skip
@@ -73,13 +72,12 @@ def build(fields: Fields, model_type: str) -> Architecture:
         (Table(table, head_size),),  # the rotary table is built even when ALiBi replaces rotary positions
         linear_class="FalconLinear", taped=not alibi,  # ALiBi's attention mask differs by head
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
+    return common.described(
+        fields, model_type, "FalconForCausalLM", recipe, dims, inner,
         # In the new decoder architecture, transformers caches K and V once per query head, not per KV head.
         tuple(CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)),
-        layers=layers, inner=inner, vocab=vocab, rotary=None if alibi else Rotary(head_size, 1), gated=False,
+        rotary=None if alibi else Rotary(head_size, 1), gated=False,
         max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
-        recipe=recipe,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import QV, QV_DOWN, Family, GGUFTraits, VLLMTraits
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -113,11 +112,10 @@ class GemmaVariant:
             Head(tied, softcap=fields.config.get("final_logit_softcapping", self.final_cap) is not None),
             tuple(Table(prefix, head_size) for prefix in prefixes),
         )  # fmt: skip
-        return common.decoder(
-            fields, model_type, self.class_name, tensors_of(recipe), dims,
-            common.cache_layers(kinds, window, kv_heads, head_size),
-            layers=layers, inner=inner, vocab=vocab, rotary=Rotary(head_size, len(prefixes)),
-            max_model_len=int(integer("max_position_embeddings", "positions") * factor), recipe=recipe,
+        return common.described(
+            fields, model_type, self.class_name, recipe, dims, inner, common.cache_layers(kinds, window, dims),
+            rotary=Rotary(head_size, len(prefixes)),
+            max_model_len=int(integer("max_position_embeddings", "positions") * factor),
         )  # fmt: skip
 
 

@@ -11,10 +11,9 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import EAGER, GPT2_NAMES, QV, Family
-from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, Rope, layer_of
+from tonnage.planner.model.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, Rope, layer_of
 from tonnage.planner.model.tensor import TensorSpec
 
 GPT_FIELDS = (
@@ -24,41 +23,7 @@ GPT_FIELDS = (
 )  # fmt: skip
 
 
-def finish(
-    fields: Fields,
-    model_type: str,
-    name: str,
-    t: Tensors,
-    dims: Heads,
-    layers: int,
-    inner: int,
-    vocab: int,
-    **more: Any,
-) -> Architecture:
-    """Return the Architecture of a decoder with a plain (not gated) MLP and full attention in every layer.
-
-    ``more`` holds further arguments of ``common.decoder``, among them ``gated`` and ``cache``, which override
-    the plain MLP and the full attention.
-    """
-    more.setdefault("gated", False)
-    more.setdefault("cache", common.full_layers(layers, dims))
-    cache = more.pop("cache")
-    return common.decoder(
-        fields, model_type, name, t, dims, cache, layers=layers, inner=inner, vocab=vocab, **more
-    )
-
-
-def _made(
-    fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
-) -> Architecture:
-    """Return the Architecture of the model that ``recipe`` describes.
-
-    Unless ``more`` says otherwise, the model has a plain (not gated) MLP and full attention.
-    """
-    return finish(
-        fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
-        recipe=recipe, **more,
-    )  # fmt: skip
+_made = partial(common.described, gated=False)
 
 
 def _norms(hidden: int, *names: str, kind: Any = "layer") -> tuple[Norm, ...]:
@@ -133,7 +98,7 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
     )
     return _made(
         fields, model_type, "GPTNeoForCausalLM", recipe, dims, inner, max_model_len=positions,
-        cache=common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+        cache=common.cache_layers(kinds, window, dims),
     )  # fmt: skip
 
 

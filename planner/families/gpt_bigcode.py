@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, Family
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, layer_of
@@ -53,10 +52,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         ),
         (layer,) * layers, Norm("transformer.ln_f", hidden, "layer"), Head(tied, buffers=(mask,)),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "GPTBigCodeForCausalLM", tensors_of(recipe), dims,
-        common.full_layers(layers, dims), layers=layers, inner=inner, vocab=vocab, max_model_len=positions,
-        position_field=fields.name("max_position_embeddings"), gated=False, recipe=recipe,
+    return common.described(
+        fields, model_type, "GPTBigCodeForCausalLM", recipe, dims, inner, max_model_len=positions,
+        position_field=fields.name("max_position_embeddings"), gated=False,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import (  # fmt: skip
@@ -48,10 +47,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "gpt_neox.layers", Embedding("gpt_neox.embed_in", vocab, hidden, dropout=dropout), (layer,) * layers,
         Norm("gpt_neox.final_layer_norm", hidden, "layer"), Head(tied), (Table(table, rotary.dim),),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "GPTNeoXForCausalLM", tensors_of(recipe), dims, common.full_layers(layers, dims),
-        layers=layers, inner=inner, vocab=vocab, rotary=rotary, gated=False, recipe=recipe,
-    )  # fmt: skip
+    return common.described(
+        fields, model_type, "GPTNeoXForCausalLM", recipe, dims, inner, rotary=rotary, gated=False
+    )
 
 
 FAMILIES = {

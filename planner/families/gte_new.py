@@ -6,8 +6,6 @@ and NewForSequenceClassification; --hf-overrides replaces them by vLLM's names, 
 
 from __future__ import annotations
 
-from typing import Any
-
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import text_length
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
@@ -58,10 +56,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
         t.linear("classifier", label_count(fields), hidden, "head", bias=True)
     t.rotary(size, f"{at}embeddings.rotary_emb.")
-    more: dict[str, Any] = {"max_model_len": text_length(fields, positions), "kind": kind}
     return common.decoder(
         fields, model_type, name, t, Heads(hidden, heads, heads, size), (), layers=layers, inner=inner,
-        vocab=vocab, rotary=Rotary(size, 1), **more,
+        vocab=vocab, rotary=Rotary(size, 1), max_model_len=text_length(fields, positions), kind=kind,
     )  # fmt: skip
 
 

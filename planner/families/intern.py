@@ -14,7 +14,6 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
@@ -110,8 +109,8 @@ def internlm2(fields: Fields, model_type: str) -> Architecture:
     t.norm("model.norm", dims.hidden)
     t.head("output", vocab, dims.hidden, "model.tok_embeddings.weight" if tied else None)
     t.rotary(dims.head_size, "model.rotary_emb.")
-    return finish(
-        fields, model_type, "InternLM2ForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "InternLM2ForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")
             if gated:
                 t.linear(f"{at}.self_attn.g_proj", dims.heads, dims.hidden, shard="column")
-            cache.append(common.cache_layer(i, kinds[i], window, dims.kv_heads, dims.head_size))
+            cache.append(common.cache_layer(i, kinds[i], window, dims))
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
         t.norms(at, dims.hidden, *norms)
     t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)

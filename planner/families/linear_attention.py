@@ -20,7 +20,6 @@ from tonnage.planner.families.moe_layers import sparse_layers, stepped_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
     positions = position_field(fields)
     return common.decoder(
         fields, "kimi_linear", "KimiLinearForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
+        mla.heads_of(d),
         tuple(cache), layers=layers, inner=max(chosen * inner + shared, dense), vocab=vocab, experts=count,
         experts_per_token=chosen, max_model_len=fields.integer(positions, limit="positions"),
         position_field=positions,

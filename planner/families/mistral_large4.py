@@ -19,7 +19,6 @@ from tonnage.planner.families.multimodal import joined, text_of
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 
@@ -77,7 +76,7 @@ def text(fields: Fields, model_type: str) -> Architecture:
     t.buffer("model.rotary_emb.alpha", learned, "RotaryEmbedding", "float32", "float32")
     return common.decoder(
         fields, model_type, "MistralLarge4TextModel", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,
+        mla.heads_of(d), tuple(cache), layers=layers,
         inner=max(chosen * inner + shared, 0 if all(sparse) else dense),
         vocab=vocab, rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip

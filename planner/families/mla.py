@@ -14,7 +14,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, VLLMTraits
 from tonnage.planner.families.moe_layers import sparse_layers
-from tonnage.planner.families.tensors import Tensors, latent, tensors_of
+from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -61,6 +61,11 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
         size("qk_rope_head_dim", 64),
         fields.integer("v_head_dim", 128 if defaults else value_default, limit="width"),
     )
+
+
+def heads_of(d: LatentAttention) -> Heads:
+    """Return the head geometry of latent attention, which has one KV head per query head when computed."""
+    return Heads(d.hidden, d.heads, d.heads, d.head_size, d.value)
 
 
 def cache(
@@ -166,12 +171,11 @@ class LatentVariant:
         # index keys.
         index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
         read = fields.integer("index_topk", 2048, limit="positions") if index_sizes else 0
-        architecture = common.decoder(
-            fields, model_type, self.class_name, tensors_of(recipe),
-            plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
-            common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
-            inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
-            rotary=Rotary(table.dim, 1), experts=count, experts_per_token=chosen, recipe=recipe,
+        architecture = common.described(
+            fields, model_type, self.class_name, recipe, plain or heads_of(d),
+            max(chosen * inner + shared, dense if not all(sparse) else 0),
+            None if plain else cache(range(layers), d, index_sizes), rotary=Rotary(table.dim, 1),
+            experts=count, experts_per_token=chosen,
         )  # fmt: skip
         return replace(architecture, index_topk=read)
 
@@ -256,10 +260,9 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
         "model.layers", Embedding("model.embed_tokens", vocab, d.hidden, buffers=(scale,)), (layer,) * layers,
         Norm("model.norm", d.hidden), Head(tied), (table,),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "MiniCPM3ForCausalLM", tensors_of(recipe),
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), cache(range(layers), d), layers=layers,
-        inner=inner, vocab=vocab, rotary=Rotary(d.rotary, 1), recipe=recipe,
+    return common.described(
+        fields, model_type, "MiniCPM3ForCausalLM", recipe, heads_of(d), inner, cache(range(layers), d),
+        rotary=Rotary(d.rotary, 1),
     )  # fmt: skip
 
 
@@ -309,7 +312,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     t.rotary(d.rotary, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "LongcatFlashForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
+        heads_of(d),
         cache((i // 2 for i in range(2 * layers)), d), layers=layers, inner=dense + chosen * inner, vocab=vocab,
         rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip

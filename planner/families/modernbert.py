@@ -5,8 +5,6 @@ Shapes follow transformers 5.19, models/modernbert/.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import text_length, wanted_class
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
@@ -54,10 +52,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if headed:
         _head(t, fields, class_name, norm, vocab, hidden)
     rotary = Rotary(head_size, _tables(fields, kinds), positions=positions)
-    more: dict[str, Any] = {"max_model_len": text_length(fields, positions), "kind": kind, "rotary": rotary}
     return common.decoder(
         fields, model_type, class_name, t, Heads(hidden, heads, heads, head_size), (), layers=layers,
-        inner=inner, vocab=vocab, **more,
+        inner=inner, vocab=vocab, rotary=rotary, max_model_len=text_length(fields, positions), kind=kind,
     )  # fmt: skip
 
 

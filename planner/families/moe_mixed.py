@@ -13,7 +13,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
 from tonnage.planner.families.moe_layers import sparse_layers
-from tonnage.planner.families.tensors import Tensors, tensors_of
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -67,10 +67,10 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
         Norm("model.norm", dims.hidden, "rms-wide"), Head(tied), (table,),
         taped=not fields.config.get("output_router_logits"),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "GptOssForCausalLM", tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=chosen * inner,
-        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen, recipe=recipe,
+    return common.described(
+        fields, model_type, "GptOssForCausalLM", recipe, dims, chosen * inner,
+        common.cache_layers(kinds, window, dims), rotary=Rotary(dims.head_size, 1), experts=count,
+        experts_per_token=chosen,
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
         t.rotary(int(dims.head_size * share[kind]), f"model.rotary_emb.{kind}_")
     return common.decoder(
         fields, model_type, "LagunaForCausalLM", t, replace(dims, heads=max(query_heads)),
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        common.cache_layers(kinds, window, dims), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(share)),
         experts=count, experts_per_token=chosen,
     )  # fmt: skip
@@ -230,7 +230,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
         t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
     return common.decoder(
         fields, "step3p7", "Step3p7ForCausalLM", t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        common.cache_layers(kinds, window, dims), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, 2), experts=count,
         experts_per_token=chosen,
     )  # fmt: skip
@@ -352,7 +352,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
     t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
     t.rotary(dims.head_size, "transformer.rotary_emb.")
     return common.decoder(
-        fields, model_type, "DbrxForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "DbrxForCausalLM", t, dims, layers=layers,
         inner=chosen * inner, vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
         experts_per_token=chosen, max_model_len=fields.integer("max_seq_len", limit="positions"),
         position_field="max_seq_len",

@@ -95,7 +95,7 @@ class SlidingMoeVariant:
             t.rotary(dims.head_size, f"model.rotary_emb.{table}")
         return common.decoder(
             fields, model_type, self.class_name, t, dims,
-            common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+            common.cache_layers(kinds, window, dims), layers=layers,
             inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
             experts=count, experts_per_token=chosen,
         )  # fmt: skip
@@ -136,7 +136,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "AfmoeForCausalLM", t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        common.cache_layers(kinds, window, dims), layers=layers,
         inner=max(chosen * inner + shared, dense if first else 0), vocab=vocab,
         rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip

@@ -13,7 +13,6 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.dense import ROPES, Bias, pattern_kinds, qk_norms
 from tonnage.planner.families.moe_layers import every_layer
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import (
@@ -191,11 +190,9 @@ class MoeVariant:
             taped=not (fields.config.get("output_router_logits") or noisy),
         )  # fmt: skip
         widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
-        return common.decoder(
-            fields, model_type, self.class_name, tensors_of(recipe), dims,
-            common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-            layers=layers, inner=widest, vocab=vocab, rotary=rotary, experts=count, experts_per_token=chosen,
-            recipe=recipe,
+        return common.described(
+            fields, model_type, self.class_name, recipe, dims, widest, common.cache_layers(kinds, window, dims),
+            rotary=rotary, experts=count, experts_per_token=chosen,
         )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.dense import DenseVariant
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family
-from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -66,8 +65,8 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}.mlp.up_proj", inner, hidden, "mlp", shard="column")
         t.linear(f"{at}.mlp.down_proj", hidden, inner, "mlp", bias=True, shard="row")
     t.close("transformer.ln_f", "transformer.word_embeddings", vocab, hidden, tied)
-    return finish(
-        fields, model_type, "TeleChat2ForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "TeleChat2ForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1), max_model_len=fields.integer("seq_length", limit="positions"),
         position_field="seq_length",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, LORA_ON_VOCABULARY, Family
-from tonnage.planner.families.gpt import GPT_FIELDS, finish
+from tonnage.planner.families.gpt import GPT_FIELDS
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
@@ -45,8 +45,8 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("w1", "w2", "c_proj"))
         t.norms(at, dims.hidden, "ln_1", "ln_2")
     t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
-    return finish(
-        fields, model_type, "QWenLMHeadModel", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "QWenLMHeadModel", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -95,9 +95,10 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
     t.head("transformer.output_layer", vocab, hidden, name if tied else None)
     rotary = Rotary(dims.head_size // 2, 1)
     t.buffer("transformer.rotary_pos_emb.inv_freq", (rotary.dim // 2,), "RotaryEmbedding", None)
-    return finish(
-        fields, model_type, "ChatGLMModel", t, dims, layers, inner, vocab, gated=True, rotary=rotary,
-        max_model_len=fields.integer("seq_length", limit="positions"), position_field="seq_length",
+    return common.decoder(
+        fields, model_type, "ChatGLMModel", t, dims, layers=layers, inner=inner, vocab=vocab,
+        rotary=rotary, max_model_len=fields.integer("seq_length", limit="positions"),
+        position_field="seq_length",
     )  # fmt: skip
 
 
@@ -153,8 +154,8 @@ def exaone(fields: Fields, model_type: str) -> Architecture:
         t.norms(at, dims.hidden, "ln_1", "ln_2")
     t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "transformer.rotary.")
-    return finish(
-        fields, model_type, "ExaoneForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "ExaoneForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -184,10 +185,9 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
             t.linear(f"{at}.input_proj", dims.hidden, 2 * dims.hidden, "mlp")
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
-    return finish(
-        fields, model_type, "MiMoForCausalLM", t, dims, layers, inner, vocab, gated=True,
-        rotary=Rotary(dims.head_size, 1),
-        cache=common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+    return common.decoder(
+        fields, model_type, "MiMoForCausalLM", t, dims, common.cache_layers(kinds, window, dims), layers=layers,
+        inner=inner, vocab=vocab, rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
 
@@ -221,9 +221,9 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
     t.layer = None
     t.norm(f"layers.{layers + 1}.ln", h, "layer")
     t.head(f"layers.{layers + 1}.linear", vocab, h, None, bias=True)
-    return finish(
-        fields, model_type, "MixFormerSequentialForCausalLM", t, dims, layers, inner, vocab, rotary=rotary,
-        max_model_len=fields.integer("max_position_embeddings", limit="positions"),
+    return common.decoder(
+        fields, model_type, "MixFormerSequentialForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
+        rotary=rotary, gated=False, max_model_len=fields.integer("max_position_embeddings", limit="positions"),
         position_field=fields.name("max_position_embeddings"),
     )  # fmt: skip
 
@@ -262,8 +262,8 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
         t.layer_norms(at, h, "layer")
     t.norm("model.final_layernorm", h, "layer")
     t.head("lm_head", vocab, h, "model.embed_tokens.weight" if tied else None)
-    return finish(
-        fields, model_type, "Phi3SmallForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "Phi3SmallForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -315,9 +315,9 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
             t.norm(f"{at}.post_attention_layernorm", hidden)
     t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
     t.rotary(size, "model.rotary_emb.")
-    return finish(
-        fields, model_type, "DeciLMForCausalLM", t, Heads(hidden, heads, most, size), layers, widest, vocab,
-        gated=True, rotary=Rotary(size, 1), cache=tuple(cache),
+    return common.decoder(
+        fields, model_type, "DeciLMForCausalLM", t, Heads(hidden, heads, most, size), tuple(cache),
+        layers=layers, inner=widest, vocab=vocab, rotary=Rotary(size, 1),
     )  # fmt: skip
 
 

@@ -293,7 +293,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
     assert kinds is not None  # the loop's last iteration has set the decoder's attention kinds
-    for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
+    for layer in common.cache_layers(kinds, window, dims):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)
     last = sides["decoder"]
@@ -426,7 +426,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     kinds = ("sliding_attention" if window else "full_attention",) * layers
     return common.decoder(
         fields, model_type, class_name, t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=inner // 2,
+        common.cache_layers(kinds, window, dims), layers=layers, inner=inner // 2,
         vocab=vocab, rotary=Rotary(dims.head_size, 1), kind=kind,
     )  # fmt: skip
 
@@ -460,7 +460,7 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
     for k in range(books):
         t.head(f"lm_heads.{k}", vocab, hidden, None)
     return common.decoder(
-        fields, model_type, class_name, t, dims, common.full_layers(layers, dims), layers=layers, inner=inner,
+        fields, model_type, class_name, t, dims, layers=layers, inner=inner,
         vocab=vocab, max_model_len=positions, gated=False, kind=kind,
     )  # fmt: skip
 

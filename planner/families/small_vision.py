@@ -148,7 +148,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     for name in ("rotary_emb", "rotary_emb_unscaled"):
         t.rotary(dims.head_size, f"model.{name}.")
     return common.decoder(
-        fields, model_type, "Molmo2ForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "Molmo2ForCausalLM", t, dims, layers=layers,
         inner=inner, vocab=vocab, rotary=Rotary(dims.head_size, 2),
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
     name = "max_position_embedding" if "max_position_embedding" in fields.config else "max_position_embeddings"
     return common.decoder(
-        fields, model_type, "Step3TextForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "Step3TextForCausalLM", t, dims, layers=layers,
         inner=max(chosen * inner + shared, 0 if all(routed) else dense), vocab=vocab, rotary=Rotary(size, 1),
         experts=count, experts_per_token=chosen, max_model_len=fields.integer(name, 65536, limit="positions"),
         position_field=name,
