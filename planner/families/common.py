@@ -252,6 +252,16 @@ def numbers_in(listed: Any) -> frozenset[int]:
     return frozenset(item for item in listed or () if type(item) is int)
 
 
+def layer_indices(fields: Fields, field: str, layers: int, default: list[int]) -> frozenset[int]:
+    """Return the layer indices that a config field lists, or ``default`` without this field."""
+    listed = fields.raw(field)
+    if listed is None:
+        listed = default
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of layer indices", field=field)
+    return frozenset(listed)
+
+
 def act_of(fields: Fields, default: str, *names: str) -> str:
     """Return the name of the MLP's activation function, or ``default`` if config.json does not state it.
 

@@ -340,28 +340,16 @@ def rotated_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
 
 
-def with_sinks(found: Architecture) -> Architecture:
-    """Return the architecture with attention sinks added to each layer: one learned score per query head."""
-    sinks = [
-        TensorSpec(
-            f"model.layers.{layer}.self_attn.sinks",
-            (found.heads,),
-            "attention",
-            "Attention",
-            layer,
-            shard_dim=0,
-        )
-        for layer in range(found.layers)
-    ]
-    return replace(found, tensors=(*found.tensors, *sinks), recipe=None)
+def with_sinks(found: Architecture, fields: Fields) -> Architecture:
+    """Return the architecture with attention sinks in each layer, and with several rotary tables.
 
-
-def thetas(fields: Fields) -> int:
-    """Return the number of distinct rotary tables: one per base (theta) in the config field layer_rope_theta.
-
-    A layer with base 0 has no rotary positions and needs no table.
+    A sink is one learned score per query head. There is one table per base (theta) in the config field
+    ``layer_rope_theta``. A layer with base 0 has no rotary positions and needs no table.
     """
     listed = fields.raw("layer_rope_theta")
     if not isinstance(listed, list) or not all(isinstance(theta, int | float) for theta in listed):
         raise ConfigError(f"{shown(listed)} is not a list of numbers", field="layer_rope_theta")
-    return max(1, len(set(listed) - {0}))
+    rotary = found.rotary and replace(found.rotary, tables=max(1, len(set(listed) - {0})))
+    sink = TensorSpec("sinks", (found.heads,), "attention", "Attention", shard_dim=0)
+    sinks = (replace(sink, name=f"model.layers.{i}.self_attn.sinks", layer=i) for i in range(found.layers))
+    return replace(found, tensors=(*found.tensors, *sinks), rotary=rotary, recipe=None)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families import common
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.fields import Fields, shown
@@ -103,8 +104,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     f = Fields(config)
     hidden = f.integer("hidden_size", 1536, limit="width")
     heads = f.integer("conf_num_attention_heads", 8, limit="heads")
-    if hidden % heads:
-        raise ConfigError(f"{hidden} is not a multiple of {heads} heads", field="audio_config.hidden_size")
+    common.divisible(hidden, heads, "audio_config.hidden_size", "audio_config.conf_num_attention_heads")
     features = f.integer("input_feat_size", 128, limit="width")
     kernel = f.integer("conf_conv_kernel_size", 5, limit="width")
     into = 1

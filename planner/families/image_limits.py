@@ -108,7 +108,7 @@ def square(
     embedding.
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
+    v = towers.sizes(f, defaults)
     side = v["image_size"] // v["patch_size"]
     if not side:
         raise ConfigError(f"{v['image_size']} is smaller than patch_size", field="vision_config.image_size")
@@ -137,7 +137,7 @@ def pixtral(
     limit. For LLaVA the limit is the tower's image_size (PixtralHFEncoderInfo, models/pixtral.py).
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
+    v = towers.sizes(f, defaults)
     edge = v["image_size"] if fields is None else longest_edge(fields.mapping(FILES[0]) or {}, 1540)
     return Vision(
         "pixtral", v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
@@ -290,7 +290,7 @@ def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     The largest image is a column of tiles (get_image_size_with_most_features, models/mllama4.py).
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in towers.LLAMA4.items()}
+    v = towers.sizes(f, towers.LLAMA4)
     whole = (v["image_size"] // v["patch_size"]) ** 2
     ratio = f.number("pixel_shuffle_ratio", 0.5)
     if not 0.05 <= ratio <= 1:
@@ -312,7 +312,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     (models/minimax_m3/common/mm_preprocess.py, vision_tower.py; defaults of processors/minimax_m3.py).
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in towers.MINIMAX.items()}
+    v = towers.sizes(f, towers.MINIMAX)
     head = v["hidden_size"] // v["num_attention_heads"]
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
@@ -347,7 +347,7 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
     (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio clip has up to 30 s.
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in towers.GEMMA4.items()}
+    v = towers.sizes(f, towers.GEMMA4)
     most = f.integer("default_output_length", _soft(fields), limit="width")
     pooled = f.integer("pooling_kernel_size", 3, limit="width") ** 2
     others = (Item("video", 32 * (70 + 8), 32 * 70 * pooled, 32), Item("audio", 750))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.dense import DenseVariant, SwitchedNorms, thetas, with_sinks
+from tonnage.planner.families.dense import DenseVariant, SwitchedNorms, with_sinks
 from tonnage.planner.families.family import (
     LORA_ON_VOCABULARY,
     QV,
@@ -49,11 +49,8 @@ def _granite_swa(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a dense Granite model with sliding windows and sinks."""
     if fields.raw("layer_types") is None:
         raise ConfigError("missing", field="layer_types")
-    tables = thetas(fields)
     variant = replace(_granite("GraniteSWAForCausalLM"), window="pattern", default_window=128, tied=True)
-    found = with_sinks(variant.build(fields, model_type))
-    rotary = found.rotary
-    return found if rotary is None else replace(found, rotary=replace(rotary, tables=tables))
+    return with_sinks(variant.build(fields, model_type), fields)
 
 
 def _internlm3(fields: Fields, model_type: str) -> Architecture:

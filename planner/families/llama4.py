@@ -27,12 +27,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     step = fields.integer("interleave_moe_layer_step", 1, limit="layers")
-    listed = fields.raw("moe_layers")
-    if listed is None:
-        listed = list(range(step - 1, layers, step))
-    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
-        raise ConfigError(f"{shown(listed)} is not a list of layer indices", field="moe_layers")
-    routes = common.numbers_in(listed)
+    routes = common.layer_indices(fields, "moe_layers", layers, list(range(step - 1, layers, step)))
     kinds, chunk = _chunked(fields, layers)
     # The norm of q and k has no weights, so use_qk_norm changes no shape.
     fields.ignore("use_qk_norm", "for_llm_compressor")

@@ -5,13 +5,12 @@ Shapes follow transformers 5.19, models/mllama/.
 
 from __future__ import annotations
 
-from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.multimodal import TOP, joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 
 
 def mllama(fields: Fields, model_type: str) -> Architecture:
@@ -33,12 +32,8 @@ def mllama_text(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    crossed = fields.raw("cross_attention_layers")
-    if crossed is None:
-        crossed = [3, 8, 13, 18, 23, 28, 33, 38]
-    if not isinstance(crossed, list) or not all(type(i) is int and 0 <= i < layers for i in crossed):
-        raise ConfigError(f"{shown(crossed)} is not a list of layer indices", field="cross_attention_layers")
-    crossing = common.numbers_in(crossed)
+    default = [3, 8, 13, 18, 23, 28, 33, 38]
+    crossing = common.layer_indices(fields, "cross_attention_layers", layers, default)
     fields.ignore("dropout")
     t = Tensors()
     # the embedding has eight more rows than the head, for image tokens

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from tonnage.planner.families import common
-from tonnage.planner.families.dense import thetas, with_sinks
+from tonnage.planner.families.dense import with_sinks
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, VLLMTraits
 from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS
 from tonnage.planner.families.moe_layers import (
@@ -35,10 +35,7 @@ def _granite_swa(fields: Fields, model_type: str) -> Architecture:
         shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
         window="layer_types",
     )  # fmt: skip
-    tables = thetas(fields)
-    found = with_sinks(variant.build(fields, model_type))
-    rotary = found.rotary
-    return found if rotary is None else replace(found, rotary=replace(rotary, tables=tables))
+    return with_sinks(variant.build(fields, model_type), fields)
 
 
 def _cohere2_moe(fields: Fields, model_type: str) -> Architecture:

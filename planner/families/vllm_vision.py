@@ -70,10 +70,7 @@ def dots(fields: Fields, model_type: str) -> Architecture:
 
 def step3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Step 3 from its checked config."""
-    config = fields.mapping("text_config")
-    if config is None:
-        raise ConfigError("missing", field="text_config")
-    text = build_text(config, "step3_text")
+    text = text_of(fields, "step3_text", fields.mapping("text_config"), tie=False)
     v = towers.sizes(Fields(fields.mapping("vision_config") or {}), _STEP3)
     hidden, out = v["hidden_size"], v["output_hidden_size"]
     t, at = Tensors("vision"), "vision_model"
@@ -99,8 +96,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
 
 def eagle(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Eagle 2.5: SigLIP, pixel shuffling and a Qwen2 model."""
-    config = fields.mapping("text_config")
-    text = text_of(fields, "qwen2", config, either=True)
+    text = text_of(fields, "qwen2", fields.mapping("text_config"), either=True)
     t = Tensors("vision")
     tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
     common.only(fields, select_layer=-1, downsample_ratio=0.5)  # -1 is the tower's last layer
