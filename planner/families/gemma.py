@@ -7,7 +7,6 @@ multimodal Gemma 3 is in gemma_vision.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
@@ -37,7 +36,7 @@ class GemmaVariant:
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        defaults: default sizes, from the config class in transformers.
+        kv_heads: default of num_key_value_heads.
         norms: norms of a layer in the order they run.
         qk_norm: whether q and k have a norm per head.
         pattern: without layer_types, every n-th layer has full attention; 0 means every layer has full
@@ -50,7 +49,7 @@ class GemmaVariant:
     """
 
     class_name: str
-    defaults: dict[str, Any]
+    kv_heads: int = 4
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     qk_norm: bool = False
     pattern: int = 0
@@ -61,18 +60,16 @@ class GemmaVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a Gemma text model of this family from its checked config."""
-        default = self.defaults
-
-        def integer(field: str, limit: str) -> int:
-            return fields.integer(field, default[field], limit=limit)
-
-        hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
-        heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
+        hidden = fields.integer("hidden_size", limit="width")
+        layers = fields.integer("num_hidden_layers", limit="layers")
+        heads = fields.integer("num_attention_heads", limit="heads")
+        kv_heads = fields.integer("num_key_value_heads", self.kv_heads, limit="heads")
         common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
         # transformers' config class also requires that the number of heads divides hidden_size
         common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
         head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
-        inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
+        inner = fields.integer("intermediate_size", limit="width")
+        vocab = fields.integer("vocab_size", limit="vocab")
         bias = fields.boolean("attention_bias", False)
         tied = fields.boolean("tie_word_embeddings", True)
         fields.ignore(
@@ -115,7 +112,7 @@ class GemmaVariant:
         return common.described(
             fields, model_type, self.class_name, recipe, dims, inner, common.cache_layers(kinds, window, dims),
             rotary=Rotary(head_size, len(prefixes)),
-            max_model_len=int(integer("max_position_embeddings", "positions") * factor),
+            max_model_len=int(fields.integer("max_position_embeddings", limit="positions") * factor),
         )  # fmt: skip
 
 
@@ -167,13 +164,8 @@ _GGUF_NORMS = {
 }
 _GEMMA3 = GemmaVariant(
     "Gemma3ForCausalLM",
-    {
-        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
-        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-    },
     # every sixth layer has full attention unless the file says otherwise (configuration_gemma3.py)
-    common.FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
+    norms=common.FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
 )  # fmt: skip
 
 
@@ -195,26 +187,14 @@ def _gemma3_text(fields: Fields, model_type: str) -> Architecture:
 
 FAMILIES = {
     "gemma": Family(
-        GemmaVariant(
-            "GemmaForCausalLM",
-            {
-                "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576,
-                "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
-                "max_position_embeddings": 8192,
-            },
-        ).build,
+        GemmaVariant("GemmaForCausalLM", kv_heads=16).build,
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
     ),
     "gemma2": Family(
         GemmaVariant(
             "Gemma2ForCausalLM",
-            {
-                "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
-                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                "max_position_embeddings": 8192,
-            },
             # Sliding and full layers alternate, the first is sliding (configuration_gemma2.py).
-            common.FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
+            norms=common.FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
         # the 9B and 27B files state the sliding window in two config fields
         leftovers={"sliding_window_size": "sliding_window"},
@@ -229,13 +209,8 @@ FAMILIES = {
     ),
     "vaultgemma": Family(
         GemmaVariant(
-            "VaultGemmaForCausalLM",
-            {
-                "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
-                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                "max_position_embeddings": 8192,
-            },
-            ("input_layernorm", "pre_feedforward_layernorm"), pattern=2, attention_cap=50.0, final_cap=30.0,
+            "VaultGemmaForCausalLM", norms=("input_layernorm", "pre_feedforward_layernorm"), pattern=2,
+            attention_cap=50.0, final_cap=30.0,
         ).build,
         hf="served",
     ),
