@@ -54,10 +54,8 @@ class _Variant:
         """Return the architecture of a model of this family from its checked config."""
         dims = common.heads_of(fields)
         layers, vocab = common.layers_and_vocab(fields)
-        count = fields.integer("num_experts", limit="width")
-        chosen = fields.integer("num_experts_per_tok", limit="width")
-        inner = fields.integer("moe_intermediate_size", limit="width")
-        dense = fields.integer("intermediate_size", limit="width")
+        count, chosen = common.widths(fields, "num_experts", "num_experts_per_tok")
+        inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
         number = fields.integer("num_shared_experts", 1, limit="width", minimum=0)
         stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
         shared = (inner if stated is None else stated) * number

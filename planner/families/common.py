@@ -49,6 +49,11 @@ def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int
     return Heads(hidden, heads, kv_heads, head_size)
 
 
+def widths(fields: Fields, *names: str) -> tuple[int, ...]:
+    """Return the numbers in the required config fields ``names``, such as MLP sizes or counts of experts."""
+    return tuple(fields.integer(name, limit="width") for name in names)
+
+
 def layers_and_vocab(fields: Fields) -> tuple[int, int]:
     """Return (num_hidden_layers, vocab_size) of a config."""
     return fields.integer("num_hidden_layers", limit="layers"), fields.integer("vocab_size", limit="vocab")

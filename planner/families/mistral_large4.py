@@ -30,10 +30,8 @@ def text(fields: Fields, model_type: str) -> Architecture:
             f"{d.q_rank} is not supported: transformers' class does not compress Q", field="q_lora_rank"
         )
     layers, vocab = common.layers_and_vocab(fields)
-    count = fields.integer("n_routed_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    count, chosen = common.widths(fields, "n_routed_experts", "num_experts_per_tok")
+    inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
     shared = inner * fields.integer("n_shared_experts", limit="width")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)

@@ -124,8 +124,7 @@ class LatentVariant:
         layers, vocab = common.layers_and_vocab(fields)
         count = fields.integer("n_routed_experts", limit="width")
         chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
-        inner = fields.integer("moe_intermediate_size", limit="width")
-        dense = fields.integer("intermediate_size", limit="width")
+        inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
         shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
         bias = fields.boolean("attention_bias", False)
         tied = fields.boolean("tie_word_embeddings", False)
@@ -281,11 +280,9 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
         )
     layers = fields.integer("num_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
-    dense = fields.integer("ffn_hidden_size", limit="width")
-    count = fields.integer("n_routed_experts", limit="width")
+    dense, count = common.widths(fields, "ffn_hidden_size", "n_routed_experts")
     empty = fields.integer("zero_expert_num", 0, limit="width", minimum=0)
-    inner = fields.integer("expert_ffn_hidden_size", limit="width")
-    chosen = fields.integer("moe_topk", limit="width")
+    inner, chosen = common.widths(fields, "expert_ffn_hidden_size", "moe_topk")
     bias = fields.boolean("attention_bias", False)
     router_bias = fields.boolean("router_bias", False)
     fields.ignore(

@@ -81,11 +81,8 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     """
     dims = common.heads_of(fields)
     layers, vocab = common.layers_and_vocab(fields)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("shared_expert_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    shared, dense = common.widths(fields, "shared_expert_intermediate_size", "intermediate_size")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     query_heads = _numbers(fields, "num_attention_heads_per_layer", layers) or (dims.heads,) * layers
@@ -152,10 +149,8 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     if pattern is None or sparse is None:
         missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
         raise ConfigError("missing", field=missing)
-    count = fields.integer("n_routed_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    count, chosen = common.widths(fields, "n_routed_experts", "num_experts_per_tok")
+    inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
     window = fields.integer("sliding_window", limit="positions")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
@@ -201,11 +196,8 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
         "sliding_attention" if i % 4 else "full_attention" for i in range(layers)
     )
     sparse = sparse_layers(fields, layers, 3)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("share_expert_dim", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    shared, dense = common.widths(fields, "share_expert_dim", "intermediate_size")
     tied = fields.boolean("tie_word_embeddings", False)
     window = common.window_of(fields)
     wide = fields.integer("num_sliding_attention_heads", dims.heads, limit="heads")
@@ -246,8 +238,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     sparse = _frequencies(fields, layers)
     if sparse is None:
         raise ConfigError("missing", field="moe_layer_freq")
-    count = fields.integer("num_local_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
+    count, chosen = common.widths(fields, "num_local_experts", "num_experts_per_tok")
     inner = fields.integer("intermediate_size", limit="width")
     stated = fields.optional_integer("moe_intermediate_size", limit="width")
     if stated not in (None, inner):

@@ -54,8 +54,7 @@ class SlidingMoeVariant:
         """Return the architecture of a Kolibri, Flint or Beam model from its checked config."""
         dims = common.heads_of(fields)
         layers, vocab = common.layers_and_vocab(fields)
-        count = fields.integer("num_experts", limit="width")
-        chosen = fields.integer("num_experts_per_tok", limit="width")
+        count, chosen = common.widths(fields, "num_experts", "num_experts_per_tok")
         inner = fields.integer("moe_intermediate_size", limit="width")
         module, size = self.shared or ("", 0)
         shared = fields.integer("shared_expert_intermediate_size", size, limit="width") if module else 0
@@ -105,9 +104,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an AFMoE model (Trinity), whose attention output is gated."""
     dims = common.heads_of(fields)
     layers, vocab = common.layers_and_vocab(fields)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     dense = fields.integer("intermediate_size", limit="width")
     first = fields.integer("num_dense_layers", 1, limit="layers", minimum=0)
     shared = inner * fields.integer("num_shared_experts", 2, limit="width", minimum=0)

@@ -184,9 +184,7 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
         f"{name}EncoderModel": "encoder", f"{name}WithLMHeadModel": "encoder-decoder",
     }  # fmt: skip
     class_name, kind = wanted(fields, known, f"{name}ForConditionalGeneration")
-    hidden = fields.integer("d_model", limit="width")
-    size = fields.integer("d_kv", limit="width")
-    inner = fields.integer("d_ff", limit="width")
+    hidden, size, inner = common.widths(fields, "d_model", "d_kv", "d_ff")
     heads = fields.integer("num_heads", limit="heads")
     layers = fields.integer("num_layers", limit="layers")
     decoder_layers = fields.integer("num_decoder_layers", layers, limit="layers")
@@ -323,8 +321,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     }
     class_name, kind = wanted(fields, known, "MoonshineModel")
     prefix = "" if class_name == "MoonshineModel" else "model."
-    hidden = fields.integer("hidden_size", limit="width")
-    inner = fields.integer("intermediate_size", limit="width")
+    hidden, inner = common.widths(fields, "hidden_size", "intermediate_size")
     vocab = fields.integer("vocab_size", limit="vocab")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", True)
