@@ -252,6 +252,11 @@ def dtype_of(fields: Fields, field: str) -> str | None:
     return dtype
 
 
+def alternating_kinds(layers: int, every: int) -> tuple[str, ...]:
+    """Return attention kinds: every ``every``-th layer has full attention, the others sliding attention."""
+    return tuple("sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers))
+
+
 def numbers_in(listed: Any) -> frozenset[int]:
     """Return the integers in a config's list as a set, for fast look-ups of layer indices."""
     return frozenset(item for item in listed or () if type(item) is int)

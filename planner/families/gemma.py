@@ -138,7 +138,7 @@ def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[st
                 field="_sliding_window_pattern",
             )
     if kinds is None:
-        kinds = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
+        kinds = common.alternating_kinds(layers, pattern)
     return kinds, window
 
 

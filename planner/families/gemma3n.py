@@ -41,9 +41,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "activation_sparsity_pattern", "altup_active_idx", "altup_coef_clip", "altup_correct_scale",
         "rope_parameters", "rope_local_base_freq", "rope_theta", "rope_scaling",
     )  # fmt: skip
-    kinds = fields.layer_types(layers)
-    if kinds is None:  # by default every fifth layer has full attention (configuration_gemma3n.py)
-        kinds = tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 5)  # configuration_gemma3n.py
     window = fields.integer("sliding_window", 512, limit="positions")
     sources = shared_layers(fields, kinds, default=15)
     t, cache = Tensors(), []
@@ -68,8 +66,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     for name in ("per_layer_projection_scale", "per_layer_input_scale"):
         t.buffer(f"model.{name}", (), "Gemma3nTextModel", None)
     t.head("lm_head", vocab, hidden, "model.embed_tokens.weight" if tied else None)
-    for kind in dict.fromkeys(kinds):
-        t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
+    t.rotary(dims.head_size, *(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)))
     return common.decoder(
         fields, model_type, "Gemma3nForCausalLM", t, dims, tuple(cache), layers=layers, inner=max(inner),
         vocab=vocab, rotary=Rotary(dims.head_size, len(set(kinds))),

@@ -87,9 +87,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
     The last layer always has full attention, even if layer_types states another kind (configuration_gemma4.py).
     """
-    kinds = fields.layer_types(layers) or tuple(
-        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)
-    )
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 6)
     return (*kinds[:-1], "full_attention")
 
 

@@ -348,7 +348,8 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
     """
     f = Fields(vision)
     v = towers.sizes(f, towers.GEMMA4)
-    most = f.integer("default_output_length", _soft(fields), limit="width")
+    soft = fields.integer("vision_soft_tokens_per_image", 280, limit="width")
+    most = f.integer("default_output_length", soft, limit="width")
     pooled = f.integer("pooling_kernel_size", 3, limit="width") ** 2
     others = (Item("video", 32 * (70 + 8), 32 * 70 * pooled, 32), Item("audio", 750))
     return Vision(
@@ -356,11 +357,6 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
         v["patch_size"], 1, 3 * v["patch_size"] ** 2, width, "fixed", most, patches=most * pooled,
         places=v["position_embedding_size"], others=others if sound else others[:1],
     )  # fmt: skip
-
-
-def _soft(fields: Fields) -> int:
-    """Return Gemma 4's default number of image embeddings (soft tokens) per image."""
-    return fields.integer("vision_soft_tokens_per_image", 280, limit="width")
 
 
 def gemma3n(width: int) -> Vision:

@@ -46,8 +46,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
         t.norms(at, dims.hidden, *norms)
     t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    for table in tables:
-        t.rotary(dims.head_size, f"model.rotary_emb.{table}")
+    t.rotary(dims.head_size, *(f"model.rotary_emb.{table}" for table in tables))
     return common.decoder(
         fields, model_type, "Lfm3ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, len(tables)) if tables else None,

@@ -69,7 +69,9 @@ def qwen(
     layers, vocab = common.layers_and_vocab(fields)
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
-    full = full_of(fields, layers, fields.integer("full_attention_interval", 4, limit="layers"))
+    interval = fields.integer("full_attention_interval", 4, limit="layers")
+    listed = fields.listed("layer_types", layers, _KINDS)
+    full = listed or tuple((i + 1) % interval == 0 for i in range(layers))
     if fields.boolean("attn_output_gate", True) is False:
         raise UnsupportedArchitecture("false is not supported", field="attn_output_gate")
     state_dtype = common.dtype_of(fields, "mamba_ssm_dtype")
@@ -175,16 +177,6 @@ class _QwenExperts:
 
 
 _KINDS = {"linear_attention": False, "full_attention": True}
-
-
-def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has full attention (if not, linear attention).
-
-    The config field ``layer_types`` states it. Without this field, every ``interval``-th layer has full
-    attention.
-    """
-    listed = fields.listed("layer_types", layers, _KINDS)
-    return listed or tuple((i + 1) % interval == 0 for i in range(layers))
 
 
 def kimi(fields: Fields, model_type: str) -> Architecture:

@@ -46,9 +46,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"{layer}.mlp_norm", hidden, norm)
         t.plain_mlp(f"{layer}.mlp", hidden, inner, bias=mlp_bias, names=("Wi", "Wo"), fused_gate=True)
     t.norm(f"{at}final_norm", hidden, norm)
-    for name in sorted(set(kinds)):
-        for table in ("inv_freq", "original_inv_freq"):
-            t.buffer(f"{at}rotary_emb.{name}_{table}", ((head_size + 1) // 2,), "RotaryEmbedding", "float32")
+    t.rotary(head_size, *(f"{at}rotary_emb.{kind}_" for kind in sorted(set(kinds))))
     if headed:
         _head(t, fields, class_name, norm, vocab, hidden)
     rotary = Rotary(head_size, _tables(fields, kinds), positions=positions)

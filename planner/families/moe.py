@@ -26,15 +26,15 @@ _GRANITE = MoeVariant(
     "GraniteMoeForCausalLM", "num_local_experts", inner_field="intermediate_size", mlp="block_sparse_moe",
     router="router", routing="softmax-chosen",
 )  # fmt: skip
+_GRANITE_SHARED = replace(
+    _GRANITE, class_name="GraniteMoeSharedForCausalLM", shared="shared_mlp",
+    shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
+)  # fmt: skip
 
 
 def _granite_swa(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Granite MoE model with sliding windows and sinks."""
-    variant = replace(
-        _GRANITE, class_name="GraniteMoeSWAForCausalLM", shared="shared_mlp",
-        shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
-        window="layer_types",
-    )  # fmt: skip
+    variant = replace(_GRANITE_SHARED, class_name="GraniteMoeSWAForCausalLM", window="layer_types")
     return with_sinks(variant.build(fields, model_type), fields)
 
 
@@ -111,13 +111,7 @@ FAMILIES = {
         vllm=LORA_ON_VOCABULARY,
     ),
     "granitemoe": Family(_GRANITE.build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
-    "granitemoeshared": Family(
-        replace(
-            _GRANITE, class_name="GraniteMoeSharedForCausalLM", shared="shared_mlp",
-            shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
-        ).build,
-        vllm=LORA_ON_VOCABULARY, files=RENAMED,
-    ),
+    "granitemoeshared": Family(_GRANITE_SHARED.build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
     "granitemoe_swa": Family(
         _granite_swa, ignored=("layer_rope_theta",), hf="sinks", vllm=LORA_ON_VOCABULARY, files=RENAMED
     ),

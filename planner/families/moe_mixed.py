@@ -45,10 +45,8 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", True)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("experts_per_token", "initial_context_length")
-    kinds = fields.layer_types(layers)
     # by default full and sliding layers alternate, starting with sliding (configuration_gpt_oss.py)
-    if kinds is None:
-        kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 2)
     window = fields.integer("sliding_window", 128, limit="positions")
     table = Table("model.rotary_emb.", dims.head_size, half=True)
     sinks = TensorSpec("self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard_dim=0)
@@ -218,8 +216,7 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
         t.corrected_experts(f"{at}.mlp", count, dims.hidden, inner, None)
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    for kind in dict.fromkeys(kinds):
-        t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
+    t.rotary(dims.head_size, *(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)))
     return common.decoder(
         fields, "step3p7", "Step3p7ForCausalLM", t, dims,
         common.cache_layers(kinds, window, dims), layers=layers,

@@ -90,8 +90,7 @@ class SlidingMoeVariant:
             if module:
                 t.gated_mlp(f"{at}.mlp.{module}", dims.hidden, shared)
         t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
-        for table in tables:
-            t.rotary(dims.head_size, f"model.rotary_emb.{table}")
+        t.rotary(dims.head_size, *(f"model.rotary_emb.{table}" for table in tables))
         return common.decoder(
             fields, model_type, self.class_name, t, dims,
             common.cache_layers(kinds, window, dims), layers=layers,
@@ -111,9 +110,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     every = fields.integer("global_attn_every_n_layers", 4, limit="layers")
-    kinds = fields.layer_types(layers) or tuple(
-        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
-    )
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, every)
     window = common.window_of(fields, 1024)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
@@ -175,11 +172,6 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
     return tuple(out)
 
 
-def _kolibri(layers: int) -> tuple[str, ...]:
-    """Return the default attention kind of each Kolibri layer: every fifth layer has full attention."""
-    return tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
-
-
 def _flint(layers: int) -> tuple[str, ...]:
     """Return the default attention kind of each Flint layer.
 
@@ -208,8 +200,8 @@ FAMILIES = {
     ),
     "kolibri1": Family(
         SlidingMoeVariant(
-            "Kolibri1ForCausalLM", 513, _kolibri, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
-            ("shared_experts", 512), biased=False,
+            "Kolibri1ForCausalLM", 513, partial(common.alternating_kinds, every=5),
+            (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), ("shared_experts", 512), biased=False,
         ).build,
         aliases={"num_experts": "num_local_experts"},  # transformers writes num_local_experts
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,

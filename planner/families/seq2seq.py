@@ -270,9 +270,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         vocab = own.integer("vocab_size", limit="vocab")
         inner = own.integer("intermediate_size", limit="width")
         bias = own.boolean("attention_bias", False)
-        kinds = own.layer_types(count)
-        if kinds is None:
-            kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(count))
+        kinds = own.layer_types(count) or common.alternating_kinds(count, 2)
         window = own.optional_integer("sliding_window", 4096, limit="positions")
         decoder = side == "decoder"
         places = ("self_attn", "feedforward", "cross_attn") if decoder else ("self_attn", "feedforward")
@@ -290,7 +288,6 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # the loop's last iteration has set the decoder's attention kinds
     for layer in common.cache_layers(kinds, window, dims):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)

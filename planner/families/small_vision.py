@@ -145,8 +145,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
         t.layer_norms(at, dims.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, False)
-    for name in ("rotary_emb", "rotary_emb_unscaled"):
-        t.rotary(dims.head_size, f"model.{name}.")
+    t.rotary(dims.head_size, "model.rotary_emb.", "model.rotary_emb_unscaled.")
     return common.decoder(
         fields, model_type, "Molmo2ForCausalLM", t, dims, layers=layers,
         inner=inner, vocab=vocab, rotary=Rotary(dims.head_size, 2),

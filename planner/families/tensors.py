@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.model.architecture import Rotary
 from tonnage.planner.model.recipe import Attention, Experts, Heads, LatentAttention, Mlp, Norm, Recipe
 from tonnage.planner.model.tensor import Role, TensorSpec
 
@@ -346,23 +345,15 @@ class Tensors:
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
-        """Add the inverse frequencies of a rotary table over ``dim`` values of a head.
+        """Add the inverse frequencies of a rotary table over ``dim`` values of a head, and their copy, in fp32.
 
-        Each name prefix in ``prefixes`` gets its own buffers.
+        Each name prefix in ``prefixes`` gets its own buffers. Source: transformers 5.19, *RotaryEmbedding.
         """
-        self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
-
-
-def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:
-    """Yield the rotary buffers ``inv_freq`` and its copy ``original_inv_freq``, in fp32.
-
-    Source: transformers 5.19, *RotaryEmbedding.
-    """
-    for prefix in prefixes:
-        for name in ("inv_freq", "original_inv_freq"):
-            # arange(0, dim, 2) has dim / 2 entries, rounded up.
-            shape = ((rotary.dim + 1) // 2,)
-            yield TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
+        shape = ((dim + 1) // 2,)  # arange(0, dim, 2) has dim / 2 entries, rounded up.
+        for prefix in prefixes:
+            for name in ("inv_freq", "original_inv_freq"):
+                spec = TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
+                self.specs.append(spec)
 
 
 def tensors_of(recipe: Recipe) -> Tensors:
