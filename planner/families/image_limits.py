@@ -57,19 +57,9 @@ def qwen(
     With ``deepstack``, a qwen3 tower also gives the language model the outputs of some of its layers.
     """
     f = Fields(vision)
-    old, new = tower == "qwen2", tower == "qwen3"
-    hidden = f.integer(
-        "embed_dim" if old else "hidden_size", 1280 if old else 1152 if new else 3584, limit="width"
-    )
-    if old:
-        inner = hidden * f.integer("mlp_ratio", 4, limit="width")
-    else:
-        inner = f.integer("intermediate_size", 4304 if new else 3420, limit="width")
-    patch = f.integer("patch_size", 16 if new else 14, limit="width")
-    frames = f.integer("temporal_patch_size", 2, limit="width")
-    channels = f.integer("in_channels" if "in_channels" in vision else "in_chans", 3, limit="width")
+    hidden, inner, channels, frames, patch = towers.qwen_sizes(f, tower)
     deep = 0
-    if new and deepstack:
+    if tower == "qwen3" and deepstack:
         listed = f.raw("deepstack_visual_indexes")
         deep = 3 if listed is None else len(listed)
     image, video = _QWEN_PIXELS[tower]

@@ -143,6 +143,23 @@ def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[st
     return hidden
 
 
+def qwen_sizes(f: Fields, tower: Tower) -> tuple[int, int, int, int, int]:
+    """Return (hidden size, MLP inner size, image channels, frames per patch, side of a patch in pixels).
+
+    ``f`` is the vision config of Qwen2-VL to Qwen3.5. Sizes missing in it have the defaults of its class.
+    """
+    new = tower == "qwen3"
+    if tower == "qwen2":
+        hidden = f.integer("embed_dim", 1280, limit="width")
+        inner = hidden * f.integer("mlp_ratio", 4, limit="width")
+    else:
+        hidden = f.integer("hidden_size", 1152 if new else 3584, limit="width")
+        inner = f.integer("intermediate_size", 4304 if new else 3420, limit="width")
+    channels = f.integer("in_channels" if "in_channels" in f.config else "in_chans", 3, limit="width")
+    frames = f.integer("temporal_patch_size", 2, limit="width")
+    return hidden, inner, channels, frames, f.integer("patch_size", 16 if new else 14, limit="width")
+
+
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepstack: bool = True) -> None:
     """Add the tensors of the vision tower of Qwen2-VL to Qwen3.5.
 
@@ -160,19 +177,9 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     old = tower == "qwen2"
     gated = tower == "qwen2_5"
     new = not old and not gated
-    hidden = f.integer(
-        "embed_dim" if old else "hidden_size", 1280 if old else 3584 if gated else 1152, limit="width"
-    )
+    hidden, inner, channels, frames, patch = qwen_sizes(f, tower)
     depth = f.integer("depth", 27 if new else 32, limit="layers")
-    channels = f.integer("in_channels" if "in_channels" in config else "in_chans", 3, limit="width")
-    patch = f.integer("patch_size", 16 if new else 14, limit="width")
-    frames = f.integer("temporal_patch_size", 2, limit="width")
     merged = hidden * f.integer("spatial_merge_size", 2, limit="width") ** 2
-    inner = (
-        hidden * f.integer("mlp_ratio", 4, limit="width")
-        if old
-        else f.integer("intermediate_size", 3420 if gated else 4304, limit="width")
-    )
     norm = "rms" if gated else "layer"
     conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), new)
     if new:
