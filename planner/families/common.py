@@ -1,4 +1,4 @@
-"""Functions that many model families share: readers of config fields, and the builder ``decoder``."""
+"""Functions that many model families share: readers of config fields, and two that return an Architecture."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def widths(fields: Fields, *names: str) -> tuple[int, ...]:
 
 
 def layers_and_vocab(fields: Fields) -> tuple[int, int]:
-    """Return (num_hidden_layers, vocab_size) of a config."""
+    """Return (number of layers, vocabulary size), from num_hidden_layers and vocab_size."""
     return fields.integer("num_hidden_layers", limit="layers"), fields.integer("vocab_size", limit="vocab")
 
 
@@ -253,7 +253,7 @@ def dtype_of(fields: Fields, field: str) -> str | None:
 
 
 def alternating_kinds(layers: int, every: int) -> tuple[str, ...]:
-    """Return attention kinds: every ``every``-th layer has full attention, the others sliding attention."""
+    """Return each layer's attention kind: full in every ``every``-th layer, sliding in the others."""
     return tuple("sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers))
 
 
@@ -263,7 +263,7 @@ def numbers_in(listed: Any) -> frozenset[int]:
 
 
 def layer_indices(fields: Fields, field: str, layers: int, default: list[int]) -> frozenset[int]:
-    """Return the layer indices that a config field lists, or ``default`` without this field."""
+    """Return the set of layer indices that a config field lists; ``default`` without this field."""
     listed = fields.raw(field)
     if listed is None:
         listed = default
@@ -302,7 +302,10 @@ def refuse(fields: Fields, *names: str, why: str = "") -> None:
 
 
 def only(fields: Fields, **values: object) -> None:
-    """Raise an error if a config field is set to another value than the only supported one, in ``values``."""
+    """Raise an error if a config field has another value than the only one that the planner supports.
+
+    ``values`` maps config field -> supported value. A missing or null field is valid.
+    """
     for name, value in values.items():
         if fields.raw(name) not in (None, value):
             raise UnsupportedArchitecture(

@@ -64,7 +64,7 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
 
 
 def heads_of(d: LatentAttention) -> Heads:
-    """Return the head geometry of latent attention, which has one KV head per query head when computed."""
+    """Return the head geometry of latent attention, with as many KV heads as query heads."""
     return Heads(d.hidden, d.heads, d.heads, d.head_size, d.value)
 
 
