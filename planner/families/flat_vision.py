@@ -13,7 +13,7 @@ from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import towers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.llava import CLIP
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
@@ -79,7 +79,7 @@ def minicpmv(fields: Fields, model_type: str) -> Architecture:
         )
     queries = fields.integer("query_num", 64, limit="width")
     dropped = fields.boolean("drop_vision_last_layer", True)
-    vision = fields.mapping("vision_config") or {}
+    vision = vision_of(fields)
     text = _text(fields, kind, _MINICPM)
     t = Tensors("vision")
     layers = Fields(vision).integer("num_hidden_layers", 27, limit="layers") - dropped

@@ -41,9 +41,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "activation_sparsity_pattern", "altup_active_idx", "altup_coef_clip", "altup_correct_scale",
         "rope_parameters", "rope_local_base_freq", "rope_theta", "rope_scaling",
     )  # fmt: skip
-    kinds = fields.layer_types(layers) or common.alternating_kinds(
-        layers, 5
-    )  # default of configuration_gemma3n.py
+    # by default every fifth layer has full attention (configuration_gemma3n.py)
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 5)
     window = fields.integer("sliding_window", 512, limit="positions")
     sources = shared_layers(fields, kinds, default=15)
     t, cache = Tensors(), []

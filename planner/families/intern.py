@@ -14,7 +14,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -85,7 +85,7 @@ class _Variant:
         kind = config.get("model_type", self.text)
         text = text_of(fields, kind, config, tied=self.tied, either=self.tied)
         t, at = Tensors("vision"), "model.multi_modal_projector"
-        tower = fields.mapping("vision_config") or {}
+        tower = vision_of(fields)
         hidden = _tower(t, "model.vision_tower", tower, self.names, biased=self.biased)
         modules = (f"{at}.layer_norm", f"{at}.linear_1", f"{at}.linear_2")
         _connector(t, modules, fields, hidden, text.hidden_size)
@@ -195,7 +195,7 @@ def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternV
     text = build_text(config, kind)
     fields.ignore("tie_word_embeddings")  # the language model's config decides if the head is tied
     t = Tensors("vision")
-    hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)
+    hidden = _tower(t, "vision_model", vision_of(fields), _PUBLISHED)
     _connector(t, ("mlp1.0", "mlp1.1", "mlp1.3"), fields, hidden, text.hidden_size)
     return joined(text, model_type, class_name, t, "language_model.model.")
 

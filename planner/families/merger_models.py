@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
@@ -93,7 +93,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
         )
     text = text_of(fields, "glm4", config)
     t = Tensors("vision")
-    _glm_tower(t, "model.visual", Fields(fields.mapping("vision_config") or {}), ocr=True)
+    _glm_tower(t, "model.visual", Fields(vision_of(fields)), ocr=True)
     return joined(text, model_type, "GlmOcrForConditionalGeneration", t)
 
 
@@ -104,7 +104,7 @@ def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architectur
         config = {"attention_bias": True, **(fields.mapping("text_config") or {})}
         text = text_of(fields, text_type, config)
         t = Tensors("vision")
-        _glm_tower(t, "model.visual", Fields(fields.mapping("vision_config") or {}))
+        _glm_tower(t, "model.visual", Fields(vision_of(fields)))
         return joined(text, model_type, class_name, t)
 
     return build
@@ -113,7 +113,7 @@ def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architectur
 def exaone4_5(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an EXAONE 4.5 model: Qwen2.5-VL's tower, but with grouped-query attention."""
     text = text_of(fields, "exaone4", fields.mapping("text_config"))
-    v = towers.sizes(Fields(fields.mapping("vision_config") or {}), _EXAONE)
+    v = towers.sizes(Fields(vision_of(fields)), _EXAONE)
     t, at = Tensors("vision"), "model.visual"
     hidden, size = v["hidden_size"], _head_size(v)
     rows = hidden + 2 * size * v["num_key_value_heads"]

@@ -15,7 +15,7 @@ from tonnage.planner.families import common, mla, towers
 from tonnage.planner.families.dense import rotated_layers
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.moe_layers import sparse_layers
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -119,7 +119,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Mistral Large 4 from its checked config."""
     inside = text_of(fields, "mistral_large4_text", fields.mapping("text_config"))
     t = Tensors("vision")
-    hidden = _pixtral(t, "model.vision_tower", fields.mapping("vision_config") or {})
+    hidden = _pixtral(t, "model.vision_tower", vision_of(fields))
     t.role = "projector"
     at, merge = "model.multi_modal_projector", fields.integer("spatial_merge_size", 2, limit="width")
     bias = fields.boolean("multimodal_projector_bias", False)

@@ -13,7 +13,7 @@ from typing import Any
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
@@ -51,8 +51,7 @@ def _tower(t: Tensors, at: str, fields: Fields, sizes: Mapping[str, int], *, hea
 
     ``head`` is the default of vision_use_head.
     """
-    vision: dict[str, Any] = {**(fields.mapping("vision_config") or {})}
-    vision.setdefault("vision_use_head", head)
+    vision = {"vision_use_head": head, **vision_of(fields)}
     return towers.siglip(t, at, vision, {**towers.SIGLIP, **sizes})
 
 
@@ -62,7 +61,7 @@ def paligemma(fields: Fields, model_type: str) -> Architecture:
     t = Tensors("vision")
     hidden = _tower(t, "model.vision_tower", fields, {}, head=False)
     t.role = "projector"
-    width = Fields(fields.mapping("vision_config") or {}).integer(
+    width = Fields(vision_of(fields)).integer(
         "projection_dim", fields.integer("projection_dim", 2048, limit="width"), limit="width"
     )
     t.linear("model.multi_modal_projector.linear", width, hidden, bias=True)
@@ -91,7 +90,7 @@ def _idefics3(name: str, patch: int) -> Any:
 def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM2-VL model from its checked config."""
     text = _text(fields, "lfm2", ("lfm2", "lfm2_moe"), True)
-    vision = Fields(fields.mapping("vision_config") or {})
+    vision = Fields(vision_of(fields))
     patches = vision.integer("num_patches", 256, limit="positions")
     if isqrt(patches) ** 2 != patches:
         raise UnsupportedArchitecture(f"{patches} is not a square", field="vision_config.num_patches")

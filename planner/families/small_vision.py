@@ -12,7 +12,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -53,18 +53,13 @@ def _text(
     return text_of(fields, text_type, config, tied=tied)
 
 
-def _of(fields: Fields, name: str) -> Mapping[str, Any]:
-    """Return the nested object in the config field ``name``, empty without this field."""
-    return fields.mapping(name) or {}
-
-
 def molmo2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Molmo 2 model from its checked config."""
     common.never_tied(fields)
     text = _text(fields, "molmo2_text", False)
     t = Tensors("vision")
     v = Fields(
-        _of(fields, "vision_config"),
+        vision_of(fields),
         {"patch_size": "image_patch_size", "image_size": "image_default_input_size",
          "num_position_embeddings": "image_num_pos"},
     )  # fmt: skip
@@ -85,7 +80,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
         t.norms(here, hidden, "layer_norm1", "layer_norm2", kind="layer")
     t.role = "projector"
-    a = Fields(_of(fields, "adapter_config"), {"vision_feature_layer": "vit_layers"})
+    a = Fields(fields.mapping("adapter_config") or {}, {"vision_feature_layer": "vit_layers"})
     at, width = "model.multi_modal_projector", a.integer("hidden_size", 1152, limit="width")
     taken = a.raw("vision_feature_layer")
     taken = [24, 18] if taken is None else taken
@@ -166,7 +161,7 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     Its tower alternates between gated convolutions over the image and attention.
     """
     text = _text(fields, "lfm3", True)
-    f = Fields(_of(fields, "vision_config"))
+    f = Fields(vision_of(fields))
     v = towers.sizes(f, _LFM3)
     t, at = Tensors("vision"), "model.vision_tower"
     hidden, heads, kernel = v["hidden_size"], v["num_attention_heads"], v["conv_kernel_size"]
@@ -211,7 +206,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     outputs of early tower layers to early layers of the text model.
     """
     text = _text(fields, "granite", True, alias="granite_docling_text", kv_heads=4)
-    vision = _of(fields, "vision_config")
+    vision = vision_of(fields)
     v = Fields(vision)
     t = Tensors("vision")
     hidden = _siglip(t, "model.vision_model", vision, 512)
@@ -263,7 +258,7 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     """
     text = _text(fields, "qwen3_5_text", tied)
     common.refuse(fields, "drop_vision_last_layer")
-    vision = _of(fields, "vision_config")
+    vision = vision_of(fields)
     v = Fields(vision)
     fields.ignore("insert_layer_id", "downsample_mode", "patch_size", "image_size")
     t = Tensors("vision")
@@ -305,7 +300,7 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
         config = {name: value for name, value in fields.config.items() if name not in outside}
         fields.ignore(*fields.config)
     text = text_of(fields, "ernie4_5", config, tied=True, either=True)
-    vision = _of(fields, "vision_config")
+    vision = vision_of(fields)
     v = Fields(vision)
     t = Tensors("vision")
     defaults = {

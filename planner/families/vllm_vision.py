@@ -11,7 +11,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
@@ -36,7 +36,7 @@ _STEP3 = {
 
 def dots(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of dots.ocr: a Qwen2 model, whose fields are at the top level, and a tower."""
-    vision = fields.mapping("vision_config") or {}
+    vision = vision_of(fields)
     own = ("architectures", "vision_config", "model_type", "image_token_id", "video_token_id", "auto_map")
     text = build_text({k: v for k, v in fields.config.items() if k not in own}, "qwen2")
     fields.ignore(*fields.config)
@@ -71,7 +71,7 @@ def dots(fields: Fields, model_type: str) -> Architecture:
 def step3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Step 3 from its checked config."""
     text = text_of(fields, "step3_text", fields.mapping("text_config"), tie=False)
-    v = towers.sizes(Fields(fields.mapping("vision_config") or {}), _STEP3)
+    v = towers.sizes(Fields(vision_of(fields)), _STEP3)
     hidden, out = v["hidden_size"], v["output_hidden_size"]
     t, at = Tensors("vision"), "vision_model"
     t.add(f"{at}.embeddings.class_embedding", (1, hidden), "vision", "VisionEmbeddings")
@@ -98,7 +98,7 @@ def eagle(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Eagle 2.5: SigLIP, pixel shuffling and a Qwen2 model."""
     text = text_of(fields, "qwen2", fields.mapping("text_config"), either=True)
     t = Tensors("vision")
-    tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
+    tower = {"vision_use_head": False, **vision_of(fields)}
     common.only(fields, select_layer=-1, downsample_ratio=0.5)  # -1 is the tower's last layer
     hidden = towers.siglip(t, "vision_model.vision_model", tower)
     t.role, merged = "projector", 4 * hidden
