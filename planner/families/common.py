@@ -289,16 +289,15 @@ def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
 
 
-def refuse(fields: Fields, *names: str, why: str = "") -> None:
+def refuse(fields: Fields, *names: str, why: str = "the planner cannot build a model with it") -> None:
     """Raise an error if one of the config fields ``names`` is set to anything but false, 0, null or empty.
 
     ``why`` is the reason, for the error message.
     """
-    reason = f": {why}" if why else ""
     for name in names:
         if value := fields.raw(name):
             stated = "true" if value is True else shown(value)
-            raise UnsupportedArchitecture(f"{stated} is not supported{reason}", field=name)
+            raise UnsupportedArchitecture(f"{stated} is not supported: {why}", field=name)
 
 
 def only(fields: Fields, **values: object) -> None:

@@ -144,7 +144,8 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
     for kind, rate in (fields.mapping("compress_rates") or {}).items():
         if _RATES.get(kind) != rate:
             raise UnsupportedArchitecture(
-                f"{shown(rate)} for {shown(kind)} is not supported", field="compress_rates"
+                f"{shown(rate)} for {shown(kind)} is not supported; only {shown(_RATES.get(kind))} is",
+                field="compress_rates",
             )
     if value is None and isinstance(kinds, list):
         value = [_RATES.get(kind) if isinstance(kind, str) else None for kind in kinds]

@@ -47,12 +47,12 @@ def phi3_v(fields: Fields, model_type: str) -> Architecture:
     told = fields.mapping("img_processor") or {}
     if told.get("model_name", CLIP) != CLIP:
         raise UnsupportedArchitecture(
-            f"{shown(told['model_name'])} is not supported", field="img_processor.model_name"
+            f"{shown(told['model_name'])} is not supported; only {CLIP} is", field="img_processor.model_name"
         )
     layer = fields.mapping("embd_layer") or {}
     if layer.get("projection_cls", "mlp") != "mlp":
         raise UnsupportedArchitecture(
-            f"{shown(layer['projection_cls'])} is not supported", field="embd_layer.projection_cls"
+            f"{shown(layer['projection_cls'])} is not supported; only mlp is", field="embd_layer.projection_cls"
         )
     separated = layer.get("with_learnable_separator", True) is True
     text = _text(fields, "phi3", _PHI)

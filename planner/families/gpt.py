@@ -246,7 +246,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
         )
     tied = fields.boolean("tie_word_embeddings", True)
     if not fields.boolean("no_bias", True):
-        raise UnsupportedArchitecture("false is not supported", field="no_bias")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="no_bias")
     options = fields.mapping("attn_config") or {}
     kv_heads = options.get("kv_n_heads") or dims.heads
     if options.get("attn_type") == "multiquery_attention":

@@ -73,7 +73,7 @@ def qwen(
     listed = fields.listed("layer_types", layers, _KINDS)
     full = listed or tuple((i + 1) % interval == 0 for i in range(layers))
     if fields.boolean("attn_output_gate", True) is False:
-        raise UnsupportedArchitecture("false is not supported", field="attn_output_gate")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="attn_output_gate")
     state_dtype = common.dtype_of(fields, "mamba_ssm_dtype")
     experts = _QwenExperts.read(fields, layers) if moe else None
     inner = fields.integer("intermediate_size", 5632 if moe else None, limit="width")

@@ -60,7 +60,10 @@ class LlavaVariant:
         vision = vision_of(fields)
         kind = vision.get("model_type", self.towers[0])
         if kind not in self.towers:
-            raise UnsupportedArchitecture(f"{shown(kind)} is not supported", field="vision_config.model_type")
+            raise UnsupportedArchitecture(
+                f"{shown(kind)} is not supported; only {', '.join(self.towers)} are",
+                field="vision_config.model_type",
+            )
         # without vision_config the tower is CLIP large; fields missing in a vision_config have the defaults of
         # CLIPVisionConfig
         defaults = towers.CLIP if vision else towers.LLAVA_CLIP

@@ -376,7 +376,9 @@ def _sarvam(fields: Fields, model_type: str) -> Architecture:
         )
     for name, only in (("moe_router_enable_expert_bias", True), ("use_bias", False), ("use_qkv_bias", False)):
         if fields.boolean(name, only) is not only:
-            raise UnsupportedArchitecture(f"{shown(not only)} is not supported", field=name)
+            raise UnsupportedArchitecture(
+                f"{shown(not only)} is not supported; only {shown(only)} is", field=name
+            )
     fields.ignore("embedding_dropout", "output_dropout", "max_window_layers", "use_qk_norm", "head_dim")
     return LatentVariant("SarvamMLAForCausalLM", 1, taped=False).build(fields, model_type)
 

@@ -32,7 +32,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     bias = not fields.boolean("no_bias", True)
     if bias:
-        raise UnsupportedArchitecture("false is not supported", field="no_bias")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="no_bias")
     fields.ignore(
         "padded_vocab_size", "rotary_emb_base", "use_dynamic_ntk", "use_flash_attn", "use_logn_attn",
         "emb_dropout_prob",
@@ -238,7 +238,8 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     inner = fields.integer("ff_intermediate_size", limit="width")
     if fields.raw("ff_dim_multiplier") is not None:
         raise UnsupportedArchitecture(
-            f"{shown(fields.raw('ff_dim_multiplier'))} is not supported", field="ff_dim_multiplier"
+            f"{shown(fields.raw('ff_dim_multiplier'))} is not supported; only null is",
+            field="ff_dim_multiplier",
         )
     if fields.boolean("gegelu_pad_to_256", True):
         inner = 256 * -(-inner // 256)

@@ -130,7 +130,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     if norm not in (None, "qwen3", "olmo"):
         raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
     if fields.boolean("use_qk_norm", True) is False:  # use_qk_norm is read only by the model's remote code
-        raise UnsupportedArchitecture("false is not supported", field="use_qk_norm")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="use_qk_norm")
     common.never_tied(fields)
     fields.ignore("rope_scaling_layers", "norm_after")
     t = Tensors()
