@@ -63,5 +63,5 @@ def all_listed(fields: Fields, layers: int) -> tuple[bool, ...]:
     Raises an error if the config field ``mlp_layer_types`` lists a dense layer.
     """
     if not all(fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True}) or (True,)):
-        raise UnsupportedArchitecture("dense layers are not supported", field="mlp_layer_types")
+        raise UnsupportedArchitecture("dense is not supported; only sparse is", field="mlp_layer_types")
     return (True,) * layers

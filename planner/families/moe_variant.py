@@ -232,7 +232,7 @@ def _experts(fields: Fields, v: MoeVariant) -> int:
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
         raise UnsupportedArchitecture(
-            "a list with one number per layer is not supported", field=v.experts_field
+            "a list with one number per layer is not supported; only one number is", field=v.experts_field
         )
     return fields.integer(v.experts_field, limit="width")
 

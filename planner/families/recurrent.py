@@ -130,10 +130,10 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     dtype = common.dtype_of(fields, "inference_state_dtype") or "float32"
     out_norm = fields.boolean("add_out_norm", True)
     tied = fields.boolean("tie_word_embeddings", False)
-    for name, same in (("embedding_dim", hidden), ("num_blocks", layers)):
-        stated = fields.optional_integer(name, limit="width")
+    for name, other in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
+        stated, same = fields.optional_integer(name, limit="width"), fields.raw(other)
         if stated not in (None, same):
-            raise ConfigError(f"{stated} contradicts {same}", field=name)
+            raise ConfigError(f"{stated} contradicts {other} = {same}", field=name)
     fields.ignore(
         "norm_reduction_force_float32", "chunkwise_kernel", "sequence_kernel", "step_kernel", "mode",
         "chunk_size",

@@ -335,7 +335,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
     if encoder != decoder:  # transformers' classes would use the encoder's head size for encoder and decoder
         raise UnsupportedArchitecture(
-            f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
+            f"the encoder's keys have {encoder} values, the decoder's {decoder}; they must be equal",
             field="decoder_num_key_value_heads",
         )
     t = Tensors("encoder")
