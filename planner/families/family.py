@@ -1,7 +1,7 @@
 """``Family``: what the planner, the engines and PEFT need to know about one model type.
 
-Each module of this folder has a dict ``FAMILIES`` (model_type -> Family), which registry.py reads. A new family
-therefore needs only one new file.
+A module of this folder that defines families has a dict ``FAMILIES`` (model_type -> Family), which registry.py
+reads. A new family therefore needs only one new file.
 """
 
 from __future__ import annotations
