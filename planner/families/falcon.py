@@ -41,8 +41,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if new:
         kv_heads = stated or heads
         common.divisible(heads, kv_heads, "num_attention_heads", "num_kv_heads")
-    else:
-        kv_heads = 1 if multi_query else heads  # transformers reads num_kv_heads only if new
+    else:  # transformers reads num_kv_heads only in the new decoder architecture
+        kv_heads = 1 if multi_query else heads
     norms = _norms(fields, new, parallel)
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")

@@ -186,7 +186,7 @@ def mistral3(
     # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
     # parameters)
     text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config, tied=tied)
-    common.only(fields, vision_feature_layer=-1)  # -1 is the tower's last layer
+    common.only(fields, vision_feature_layer=-1)  # -1 selects the vision tower's last layer
     t = Tensors("vision")
     vision = vision_of(fields)
     defaults = towers.PIXTRAL if vision else {**towers.PIXTRAL, "patch_size": 14, "image_size": 1540}

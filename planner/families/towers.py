@@ -422,7 +422,8 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
-    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # the class reads mlp_ratio, not intermediate_size
+    # transformers' class reads mlp_ratio, not intermediate_size
+    inner = f.share("mlp_ratio", 8960 / 1536, hidden)
     places = (v["image_size"] // patch) ** 2
     conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
     t.embedding(f"{at}.embeddings.position_embedding", places, hidden)

@@ -99,7 +99,7 @@ def eagle(fields: Fields, model_type: str) -> Architecture:
     text = text_of(fields, "qwen2", fields.mapping("text_config"), either=True)
     t = Tensors("vision")
     tower = {"vision_use_head": False, **vision_of(fields)}
-    common.only(fields, select_layer=-1, downsample_ratio=0.5)  # -1 is the tower's last layer
+    common.only(fields, select_layer=-1, downsample_ratio=0.5)  # -1 selects the vision tower's last layer
     hidden = towers.siglip(t, "vision_model.vision_model", tower)
     t.role, merged = "projector", 4 * hidden
     t.norm("mlp1.0", merged, "layer")
