@@ -287,14 +287,15 @@ def _nemotron_kinds(fields: Fields) -> str:
         listed = fields.raw("layers_block_type")
         known = isinstance(listed, list) and all(isinstance(kind, str) and kind in letters for kind in listed)
         if not known or not listed:
-            raise ConfigError(f"{shown(listed)} is not a list of known layer kinds", field="layers_block_type")
+            raise ConfigError(f"{shown(listed)} does not list {', '.join(letters)}", field="layers_block_type")
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
         raise ConfigError(f"{shown(pattern)} is not a string of M, *, - and E", field="hybrid_override_pattern")
     stated = fields.optional_integer("num_hidden_layers", limit="layers")
     if len(pattern) > LIMITS["layers"]:
         raise ConfigError(
-            f"{len(pattern):,} layers are more than {LIMITS['layers']:,}", field="num_hidden_layers"
+            f"{len(pattern):,} layers are more than the limit of {LIMITS['layers']:,}",
+            field="num_hidden_layers",
         )
     if stated not in (None, len(pattern)):
         raise ConfigError(f"{stated} contradicts a pattern of {len(pattern)} layers", field="num_hidden_layers")

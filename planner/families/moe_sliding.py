@@ -163,11 +163,11 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
             continue
         where = f"rope_parameters.{kind}"
         # The rope type "proportional" has a table as wide as the whole head (modeling_rope_utils.py).
-        if isinstance(own, dict) and own.get("rope_type") == "proportional":
-            out.append(f"{kind}_")
-            continue
-        if own is None or common.rope_kind(own, where)[1] != 1:
-            raise UnsupportedArchitecture(f"{shown(own)} is not supported", field=where)
+        proportional = isinstance(own, dict) and own.get("rope_type") == "proportional"
+        if not proportional and (own is None or common.rope_kind(own, where)[1] != 1):
+            raise UnsupportedArchitecture(
+                f"{shown(own)} is not supported; only parameters that keep the length are", field=where
+            )
         out.append(f"{kind}_")
     return tuple(out)
 
