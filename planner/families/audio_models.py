@@ -52,20 +52,17 @@ def voxtral(fields: Fields, model_type: str) -> Architecture:
         raise UnsupportedArchitecture(f"{shown(kind)} is not llama or mistral", field="text_config.model_type")
     text = text_of(fields, kind, config)
     f = Fields(fields.mapping("audio_config") or {})
-    t = Tensors()
-    t.role, at = "audio", "model.audio_tower"
+    t, at = Tensors("audio"), "model.audio_tower"
     _encoder(t, at, f, ("hidden_size", "num_hidden_layers", "intermediate_size"))
     t.role, joint = "projector", f.integer("intermediate_size", 5120, limit="width")
-    t.linear("model.multi_modal_projector.linear_1", text.hidden_size, joint)
-    t.linear("model.multi_modal_projector.linear_2", text.hidden_size, text.hidden_size)
+    t.connector("model.multi_modal_projector", joint, text.hidden_size, text.hidden_size, bias=False)
     return joined(text, model_type, "VoxtralForConditionalGeneration", t)
 
 
 def qwen2_audio(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Qwen2-Audio model from its checked config."""
     text = text_of(fields, "qwen2", fields.mapping("text_config"))
-    t = Tensors()
-    t.role = "audio"
+    t = Tensors("audio")
     f = Fields(fields.mapping("audio_config") or {})
     width = _encoder(t, "model.audio_tower", f, ("d_model", "encoder_layers", "encoder_ffn_dim"))
     t.role = "projector"
@@ -87,16 +84,14 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, "qwen3", inner.mapping("text_config"), tied=True, either=published is not None)
     f = Fields(inner.mapping("audio_config") or {})
     stated = {"d_model": 1024, "encoder_layers": 24, "encoder_ffn_dim": 4096, **f.config}
-    if published is None:  # an audio chunk has 13 positions; files on the hub state Whisper's number
+    if published is None:  # hub files state Whisper's number of positions; a chunk of audio has 13
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)
-    t = Tensors()
-    t.role, at = "audio", "model.audio_tower"
+    t, at = Tensors("audio"), "model.audio_tower"
     width, out = downsampling(t, at, f)
     encoder_layers(t, at, f, width, f.integer("encoder_ffn_dim", limit="width"), key_bias=True)
     t.role, at = "projector", "model.multi_modal_projector"
-    t.linear(f"{at}.linear_1", width, width, bias=True)
-    t.linear(f"{at}.linear_2", out, width, bias=True)
+    t.connector(at, width, width, out)
     return joined(text, model_type, "Qwen3ASRForConditionalGeneration", t)
 
 
@@ -111,8 +106,7 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
     heads = f.integer("num_attention_heads", 20, limit="heads")
     kv_heads = f.optional_integer("num_key_value_heads", limit="heads") or heads
     size = f.optional_integer("head_dim", limit="width") or width // heads
-    t = Tensors()
-    t.role, at = "audio", "model.audio_tower"
+    t, at = Tensors("audio"), "model.audio_tower"
     towers.conv(t, f"{at}.conv1", (width, f.integer("num_mel_bins", 128, limit="width"), 3), True)
     towers.conv(t, f"{at}.conv2", (width, width, 3), True)
     for i in range(f.integer("num_hidden_layers", 32, limit="layers")):
@@ -121,26 +115,22 @@ def glmasr(fields: Fields, model_type: str) -> Architecture:
             t.linear(f"{here}.self_attn.{name}", rows * size, width, bias=name != "k_proj")
         t.linear(f"{here}.self_attn.o_proj", width, heads * size, bias=True)
         t.plain_mlp(f"{here}.mlp", width, inner, bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.input_layernorm", width, "layer")
-        t.norm(f"{here}.post_attention_layernorm", width, "layer")
+        t.layer_norms(here, width, "layer")
     t.norm(f"{at}.norm", width, "layer")
     t.role, at = "projector", "model.multi_modal_projector"
-    t.linear(f"{at}.linear_1", 2 * text.hidden_size, inner, bias=True)
-    t.linear(f"{at}.linear_2", text.hidden_size, 2 * text.hidden_size, bias=True)
+    t.connector(at, inner, 2 * text.hidden_size, text.hidden_size)
     return joined(text, model_type, "GlmAsrForConditionalGeneration", t)
 
 
 def audioflamingo3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an Audio Flamingo 3 model: Whisper's encoder, a connector and a Qwen2."""
     text = text_of(fields, "qwen2", fields.mapping("text_config"))
-    t = Tensors()
-    t.role = "audio"
+    t = Tensors("audio")
     f = Fields(fields.mapping("audio_config") or {})
     width = _encoder(t, "model.audio_tower", f, ("hidden_size", "num_hidden_layers", "intermediate_size"))
     t.role, at = "projector", "model.multi_modal_projector"
     bias = fields.boolean("projector_bias", True)
-    t.linear(f"{at}.linear_1", text.hidden_size, width, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, text.hidden_size, bias=bias)
+    t.connector(at, width, text.hidden_size, text.hidden_size, bias=bias)
     return joined(text, model_type, "AudioFlamingo3ForConditionalGeneration", t)
 
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
+from tonnage.planner.families.linear_attention import position_field
+from tonnage.planner.families.moe_layers import sparse_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 # Switches in config files on the Hugging Face hub (vLLM 0.32.0, models/bailing_moe_v3.py) -> the only value
@@ -43,12 +44,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
     size = fields.integer("linear_head_dim", fields.integer("head_dim", 128, limit="width"), limit="width")
     kernel = fields.integer("short_conv_kernel_size", 4, limit="width")
     kernel = fields.integer("linear_conv_kernel_dim", kernel, limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     full = _full(fields, layers)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     dense = fields.integer("intermediate_size", limit="width")
     shared = inner * fields.integer("n_shared_experts", limit="width", minimum=0)
     stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
@@ -58,7 +56,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
         )
     bias = fields.boolean("attention_bias", False)
     tied = common.never_tied(fields)
-    sparse = common.sparse_layers(fields, layers, 2)
+    sparse = sparse_layers(fields, layers, 2)
     fields.ignore(
         "num_mtp_layers", "num_nextn_predict_layers", "num_expert_group", "moe_renormalize", "use_qk_norm",
         "moe_router_enable_expert_bias", "max_window_layers", "model_max_length", "layers_block_type",
@@ -89,12 +87,10 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
     t.rotary(d.rotary, "model.rotary_emb.")
-    positions = "max_position_embeddings"
-    if fields.config.get(positions) is None:
-        positions = "model_max_length"
+    positions = position_field(fields)
     return common.decoder(
         fields, model_type, "BailingHybridForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,
+        mla.heads_of(d), tuple(cache), layers=layers,
         inner=max(chosen * inner + shared, 0 if all(sparse) else dense), vocab=vocab,
         rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
         max_model_len=fields.integer(positions, limit="positions"), position_field=positions,

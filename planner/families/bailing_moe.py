@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family
-from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.moe_layers import behind_dense
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -53,63 +52,55 @@ class _Variant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a model of this family from its checked config."""
-        return _build(self, fields, model_type)
-
-
-def _build(v: _Variant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a model like Ling; the options ``v`` say how its family differs from Ling."""
-    dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
-    number = fields.integer("num_shared_experts", 1, limit="width", minimum=0)
-    stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
-    shared = (inner if stated is None else stated) * number
-    if number and stated is not None and not v.multiplied:
-        shared = stated
-    sparse = behind_dense(fields, layers, 1)
-    bias = fields.boolean("use_bias", False)
-    qkv_bias = True in {fields.boolean(name, False) for name in v.qkv_bias}
-    normed = fields.boolean("use_qk_norm", False)
-    corrected = fields.boolean("moe_router_enable_expert_bias", v.corrected)
-    tied = fields.boolean("tie_word_embeddings", False)
-    share = common.rotary_share(fields)
-    # GateLinear keeps the router in router_dtype; the weights of published files have the model's dtype
-    router = "float32" if v.wide_router or fields.raw("router_dtype") == "fp32" else None
-    norm = "rms" if v.rms or fields.boolean("use_rmsnorm", False) else "layer"
-    fields.ignore(*_NO_SHAPE)
-    attention, out = v.attention
-    mlp_bias = bias and v.mlp_bias
-    t = Tensors()
-    t.vocabulary("model.word_embeddings", vocab, dims.hidden)
-    for i, at in t.layers(layers, "model.layers"):
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.fused_attention(
-            f"{at}.{attention}", dims, qkv="query_key_value", out=out, bias=qkv_bias, out_bias=bias
-        )
-        if normed:
-            for name in v.norms:
-                t.norm(f"{at}.{attention}.{name}", dims.head_size, norm)
-        t.norm(f"{at}.post_attention_layernorm", dims.hidden)
-        if not sparse[i]:
-            t.gated_mlp(f"{at}.mlp", dims.hidden, dense, bias=mlp_bias)
-            continue
-        t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=router)
-        if corrected:
-            t.add(f"{at}.mlp.gate.expert_bias", (count,), "router", "Router", dtype="float32")
-        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
-        if shared:
-            t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared, bias=mlp_bias)
-    t.close("model.norm", "model.word_embeddings", vocab, dims.hidden, tied)
-    rotary = Rotary(int(dims.head_size * share), 1)
-    return finish(
-        fields, model_type, v.class_name, t, dims, layers,
-        max(chosen * inner + shared, 0 if all(sparse) else dense), vocab, gated=True, rotary=rotary,
-        experts=count, experts_per_token=chosen,
-    )  # fmt: skip
+        dims = common.heads_of(fields)
+        layers, vocab = common.layers_and_vocab(fields)
+        count, chosen = common.widths(fields, "num_experts", "num_experts_per_tok")
+        inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
+        number = fields.integer("num_shared_experts", 1, limit="width", minimum=0)
+        stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
+        shared = (inner if stated is None else stated) * number
+        if number and stated is not None and not self.multiplied:
+            shared = stated
+        sparse = behind_dense(fields, layers, 1)
+        bias = fields.boolean("use_bias", False)
+        qkv_bias = True in {fields.boolean(name, False) for name in self.qkv_bias}
+        normed = fields.boolean("use_qk_norm", False)
+        corrected = fields.boolean("moe_router_enable_expert_bias", self.corrected)
+        tied = fields.boolean("tie_word_embeddings", False)
+        share = common.rotary_share(fields)
+        # GateLinear keeps the router in router_dtype; the weights of published files have the model's dtype
+        router = "float32" if self.wide_router or fields.raw("router_dtype") == "fp32" else None
+        norm = "rms" if self.rms or fields.boolean("use_rmsnorm", False) else "layer"
+        fields.ignore(*_NO_SHAPE)
+        attention, out = self.attention
+        mlp_bias = bias and self.mlp_bias
+        t = Tensors()
+        t.vocabulary("model.word_embeddings", vocab, dims.hidden)
+        for i, at in t.layers(layers, "model.layers"):
+            t.norm(f"{at}.input_layernorm", dims.hidden)
+            t.fused_attention(
+                f"{at}.{attention}", dims, qkv="query_key_value", out=out, bias=qkv_bias, out_bias=bias
+            )
+            if normed:
+                t.norms(f"{at}.{attention}", dims.head_size, *self.norms, kind=norm)
+            t.norm(f"{at}.post_attention_layernorm", dims.hidden)
+            if not sparse[i]:
+                t.gated_mlp(f"{at}.mlp", dims.hidden, dense, bias=mlp_bias)
+                continue
+            t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=router)
+            if corrected:
+                t.add(f"{at}.mlp.gate.expert_bias", (count,), "router", "Router", dtype="float32")
+            t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+            if shared:
+                t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared, bias=mlp_bias)
+        t.close("model.norm", "model.word_embeddings", vocab, dims.hidden, tied)
+        rotary = Rotary(int(dims.head_size * share), 1)
+        return common.decoder(
+            fields, model_type, self.class_name, t, dims, layers=layers,
+            inner=max(chosen * inner + shared, 0 if all(sparse) else dense), vocab=vocab,
+            rotary=rotary,
+            experts=count, experts_per_token=chosen,
+        )  # fmt: skip
 
 
 FAMILIES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
@@ -18,7 +17,6 @@ from tonnage.planner.families.seq2seq import IGNORED, Kind, wanted
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import CLASSIFIERS, Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count, shown
-from tonnage.planner.model.recipe import Heads
 
 # Fields of published config files about training, the tokenizer or other heads. No tensor shape depends on
 # these fields.
@@ -73,58 +71,48 @@ class EncoderVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a BERT-like encoder of this family from its checked config."""
-        return _build(self, fields, model_type)
-
-
-def _build(variant: EncoderVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a BERT-like encoder; ``variant`` names its modules and parts."""
-    class_name, kind = wanted_class(fields, variant.name)
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    inner = fields.integer("intermediate_size", limit="width")
-    positions = fields.integer("max_position_embeddings", limit="positions")
-    rotates = variant.rotary and fields.raw("position_embedding_type") == "rotary"
-    if not rotates and fields.raw("position_embedding_type") not in (None, "absolute"):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('position_embedding_type'))} is not supported; only absolute positions are",
-            field="position_embedding_type",
-        )
-    t = Tensors()
-    masks = class_name.endswith("ForMaskedLM") or class_name == _SPLADE
-    headed = masks or not class_name.endswith("Model")
-    at = f"{variant.body}." if headed else ""
-    _embeddings(t, at, fields, variant, (vocab, positions, hidden), table=not rotates)
-    for _, layer in t.layers(layers, f"{at}{variant.layers}"):
-        query, key, value, out, norm, up, down, last = (f"{layer}.{name}" for name in variant.names)
-        for name in (query, key, value):
-            t.linear(name, hidden, hidden, bias=True, shard="column")
-        t.linear(out, hidden, hidden, bias=True, shard="row")
-        t.norm(norm, hidden, "layer")
-        t.linear(up, inner, hidden, "mlp", bias=True, shard="column")
-        t.linear(down, hidden, inner, "mlp", bias=True, shard="row")
-        t.norm(last, hidden, "layer")
-    if variant.buckets:
-        t.embedding(
-            f"{at}encoder.relative_attention_bias",
-            fields.integer("relative_attention_num_buckets", 32, limit="vocab"), heads,
+        class_name, kind = wanted_class(fields, self.name)
+        dims, layers, vocab = common.sizes(fields)
+        hidden = dims.hidden
+        inner = fields.integer("intermediate_size", limit="width")
+        positions = fields.integer("max_position_embeddings", limit="positions")
+        rotates = self.rotary and fields.raw("position_embedding_type") == "rotary"
+        if not rotates and fields.raw("position_embedding_type") not in (None, "absolute"):
+            raise UnsupportedArchitecture(
+                f"{shown(fields.raw('position_embedding_type'))} is not supported; only absolute positions are",
+                field="position_embedding_type",
+            )
+        t = Tensors()
+        masks = class_name.endswith("ForMaskedLM") or class_name == _SPLADE
+        headed = masks or not class_name.endswith("Model")
+        at = f"{self.body}." if headed else ""
+        _embeddings(t, at, fields, self, (vocab, positions, hidden), table=not rotates)
+        for _, layer in t.layers(layers, f"{at}{self.layers}"):
+            query, key, value, out, norm, up, down, last = (f"{layer}.{name}" for name in self.names)
+            for name in (query, key, value):
+                t.linear(name, hidden, hidden, bias=True, shard="column")
+            t.linear(out, hidden, hidden, bias=True, shard="row")
+            t.norm(norm, hidden, "layer")
+            t.linear(up, inner, hidden, "mlp", bias=True, shard="column")
+            t.linear(down, hidden, inner, "mlp", bias=True, shard="row")
+            t.norm(last, hidden, "layer")
+        if self.buckets:
+            t.embedding(
+                f"{at}encoder.relative_attention_bias",
+                fields.integer("relative_attention_num_buckets", 32, limit="vocab"), dims.heads,
+            )  # fmt: skip
+        if self.pooler and (not headed or (self.pooled and class_name.endswith("ForSequenceClassification"))):
+            t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
+        if masks:
+            _masked_head(t, fields, self, vocab, hidden)
+        elif headed:
+            _classifier(t, fields, self, hidden, tagger=class_name.endswith("ForTokenClassification"))
+        longest = text_length(fields, positions - (0 if rotates else _unused(fields, self)))
+        rotary = Rotary(dims.head_size, 1, positions=-(-positions // 8) * 8) if rotates else None
+        return common.decoder(
+            fields, model_type, class_name, t, dims, (), layers=layers, inner=inner, vocab=vocab, rotary=rotary,
+            max_model_len=longest, gated=False, kind=kind,
         )  # fmt: skip
-    if variant.pooler and (not headed or (variant.pooled and class_name.endswith("ForSequenceClassification"))):
-        t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
-    if masks:
-        _masked_head(t, fields, variant, vocab, hidden)
-    elif headed:
-        _classifier(t, fields, variant, hidden, tagger=class_name.endswith("ForTokenClassification"))
-    longest = text_length(fields, positions - (0 if rotates else _unused(fields, variant)))
-    more: dict[str, Any] = {"max_model_len": longest, "gated": False, "kind": kind}
-    if rotates:
-        more["rotary"] = Rotary(hidden // heads, 1, positions=-(-positions // 8) * 8)
-    return common.decoder(
-        fields, model_type, class_name, t, Heads(hidden, heads, heads, hidden // heads), (), layers=layers,
-        inner=inner, vocab=vocab, **more,
-    )  # fmt: skip
 
 
 def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
@@ -136,11 +124,7 @@ def wanted_class(fields: Fields, name: str) -> tuple[str, Kind]:
         UnsupportedArchitecture: the config turns the encoder into a decoder, whose layers differ, or names an
             unknown class.
     """
-    for field in ("is_decoder", "add_cross_attention"):
-        if fields.boolean(field, False):
-            raise UnsupportedArchitecture(
-                f"true is not supported: {name} is planned as an encoder only", field=field
-            )
+    common.refuse(fields, "is_decoder", "add_cross_attention", why=f"{name} is planned as an encoder only")
     known: dict[str, Kind] = {f"{name}{suffix}": "encoder" for suffix in ("Model", "ForMaskedLM", *CLASSIFIERS)}
     if name == "Bert":  # vLLM's class for sparse embeddings has the masked-LM head (models/bert.py)
         known[_SPLADE] = "encoder"
@@ -155,7 +139,7 @@ def text_length(fields: Fields, positions: int) -> int:
     """
     if positions < 1:
         raise UnsupportedArchitecture(
-            "is too small: the position table has no row after the padding token's",
+            "is too small: the position table has no rows after the row of the padding token",
             field="max_position_embeddings",
         )
     return min(positions, fields.optional_integer("max_seq_length", limit="positions") or positions)

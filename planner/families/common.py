@@ -1,4 +1,4 @@
-"""Functions that many model families share: readers of config fields, and the builder ``decoder``."""
+"""Functions that many model families share: readers of config fields, and two that return an Architecture."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families.tensors import Tensors
+from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads, Recipe
 
 # Rope types with a single table of rotary_dim / 2 frequencies (transformers 5.19, modeling_rope_utils.py)
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
+# Names of a layer's norms, in the order they run, if attention and MLP each have a norm before and after them
+FOUR_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
 
 
 def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
@@ -26,10 +30,8 @@ def divisible(numerator: int, denominator: int, field: str, of: str) -> None:
         raise ConfigError(f"{numerator} is not a multiple of {of} = {denominator}", field=field)
 
 
-def geometry(
-    fields: Fields, *, kv_default: int | None = None, head_default: int | None = None
-) -> tuple[int, int, int, int]:
-    """Return (hidden_size, num_attention_heads, num_key_value_heads, head_dim), checked against each other.
+def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
+    """Return the head geometry of a config (hidden size, heads, KV heads, head size) after checks.
 
     Args:
         fields: the config.
@@ -39,14 +41,30 @@ def geometry(
     hidden = fields.integer("hidden_size", limit="width")
     heads = fields.integer("num_attention_heads", limit="heads")
     kv_heads = fields.integer("num_key_value_heads", kv_default or heads, limit="heads")
-    head_size = fields.optional_integer("head_dim", limit="width")
-    if head_size is None and head_default is not None:
-        head_size = head_default
+    head_size = fields.optional_integer("head_dim", head_default, limit="width")
     if head_size is None:
         divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
         head_size = hidden // heads
     divisible(heads, kv_heads, fields.name("num_attention_heads"), fields.name("num_key_value_heads"))
-    return hidden, heads, kv_heads, head_size
+    return Heads(hidden, heads, kv_heads, head_size)
+
+
+def widths(fields: Fields, *names: str) -> tuple[int, ...]:
+    """Return the numbers in the required config fields ``names``, such as MLP sizes or counts of experts."""
+    return tuple(fields.integer(name, limit="width") for name in names)
+
+
+def layers_and_vocab(fields: Fields) -> tuple[int, int]:
+    """Return (number of layers, vocabulary size), from num_hidden_layers and vocab_size."""
+    return fields.integer("num_hidden_layers", limit="layers"), fields.integer("vocab_size", limit="vocab")
+
+
+def sizes(fields: Fields) -> tuple[Heads, int, int]:
+    """Return (head geometry, layers, vocabulary size) of a model with one KV head per query head."""
+    hidden = fields.integer("hidden_size", limit="width")
+    heads = fields.integer("num_attention_heads", limit="heads")
+    divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
+    return Heads(hidden, heads, heads, hidden // heads), *layers_and_vocab(fields)
 
 
 def rope_kind(parameters: object, field: str) -> tuple[str, float]:
@@ -89,14 +107,16 @@ def read_rope(fields: Fields) -> tuple[str, float]:
     return rope_kind(old, "rope_scaling")
 
 
-def window_of(fields: Fields) -> int | None:
-    """Return the sliding window, in tokens, from the config field ``sliding_window``, or None."""
-    return fields.optional_integer("sliding_window", limit="positions")
+def window_of(fields: Fields, default: int | None = None) -> int | None:
+    """Return the sliding window in tokens, or None, from the config field ``sliding_window``.
+
+    ``default`` is the window for a config without this field; null in the config means no window.
+    """
+    window = fields.optional_integer("sliding_window", limit="positions")
+    return window if "sliding_window" in fields.config else default
 
 
-def cache_layers(
-    kinds: tuple[str, ...], window: int | None, kv_heads: int, head_size: int
-) -> tuple[CacheLayer, ...]:
+def cache_layers(kinds: tuple[str, ...], window: int | None, dims: Heads) -> tuple[CacheLayer, ...]:
     """Return the KV cache entry of each layer: a CacheLayer per attention kind in ``kinds``.
 
     A kind is full_attention or sliding_attention.
@@ -104,27 +124,22 @@ def cache_layers(
     Raises:
         ConfigError: a layer has sliding attention but ``window`` is None.
     """
-    out = []
-    for index, kind in enumerate(kinds):
-        if kind == "full_attention":
-            out.append(CacheLayer(index, "full", None, kv_heads, head_size))
-        elif window is None:
-            raise ConfigError(
-                f"layer {index} is sliding_attention but there is no window", field="sliding_window"
-            )
-        else:
-            out.append(CacheLayer(index, "sliding", window, kv_heads, head_size))
-    return tuple(out)
+    return tuple(cache_layer(i, kind, window, dims) for i, kind in enumerate(kinds))
 
 
-def heads_of(fields: Fields, *, kv_default: int | None = None, head_default: int | None = None) -> Heads:
-    """Return the checked head geometry of a config: hidden size, heads, KV heads and head size."""
-    return Heads(*geometry(fields, kv_default=kv_default, head_default=head_default))
+def cache_layer(index: int, kind: str, window: int | None, dims: Heads) -> CacheLayer:
+    """Return the KV cache entry of layer ``index``; ``kind`` is full_attention or sliding_attention.
 
-
-def full_layers(layers: int, dims: Heads) -> tuple[CacheLayer, ...]:
-    """Return the KV cache entries of ``layers`` layers that all have full attention."""
-    return cache_layers(("full_attention",) * layers, None, dims.kv_heads, dims.head_size)
+    Raises:
+        ConfigError: the layer has sliding attention but ``window`` is None.
+    """
+    if kind == "full_attention":
+        return CacheLayer(index, "full", None, dims.kv_heads, dims.head_size)
+    if window is None:
+        raise ConfigError(
+            f"layer {index} is sliding_attention, but the config states no window", field="sliding_window"
+        )
+    return CacheLayer(index, "sliding", window, dims.kv_heads, dims.head_size)
 
 
 def decoder(
@@ -133,7 +148,7 @@ def decoder(
     class_name: str,
     t: Tensors,
     dims: Heads,
-    cache: tuple[CacheLayer, ...],
+    cache: tuple[CacheLayer, ...] | None = None,
     *,
     layers: int,
     inner: int,
@@ -149,8 +164,11 @@ def decoder(
 ) -> Architecture:
     """Return the Architecture of a decoder from its collected tensors, cache layers and sizes.
 
-    If ``max_model_len`` is None, it is max_position_embeddings times the scale in the rope parameters.
+    If ``cache`` is None, every layer has full attention. If ``max_model_len`` is None, it is
+    max_position_embeddings times the scale in the rope parameters.
     """
+    if cache is None:
+        cache = cache_layers(("full_attention",) * layers, None, dims)
     if max_model_len is None:
         _, factor = read_rope(fields)
         max_model_len = int(fields.integer("max_position_embeddings", limit="positions") * factor)
@@ -179,6 +197,20 @@ def decoder(
     )
 
 
+def described(
+    fields: Fields, model_type: str, class_name: str, recipe: Recipe, dims: Heads, inner: int,
+    cache: tuple[CacheLayer, ...] | None = None, **more: Any,
+) -> Architecture:  # fmt: skip
+    """Return the Architecture of the decoder that ``recipe`` describes.
+
+    ``inner`` is the MLP's inner size, and ``more`` are further arguments of ``decoder``.
+    """
+    return decoder(
+        fields, model_type, class_name, tensors_of(recipe), dims, cache, layers=len(recipe.layers), inner=inner,
+        vocab=recipe.embedding.rows, recipe=recipe, **more,
+    )  # fmt: skip
+
+
 def _has_sections(fields: Fields) -> bool:
     """Return whether a model's rotary positions have several axes, such as time, height and width.
 
@@ -188,16 +220,16 @@ def _has_sections(fields: Fields) -> bool:
     return any(isinstance(value, dict) and "mrope_section" in value for value in found)
 
 
-def rotary_share(fields: Fields, default: float = 1.0) -> float:
-    """Return ``partial_rotary_factor``, the fraction of each head that is rotated (0 to 1)."""
-    share = fields.number("partial_rotary_factor", default)
+def rotary_share(fields: Fields, default: float = 1.0, field: str = "partial_rotary_factor") -> float:
+    """Return the fraction of each head that is rotated (0 to 1), from the rope parameters or ``field``."""
+    share = fields.number(field, default)
     parameters = fields.raw("rope_parameters")
     if isinstance(parameters, dict):
         share = parameters.get("partial_rotary_factor", share)
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise ConfigError(f"{shown(share)} is not a number", field="rope_parameters.partial_rotary_factor")
     if not 0 < share <= 1:
-        raise ConfigError(f"{shown(share)} is not in (0, 1]", field="partial_rotary_factor")
+        raise ConfigError(f"{shown(share)} is not in (0, 1]", field=field)
     return float(share)
 
 
@@ -212,9 +244,32 @@ def number(fields: Fields, field: str, default: float) -> float:
     return float(value)
 
 
+def dtype_of(fields: Fields, field: str) -> str | None:
+    """Return the dtype in a config field (float32, bfloat16 or float16), or None without this field."""
+    dtype: str | None = fields.raw(field)
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"{shown(dtype)} is not float32, bfloat16 or float16", field=field)
+    return dtype
+
+
+def alternating_kinds(layers: int, every: int) -> tuple[str, ...]:
+    """Return each layer's attention kind: full in every ``every``-th layer, sliding in the others."""
+    return tuple("sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers))
+
+
 def numbers_in(listed: Any) -> frozenset[int]:
     """Return the integers in a config's list as a set, for fast look-ups of layer indices."""
     return frozenset(item for item in listed or () if type(item) is int)
+
+
+def layer_indices(fields: Fields, field: str, layers: int, default: list[int]) -> frozenset[int]:
+    """Return the set of layer indices that a config field lists; ``default`` without this field."""
+    listed = fields.raw(field)
+    if listed is None:
+        listed = default
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
+        raise ConfigError(f"{shown(listed)} is not a list of layer indices", field=field)
+    return frozenset(listed)
 
 
 def act_of(fields: Fields, default: str, *names: str) -> str:
@@ -234,15 +289,27 @@ def bias_of(fields: Fields, rule: bool | tuple[str, bool]) -> bool:
     return rule if isinstance(rule, bool) else fields.boolean(rule[0], rule[1])
 
 
-def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it routes tokens to experts (if not, it has a dense MLP).
+def refuse(fields: Fields, *names: str, why: str = "the planner cannot build a model with it") -> None:
+    """Raise an error if one of the config fields ``names`` is set to anything but false, 0, null or empty.
 
-    The config field ``mlp_layer_types`` states it. Without this field, all layers but the first
-    ``first_k_dense_replace`` (by default ``dense``) route to experts.
+    ``why`` is the reason, for the error message.
     """
-    first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
-    listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
-    return tuple(i >= first for i in range(layers)) if listed is None else listed
+    for name in names:
+        if value := fields.raw(name):
+            stated = "true" if value is True else shown(value)
+            raise UnsupportedArchitecture(f"{stated} is not supported: {why}", field=name)
+
+
+def only(fields: Fields, **values: object) -> None:
+    """Raise an error if a config field has another value than the only one that the planner supports.
+
+    ``values`` maps config field -> supported value. A missing or null field is valid.
+    """
+    for name, value in values.items():
+        if fields.raw(name) not in (None, value):
+            raise UnsupportedArchitecture(
+                f"{shown(fields.raw(name))} is not supported; only {shown(value)} is", field=name
+            )
 
 
 def never_tied(fields: Fields) -> bool:
@@ -250,19 +317,8 @@ def never_tied(fields: Fields) -> bool:
 
     Families whose class in transformers cannot tie the head to the embedding use this function.
     """
-    if fields.boolean("tie_word_embeddings", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: transformers' class cannot tie the head", field="tie_word_embeddings"
-        )
+    refuse(fields, "tie_word_embeddings", why="transformers' class cannot tie the head")
     return False
-
-
-def every_layer_routes(fields: Fields) -> None:
-    """Raise an error if ``moe_layer_freq`` leaves some layers without experts."""
-    if fields.raw("moe_layer_freq") not in (None, 1):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('moe_layer_freq'))} is not supported; only 1 is", field="moe_layer_freq"
-        )
 
 
 def kinds_of(fields: Fields, rule: str, layers: int) -> tuple[tuple[str, ...], int | None]:

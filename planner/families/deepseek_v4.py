@@ -34,8 +34,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     size = fields.integer("head_dim", 512, limit="width")
     if fields.integer("num_key_value_heads", 1, limit="heads") != 1:
         raise ConfigError("must be 1: K and V are one shared head", field="num_key_value_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     q_rank = fields.integer("q_lora_rank", limit="width")
     groups = fields.integer("o_groups", limit="heads")
     o_rank = fields.integer("o_lora_rank", limit="width")
@@ -145,7 +144,8 @@ def _ratios(fields: Fields, layers: int) -> tuple[int, ...]:
     for kind, rate in (fields.mapping("compress_rates") or {}).items():
         if _RATES.get(kind) != rate:
             raise UnsupportedArchitecture(
-                f"{shown(rate)} for {shown(kind)} is not supported", field="compress_rates"
+                f"{shown(rate)} for {shown(kind)} is not supported; only {shown(_RATES.get(kind))} is",
+                field="compress_rates",
             )
     if value is None and isinstance(kinds, list):
         value = [_RATES.get(kind) if isinstance(kind, str) else None for kind in kinds]
@@ -164,7 +164,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
     """Add the projections that compress ``ratio`` tokens into one cache entry of ``size`` values.
 
     With ``overlap`` 2, each entry is made of two groups of ``ratio`` tokens, so the K and gate matrices have
-    twice the rows.
+    twice the rows. ``name`` is the compressor's class.
     """
     t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
     t.linear(f"{at}.kv_proj", overlap * size, hidden)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -153,53 +152,41 @@ class DenseVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a dense decoder of this family from its checked config."""
-        return _build(self, fields, model_type)
-
-
-def _build(variant: DenseVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a dense decoder; ``variant`` says how its family differs from Llama."""
-    dims = common.heads_of(fields)
-    if variant.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
-        raise ConfigError(
-            f"{dims.head_size} x {dims.heads} heads is not hidden_size = {dims.hidden}", field="head_dim"
-        )
-    if fields.boolean("is_moe", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: Doge's product-key experts have no adapter", field="is_moe"
-        )
-    fields.ignore(*variant.ignored)
-    vocab, inner = (
-        fields.integer("vocab_size", limit="vocab"),
-        fields.integer("intermediate_size", limit="width"),
-    )
-    count = fields.integer("num_hidden_layers", limit="layers")
-    tied = fields.boolean("tie_word_embeddings", variant.tied)
-    kinds, window = _kinds(fields, variant, count)
-    share = common.rotary_share(fields, variant.rotary_share)
-    rotary = Rotary(int(dims.head_size * share), 1)
-    tables: tuple[str, ...] = (_TABLE,)
-    if variant.table_by_kind:
-        tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
-        rotary = Rotary(rotary.dim, len(tables))
-    layers = _layers(fields, model_type, variant, dims, inner, kinds, window, rotary.dim)
-    recipe = Recipe(
-        "model.layers",
-        Embedding(
-            "model.embed_tokens", vocab, dims.hidden,
-            dropout=common.number(fields, variant.embedding_dropout, 0.0),
-        ),
-        layers,
-        Norm(variant.final, dims.hidden, variant.norm),
-        Head(tied, variant.head_bias),
-        tuple(Table(table, rotary.dim, variant.rope in ("olmo", "ernie")) for table in tables),
-        taped=variant.taped,
-    )  # fmt: skip
-    return common.decoder(
-        fields, model_type, variant.class_name, tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-        layers=count, inner=inner, vocab=vocab, rotary=rotary,
-        gated=len(variant.mlp_names) == 3 or variant.fused, recipe=recipe,
-    )  # fmt: skip
+        dims = common.heads_of(fields)
+        if self.heads_span_hidden and dims.heads * dims.head_size != dims.hidden:
+            raise ConfigError(
+                f"{dims.head_size} x {dims.heads} heads is not hidden_size = {dims.hidden}", field="head_dim"
+            )
+        common.refuse(fields, "is_moe", why="the planner cannot build Doge's product-key experts")
+        fields.ignore(*self.ignored)
+        vocab = fields.integer("vocab_size", limit="vocab")
+        inner = fields.integer("intermediate_size", limit="width")
+        count = fields.integer("num_hidden_layers", limit="layers")
+        tied = fields.boolean("tie_word_embeddings", self.tied)
+        kinds, window = _kinds(fields, self, count)
+        share = common.rotary_share(fields, self.rotary_share)
+        rotary = Rotary(int(dims.head_size * share), 1)
+        tables: tuple[str, ...] = (_TABLE,)
+        if self.table_by_kind:
+            tables = tuple(f"{_TABLE}{kind}_" for kind in dict.fromkeys(kinds))
+            rotary = Rotary(rotary.dim, len(tables))
+        layers = _layers(fields, model_type, self, dims, inner, kinds, window, rotary.dim)
+        recipe = Recipe(
+            "model.layers",
+            Embedding(
+                "model.embed_tokens", vocab, dims.hidden,
+                dropout=common.number(fields, self.embedding_dropout, 0.0),
+            ),
+            layers,
+            Norm(self.final, dims.hidden, self.norm),
+            Head(tied, self.head_bias),
+            tuple(Table(table, rotary.dim, self.rope in ("olmo", "ernie")) for table in tables),
+            taped=self.taped,
+        )  # fmt: skip
+        return common.described(
+            fields, model_type, self.class_name, recipe, dims, inner, common.cache_layers(kinds, window, dims),
+            rotary=rotary, gated=len(self.mlp_names) == 3 or self.fused,
+        )  # fmt: skip
 
 
 def _layers(
@@ -218,7 +205,7 @@ def _layers(
         "self_attn", dims, out=variant.out, qkv=variant.qkv, bias=qkv_bias, out_bias=out_bias,
         q_norm=q_norm, k_norm=k_norm, normed_last=variant.normed_last,
         rope=replace(ROPES[variant.rope], dim=rotated, tables=_TABLE),
-        clipped=variant.clipped_field != "" and fields.config.get(variant.clipped_field) is not None,
+        clipped=fields.config.get(variant.clipped_field) is not None,
         dropout=common.number(fields, "attention_dropout", variant.attention_dropout),
     )  # fmt: skip
     mlp = Mlp(
@@ -252,7 +239,7 @@ def _tables_read(
     if variant.table_by_kind:
         return tuple(f"{_TABLE}{kind}_" for kind in kinds)
     if variant.roped == "listed":
-        return tuple(_TABLE if rotated else None for rotated in _rotated(fields, len(kinds)))
+        return tuple(_TABLE if rotated else None for rotated in rotated_layers(fields, len(kinds)))
     if variant.roped == "all" or (variant.roped == "windowed" and window is None):
         return (_TABLE,) * len(kinds)
     return tuple(_TABLE if kind == "sliding_attention" else None for kind in kinds)
@@ -262,21 +249,31 @@ def _qk_norms(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads
 ) -> tuple[Norm | None, Norm | None]:
     """Return (norm of q, norm of k) of a dense decoder's attention, (None, None) if it has none."""
-    switch, widths = variant.switched_norms, (dims.heads, dims.kv_heads)
+    switch = variant.switched_norms
     if (switch is None or switch.field != "qk_layernorm") and fields.boolean("qk_layernorm", False):
         raise UnsupportedArchitecture(f"true is not supported for {model_type}", field="qk_layernorm")
     if switch is not None and fields.boolean(switch.field, switch.default):
         q_norm, k_norm = (
             Norm(name, dims.head_size, switch.kind, count, switch.each, switch.own)
-            for name, count in zip(switch.names, widths, strict=True)
+            for name, count in zip(switch.names, (dims.heads, dims.kv_heads), strict=True)
         )
         return q_norm, k_norm
-    if variant.qk_norm == "none":
+    return qk_norms(variant.qk_norm, variant.qk_norm_names, dims, variant.norm)
+
+
+def qk_norms(
+    width: str, names: tuple[str, str], dims: Heads, kind: NormKind
+) -> tuple[Norm | None, Norm | None]:
+    """Return (norm of q, norm of k) of an attention module.
+
+    ``width`` is ``none`` (no norms), ``head`` (the weight of one head) or ``full`` (a weight over all heads).
+    """
+    if width == "none":
         return None, None
     q_norm, k_norm = (
-        Norm(name, count * dims.head_size, variant.norm) if variant.qk_norm == "full"
-        else Norm(name, dims.head_size, variant.norm, count)
-        for name, count in zip(variant.qk_norm_names, widths, strict=True)
+        Norm(name, count * dims.head_size, kind) if width == "full"
+        else Norm(name, dims.head_size, kind, count)
+        for name, count in zip(names, (dims.heads, dims.kv_heads), strict=True)
     )  # fmt: skip
     return q_norm, k_norm
 
@@ -288,11 +285,9 @@ def _kinds(fields: Fields, variant: DenseVariant, layers: int) -> tuple[tuple[st
         if variant.window == "unused":
             fields.layer_types(layers)
         return full, None
-    window = common.window_of(fields)
+    window = common.window_of(fields, variant.default_window)
     if variant.window == "qwen":
         return common.kinds_of(fields, "qwen", layers)
-    if "sliding_window" not in fields.config and variant.default_window is not None:
-        window = variant.default_window
     if variant.window == "always":
         return (full if window is None else ("sliding_attention",) * layers), window
     kinds = fields.layer_types(layers)
@@ -308,7 +303,7 @@ def _without_rope(fields: Fields, layers: int, window: int | None) -> tuple[str,
     """
     if window is None or not fields.boolean("use_sliding_window", False):
         return ("full_attention",) * layers
-    return tuple("full_attention" if r else "sliding_attention" for r in _rotated(fields, layers))
+    return tuple("full_attention" if r else "sliding_attention" for r in rotated_layers(fields, layers))
 
 
 def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str, ...]:
@@ -330,10 +325,11 @@ def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str,
     return tuple("sliding_attention" if slide and window is not None else "full_attention" for slide in slides)
 
 
-def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
+def rotated_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has rotary positions.
 
-    The config fields no_rope_layers or no_rope_layer_interval state it.
+    The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field, every
+    ``no_rope_layer_interval``-th layer has no rotary positions, by default every fourth.
     """
     every = fields.integer("no_rope_layer_interval", 4, limit="layers")
     stated = fields.raw("no_rope_layers")
@@ -344,28 +340,16 @@ def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple((i + 1) % every != 0 for i in range(layers)) if listed is None else listed
 
 
-def with_sinks(found: Architecture) -> Architecture:
-    """Return the architecture with attention sinks added to each layer: one learned score per query head."""
-    sinks = [
-        TensorSpec(
-            f"model.layers.{layer}.self_attn.sinks",
-            (found.heads,),
-            "attention",
-            "Attention",
-            layer,
-            shard_dim=0,
-        )
-        for layer in range(found.layers)
-    ]
-    return replace(found, tensors=(*found.tensors, *sinks), recipe=None)
+def with_sinks(found: Architecture, fields: Fields) -> Architecture:
+    """Return the architecture with attention sinks in each layer, and with several rotary tables.
 
-
-def thetas(fields: Fields) -> int:
-    """Return the number of distinct rotary tables: one per base (theta) in the config field layer_rope_theta.
-
-    A layer with base 0 has no rotary positions and needs no table.
+    A sink is one learned score per query head. There is one table per base (theta) in the config field
+    ``layer_rope_theta``. A layer with base 0 has no rotary positions and needs no table.
     """
     listed = fields.raw("layer_rope_theta")
     if not isinstance(listed, list) or not all(isinstance(theta, int | float) for theta in listed):
         raise ConfigError(f"{shown(listed)} is not a list of numbers", field="layer_rope_theta")
-    return max(1, len(set(listed) - {0}))
+    rotary = found.rotary and replace(found.rotary, tables=max(1, len(set(listed) - {0})))
+    sink = TensorSpec("sinks", (found.heads,), "attention", "Attention", shard_dim=0)
+    sinks = (replace(sink, name=f"model.layers.{i}.self_attn.sinks", layer=i) for i in range(found.layers))
+    return replace(found, tensors=(*found.tensors, *sinks), rotary=rotary, recipe=None)

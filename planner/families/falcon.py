@@ -6,17 +6,17 @@ bitsandbytes does not replace them (integrations/bitsandbytes.py replaces ``type
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (  # fmt: skip
     Attention,
     Embedding,
     Head,
-    Heads,
     Mlp,
     Norm,
     Recipe,
@@ -28,12 +28,8 @@ from tonnage.planner.model.recipe import (  # fmt: skip
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Falcon model from its checked config."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    head_size = hidden // heads
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden, heads, head_size = dims.hidden, dims.heads, dims.head_size
     new = fields.boolean("new_decoder_architecture", False)
     multi_query = fields.boolean("multi_query", True)
     parallel = fields.boolean("parallel_attn", True)
@@ -45,13 +41,13 @@ def build(fields: Fields, model_type: str) -> Architecture:
     if new:
         kv_heads = stated or heads
         common.divisible(heads, kv_heads, "num_attention_heads", "num_kv_heads")
-    else:
-        kv_heads = 1 if multi_query else heads  # transformers ignores num_kv_heads for the old architecture
+    else:  # transformers reads num_kv_heads only in the new decoder architecture
+        kv_heads = 1 if multi_query else heads
     norms = _norms(fields, new, parallel)
     _, factor = common.read_rope(fields)
     fields.ignore("apply_residual_connection_post_layernorm")
 
-    dims = Heads(hidden, heads, kv_heads, head_size)
+    dims = replace(dims, kv_heads=kv_heads)
     table = "transformer.rotary_emb."
     attention = Attention(
         "self_attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
@@ -74,15 +70,14 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "transformer.h", Embedding("transformer.word_embeddings", vocab, hidden), (layer,) * layers,
         Norm("transformer.ln_f", hidden, "layer"), Head(tied),
         (Table(table, head_size),),  # the rotary table is built even when ALiBi replaces rotary positions
-        linear_class="FalconLinear", taped=not alibi,  # with ALiBi, the attention mask differs by head
+        linear_class="FalconLinear", taped=not alibi,  # ALiBi's attention mask differs by head
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "FalconForCausalLM", tensors_of(recipe), dims,
+    return common.described(
+        fields, model_type, "FalconForCausalLM", recipe, dims, inner,
         # In the new decoder architecture, transformers caches K and V once per query head, not per KV head.
         tuple(CacheLayer(i, "full", None, kv_heads, head_size, heads if new else None) for i in range(layers)),
-        layers=layers, inner=inner, vocab=vocab, rotary=None if alibi else Rotary(head_size, 1), gated=False,
+        rotary=None if alibi else Rotary(head_size, 1), gated=False,
         max_model_len=int(fields.integer("max_position_embeddings", 2048, limit="positions") * factor),
-        recipe=recipe,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """``Family``: what the planner, the engines and PEFT need to know about one model type.
 
-Each module of this folder has a dict ``FAMILIES`` (model_type -> Family), which registry.py reads. A new family
-therefore needs only one new file.
+A module of this folder that defines families has a dict ``FAMILIES`` (model_type -> Family), which registry.py
+reads. A new family therefore needs only one new file.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Family:
     """Facts about one model type that the planner, the engines and PEFT need.
 
     Attributes:
-        build: adapter: function that builds an Architecture from a checked config. None means there is no
-            adapter; the plan then uses transformers' own modules (planner/families/meta.py).
+        build: function that builds an Architecture from a checked config. None means that the planner has no
+            such function; the plan then uses transformers' own modules (planner/families/meta.py).
         ignored: config fields that change neither tensor shapes nor the KV cache.
         aliases: standard config field -> the family's name for it (attribute_map of the config classes,
             transformers 5.19).

@@ -1,18 +1,16 @@
 """Gemma 1, 2 and 3 (text) and VaultGemma. Shapes follow transformers 5.19, models/{gemma,gemma2,gemma3}/.
 
 Gemma 2 and 3 put four norms into a layer. Gemma 3 adds norms of q and k and a second rotary table. The
-multimodal Gemma 3 is in multimodal.py.
+multimodal Gemma 3 is in gemma_vision.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import QV, QV_DOWN, Family, GGUFTraits, VLLMTraits
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -38,7 +36,7 @@ class GemmaVariant:
 
     Attributes:
         class_name: the causal language model's class in transformers.
-        defaults: default sizes, from the config class in transformers.
+        kv_heads: default of num_key_value_heads.
         norms: norms of a layer in the order they run.
         qk_norm: whether q and k have a norm per head.
         pattern: without layer_types, every n-th layer has full attention; 0 means every layer has full
@@ -51,7 +49,7 @@ class GemmaVariant:
     """
 
     class_name: str
-    defaults: dict[str, Any]
+    kv_heads: int = 4
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     qk_norm: bool = False
     pattern: int = 0
@@ -62,86 +60,72 @@ class GemmaVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a Gemma text model of this family from its checked config."""
-        return _build(self, fields, model_type)
+        hidden = fields.integer("hidden_size", limit="width")
+        layers = fields.integer("num_hidden_layers", limit="layers")
+        heads = fields.integer("num_attention_heads", limit="heads")
+        kv_heads = fields.integer("num_key_value_heads", self.kv_heads, limit="heads")
+        common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+        # transformers' config class also requires that the number of heads divides hidden_size
+        common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
+        head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
+        inner = fields.integer("intermediate_size", limit="width")
+        vocab = fields.integer("vocab_size", limit="vocab")
+        bias = fields.boolean("attention_bias", False)
+        tied = fields.boolean("tie_word_embeddings", True)
+        fields.ignore(
+            "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"
+        )
+        kinds, window = _kinds(fields, self, layers)
+        prefixes, factor = _rotary(fields, self, kinds)
+        dims = Heads(hidden, heads, kv_heads, head_size)
+        q_norm, k_norm = (
+            Norm(name, head_size, "rms-one", count) if self.qk_norm else None
+            for name, count in (("q_norm", heads), ("k_norm", kv_heads))
+        )
+        norms = tuple(Norm(name, hidden, "rms-one") for name in self.norms)
+        mlp = Mlp(
+            "mlp", hidden, inner, common.act_of(fields, "gelu_pytorch_tanh", "hidden_activation", "hidden_act")
+        )
+        flow: Flow = "sandwich" if len(norms) == 4 else "pre"
 
+        def layer(table: str) -> Layer:
+            attention = Attention(
+                "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
+                rope=Rope(head_size, table),
+                # Gemma 3's attention does not read attn_logit_softcapping.
+                softcap=bool(self.attention_cap and fields.config.get("attn_logit_softcapping", True)),
+                dropout=common.number(fields, "attention_dropout", 0.0),
+            )  # fmt: skip
+            return layer_of(flow, attention, mlp, norms)
 
-_FOUR_NORMS = (
-    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
-)  # fmt: skip
+        made = {table: layer(table) for table in prefixes}
+        # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
+        scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
+        recipe = Recipe(
+            "model.layers",
+            Embedding("model.embed_tokens", vocab, hidden, buffers=(scale,)),
+            tuple(made.get(f"{_TABLE}{kind}_", made[prefixes[0]]) for kind in kinds),
+            Norm("model.norm", hidden, "rms-one"),
+            Head(tied, softcap=fields.config.get("final_logit_softcapping", self.final_cap) is not None),
+            tuple(Table(prefix, head_size) for prefix in prefixes),
+        )  # fmt: skip
+        return common.described(
+            fields, model_type, self.class_name, recipe, dims, inner, common.cache_layers(kinds, window, dims),
+            rotary=Rotary(head_size, len(prefixes)),
+            max_model_len=int(fields.integer("max_position_embeddings", limit="positions") * factor),
+        )  # fmt: skip
+
 
 _TABLE = "model.rotary_emb."
 _HEAD_DIM = 256  # default of head_dim in the config classes, which is not hidden_size / num_attention_heads
 _WINDOW = 4096  # default of sliding_window in Gemma2Config and Gemma3TextConfig
 
 
-def _build(variant: GemmaVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Gemma text model; ``variant`` says how it differs from Gemma 1."""
-    default = variant.defaults
-
-    def integer(field: str, limit: str) -> int:
-        return fields.integer(field, default[field], limit=limit)
-
-    hidden, layers = integer("hidden_size", "width"), integer("num_hidden_layers", "layers")
-    heads, kv_heads = integer("num_attention_heads", "heads"), integer("num_key_value_heads", "heads")
-    common.divisible(heads, kv_heads, "num_attention_heads", "num_key_value_heads")
-    # transformers' config class also requires that the number of heads divides hidden_size
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    head_size = fields.integer("head_dim", _HEAD_DIM, limit="width")
-    inner, vocab = integer("intermediate_size", "width"), integer("vocab_size", "vocab")
-    bias = fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore(
-        "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "cache_implementation"
-    )
-    kinds, window = _kinds(fields, variant, layers)
-    prefixes, factor = _rotary(fields, variant, kinds)
-    dims = Heads(hidden, heads, kv_heads, head_size)
-    q_norm, k_norm = (
-        Norm(name, head_size, "rms-one", count) if variant.qk_norm else None
-        for name, count in (("q_norm", heads), ("k_norm", kv_heads))
-    )
-    norms = tuple(Norm(name, hidden, "rms-one") for name in variant.norms)
-    mlp = Mlp(
-        "mlp", hidden, inner, common.act_of(fields, "gelu_pytorch_tanh", "hidden_activation", "hidden_act")
-    )
-    flow: Flow = "sandwich" if len(norms) == 4 else "pre"
-
-    def layer(table: str) -> Layer:
-        attention = Attention(
-            "self_attn", dims, bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm,
-            rope=Rope(head_size, table),
-            # Gemma 3's attention does not read attn_logit_softcapping.
-            softcap=bool(variant.attention_cap and fields.config.get("attn_logit_softcapping", True)),
-            dropout=common.number(fields, "attention_dropout", 0.0),
-        )  # fmt: skip
-        return layer_of(flow, attention, mlp, norms)
-
-    made = {table: layer(table) for table in prefixes}
-    # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
-    scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
-    recipe = Recipe(
-        "model.layers",
-        Embedding("model.embed_tokens", vocab, hidden, buffers=(scale,)),
-        tuple(made.get(f"{_TABLE}{kind}_", made[prefixes[0]]) for kind in kinds),
-        Norm("model.norm", hidden, "rms-one"),
-        Head(tied, softcap=fields.config.get("final_logit_softcapping", variant.final_cap) is not None),
-        tuple(Table(prefix, head_size) for prefix in prefixes),
-    )  # fmt: skip
-    return common.decoder(
-        fields, model_type, variant.class_name, tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, kv_heads, head_size),
-        layers=layers, inner=inner, vocab=vocab, rotary=Rotary(head_size, len(prefixes)),
-        max_model_len=int(integer("max_position_embeddings", "positions") * factor), recipe=recipe,
-    )  # fmt: skip
-
-
 def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[str, ...], int | None]:
     """Return (attention kind of each layer, sliding window in tokens or None) of a Gemma text model."""
     if not variant.pattern:
         return ("full_attention",) * layers, None
-    window = common.window_of(fields)
-    if "sliding_window" not in fields.config:
-        window = _WINDOW
+    window = common.window_of(fields, _WINDOW)
     kinds = fields.layer_types(layers)
     pattern = variant.pattern
     if variant.pattern_field:
@@ -154,7 +138,7 @@ def _kinds(fields: Fields, variant: GemmaVariant, layers: int) -> tuple[tuple[st
                 field="_sliding_window_pattern",
             )
     if kinds is None:
-        kinds = tuple("sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers))
+        kinds = common.alternating_kinds(layers, pattern)
     return kinds, window
 
 
@@ -180,13 +164,8 @@ _GGUF_NORMS = {
 }
 _GEMMA3 = GemmaVariant(
     "Gemma3ForCausalLM",
-    {
-        "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216,
-        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-    },
     # every sixth layer has full attention unless the file says otherwise (configuration_gemma3.py)
-    _FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
+    norms=common.FOUR_NORMS, qk_norm=True, pattern=6, pattern_field=True, by_kind=True,
 )  # fmt: skip
 
 
@@ -208,26 +187,14 @@ def _gemma3_text(fields: Fields, model_type: str) -> Architecture:
 
 FAMILIES = {
     "gemma": Family(
-        GemmaVariant(
-            "GemmaForCausalLM",
-            {
-                "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576,
-                "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 16,
-                "max_position_embeddings": 8192,
-            },
-        ).build,
+        GemmaVariant("GemmaForCausalLM", kv_heads=16).build,
         final_norm="rms-one", lora=QV, ia3=QV_DOWN, hf="served",
     ),
     "gemma2": Family(
         GemmaVariant(
             "Gemma2ForCausalLM",
-            {
-                "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
-                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                "max_position_embeddings": 8192,
-            },
             # Sliding and full layers alternate, the first is sliding (configuration_gemma2.py).
-            _FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
+            norms=common.FOUR_NORMS, pattern=2, attention_cap=50.0, final_cap=30.0,
         ).build,
         # the 9B and 27B files state the sliding window in two config fields
         leftovers={"sliding_window_size": "sliding_window"},
@@ -242,13 +209,8 @@ FAMILIES = {
     ),
     "vaultgemma": Family(
         GemmaVariant(
-            "VaultGemmaForCausalLM",
-            {
-                "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216,
-                "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
-                "max_position_embeddings": 8192,
-            },
-            ("input_layernorm", "pre_feedforward_layernorm"), pattern=2, attention_cap=50.0, final_cap=30.0,
+            "VaultGemmaForCausalLM", norms=("input_layernorm", "pre_feedforward_layernorm"), pattern=2,
+            attention_cap=50.0, final_cap=30.0,
         ).build,
         hf="served",
     ),

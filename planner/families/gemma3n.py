@@ -41,28 +41,24 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "activation_sparsity_pattern", "altup_active_idx", "altup_coef_clip", "altup_correct_scale",
         "rope_parameters", "rope_local_base_freq", "rope_theta", "rope_scaling",
     )  # fmt: skip
-    kinds = fields.layer_types(layers)
-    if kinds is None:  # by default every fifth layer has full attention (configuration_gemma3n.py)
-        kinds = tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
+    # by default every fifth layer has full attention (configuration_gemma3n.py)
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 5)
     window = fields.integer("sliding_window", 512, limit="positions")
     sources = shared_layers(fields, kinds, default=15)
     t, cache = Tensors(), []
     t.vocabulary("model.embed_tokens", vocab, hidden)
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
-    for i, kind in enumerate(kinds):
-        t.layer, at = i, f"model.layers.{i}"
+    for i, at in t.layers(layers, "model.layers"):
         attention(t, f"{at}.self_attn", dims, bias, value=True, shared=i in sources)
-        cache.append(cache_layer(i, window if kind == "sliding_attention" else None, dims, sources.get(i)))
+        own = window if kinds[i] == "sliding_attention" else None
+        cache.append(cache_layer(i, own, dims, sources.get(i)))
         t.gated_mlp(f"{at}.mlp", hidden, inner[i])
-        for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                     "post_feedforward_layernorm"):  # fmt: skip
-            t.norm(f"{at}.{name}", hidden)
+        t.norms(at, hidden, *common.FOUR_NORMS)
         _altup(t, f"{at}.altup", hidden, inputs)
         t.linear(f"{at}.laurel.linear_left", rank, hidden, "mlp")
         t.linear(f"{at}.laurel.linear_right", hidden, rank, "mlp")
         t.norm(f"{at}.laurel.post_laurel_norm", hidden)
         per_layer_input(t, at, hidden, per_layer)
-    t.layer = None
     t.norm("model.norm", hidden)
     per_layer_embeddings(t, fields, layers, hidden, per_layer)
     for name in ("altup_projections", "altup_unembed_projections"):
@@ -71,8 +67,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
     for name in ("per_layer_projection_scale", "per_layer_input_scale"):
         t.buffer(f"model.{name}", (), "Gemma3nTextModel", None)
     t.head("lm_head", vocab, hidden, "model.embed_tokens.weight" if tied else None)
-    for kind in dict.fromkeys(kinds):
-        t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
+    t.rotary(dims.head_size, *(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)))
     return common.decoder(
         fields, model_type, "Gemma3nForCausalLM", t, dims, tuple(cache), layers=layers, inner=max(inner),
         vocab=vocab, rotary=Rotary(dims.head_size, len(set(kinds))),

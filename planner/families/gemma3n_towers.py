@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import UnsupportedArchitecture
+from tonnage.planner.families import common
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.fields import Fields, shown
@@ -30,7 +31,7 @@ def vision(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     name = config.get("architecture", "mobilenetv5_300m_enc")
     if name != "mobilenetv5_300m_enc":
         raise UnsupportedArchitecture(
-            f"the vision tower {shown(name)} is not supported; of timm, mobilenetv5_300m_enc is",
+            f"the vision tower {shown(name)} is not supported; only mobilenetv5_300m_enc is",
             field="vision_config.architecture",
         )
     if config.get("model_args"):
@@ -103,8 +104,7 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     f = Fields(config)
     hidden = f.integer("hidden_size", 1536, limit="width")
     heads = f.integer("conf_num_attention_heads", 8, limit="heads")
-    if hidden % heads:
-        raise ConfigError(f"{hidden} is not a multiple of {heads} heads", field="audio_config.hidden_size")
+    common.divisible(hidden, heads, "audio_config.hidden_size", "audio_config.conf_num_attention_heads")
     features = f.integer("input_feat_size", 128, limit="width")
     kernel = f.integer("conf_conv_kernel_size", 5, limit="width")
     into = 1
@@ -178,6 +178,5 @@ def embedder(t: Tensors, at: str, config: Mapping[str, Any], width: int, hidden:
     They are an embedding of special tokens, two norms and a projection [hidden, width].
     """
     t.embedding(f"{at}.embedding", Fields(config).integer("vocab_size", 128, limit="vocab"), width)
-    t.norm(f"{at}.hard_embedding_norm", width)
-    t.norm(f"{at}.soft_embedding_norm", width)
+    t.norms(at, width, "hard_embedding_norm", "soft_embedding_norm")
     t.linear(f"{at}.embedding_projection", hidden, width)

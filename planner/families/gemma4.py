@@ -51,33 +51,22 @@ def build(fields: Fields, model_type: str) -> Architecture:
     t.buffer("model.embed_tokens.embed_scale", (), "ScaledWordEmbedding", None)
     gemma3n.per_layer_embeddings(t, fields, layers, hidden, per_layer)
     cache = []
-    for i, kind in enumerate(kinds):
-        t.layer = i
-        at = f"model.layers.{i}"
-        own = full if kind == "full_attention" else sliding
+    for i, at in t.layers(layers, "model.layers"):
+        own = full if kinds[i] == "full_attention" else sliding
         source = sources.get(i)
         value = not (k_is_v and own is full)
         gemma3n.attention(t, f"{at}.self_attn", own, bias, value=value, shared=source is not None)
         cache.append(gemma3n.cache_layer(i, None if own is full else window, own, source))
         t.gated_mlp(f"{at}.mlp", hidden, inner * (2 if wide and source is not None else 1))
-        norms = [
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ]
         if moe:
             t.add(f"{at}.router.scale", (hidden,), "router", "Gemma4TextRouter")
             t.add(f"{at}.router.per_expert_scale", (count,), "router", "Gemma4TextRouter")
             t.router(f"{at}.router.proj", count, hidden, linear=True)
             t.experts(f"{at}.experts", count, hidden, expert)
-            norms += [
-                "post_feedforward_layernorm_1",
-                "post_feedforward_layernorm_2",
-                "pre_feedforward_layernorm_2",
-            ]
-        for name in norms:
-            t.norm(f"{at}.{name}", hidden)
+        t.norms(at, hidden, *common.FOUR_NORMS)
+        if moe:
+            after = "post_feedforward_layernorm"
+            t.norms(at, hidden, f"{after}_1", f"{after}_2", "pre_feedforward_layernorm_2")
         if per_layer:
             gemma3n.per_layer_input(t, at, hidden, per_layer)
         t.buffer(f"{at}.layer_scalar", (1,), "Gemma4TextDecoderLayer", None, "model")
@@ -98,9 +87,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
 
     The last layer always has full attention, even if layer_types states another kind (configuration_gemma4.py).
     """
-    kinds = fields.layer_types(layers) or tuple(
-        "full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)
-    )
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 6)
     return (*kinds[:-1], "full_attention")
 
 

@@ -50,10 +50,8 @@ def audio(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         linear(t, f"{conv}.linear_end", hidden, hidden, clipped)
         kernel = f.integer("conv_kernel_size", 5, limit="width")
         t.add(f"{conv}.depthwise_conv1d.weight", (hidden, 1, kernel), "audio", "Conv1d")
-        t.norm(f"{conv}.pre_layer_norm", hidden)
-        t.norm(f"{conv}.conv_norm", hidden)
-        for name in ("norm_pre_attn", "norm_post_attn", "norm_out"):
-            t.norm(f"{here}.{name}", hidden)
+        t.norms(conv, hidden, "pre_layer_norm", "conv_norm")
+        t.norms(here, hidden, "norm_pre_attn", "norm_post_attn", "norm_out")
     out = f.integer("output_proj_dims", 1536, limit="width")
     t.linear(f"{at}.output_proj", out, hidden, bias=True)
     return out

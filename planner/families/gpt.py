@@ -11,10 +11,9 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import EAGER, GPT2_NAMES, QV, Family
-from tonnage.planner.families.tensors import Tensors, tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, Rope, layer_of
+from tonnage.planner.model.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, Rope, layer_of
 from tonnage.planner.model.tensor import TensorSpec
 
 GPT_FIELDS = (
@@ -24,53 +23,7 @@ GPT_FIELDS = (
 )  # fmt: skip
 
 
-def sizes(fields: Fields) -> tuple[Heads, int, int]:
-    """Return a GPT-like model's (head geometry with one KV head per query head, layers, vocabulary size)."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    return (
-        Heads(hidden, heads, heads, hidden // heads),
-        fields.integer("num_hidden_layers", limit="layers"),
-        fields.integer("vocab_size", limit="vocab"),
-    )
-
-
-def finish(
-    fields: Fields,
-    model_type: str,
-    name: str,
-    t: Tensors,
-    dims: Heads,
-    layers: int,
-    inner: int,
-    vocab: int,
-    **more: Any,
-) -> Architecture:
-    """Return the Architecture of a decoder with a plain (not gated) MLP and full attention in every layer.
-
-    ``more`` holds further arguments of ``common.decoder``, among them ``gated`` and ``cache``, which override
-    the plain MLP and the full attention.
-    """
-    more.setdefault("gated", False)
-    more.setdefault("cache", common.full_layers(layers, dims))
-    cache = more.pop("cache")
-    return common.decoder(
-        fields, model_type, name, t, dims, cache, layers=layers, inner=inner, vocab=vocab, **more
-    )
-
-
-def _made(
-    fields: Fields, model_type: str, name: str, recipe: Recipe, dims: Heads, inner: int, **more: Any
-) -> Architecture:
-    """Return the Architecture of the model that ``recipe`` describes.
-
-    Unless ``more`` says otherwise, the model has a plain (not gated) MLP and full attention.
-    """
-    return finish(
-        fields, model_type, name, tensors_of(recipe), dims, len(recipe.layers), inner, recipe.embedding.rows,
-        recipe=recipe, **more,
-    )  # fmt: skip
+_made = partial(common.described, gated=False)
 
 
 def _norms(hidden: int, *names: str, kind: Any = "layer") -> tuple[Norm, ...]:
@@ -89,15 +42,12 @@ def gpt2(fields: Fields, model_type: str) -> Architecture:
     Its Conv1D modules store matrices as [in, out]. bitsandbytes transposes them and replaces them like
     nn.Linear.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * h, limit="width")
     tied = fields.boolean("tie_word_embeddings", True)
-    if fields.boolean("add_cross_attention", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: cross attention has no adapter", field="add_cross_attention"
-        )
+    common.refuse(fields, "add_cross_attention", why="the planner cannot build cross attention")
     behind = common.number(fields, "resid_pdrop", 0.1)
     attention = Attention(
         "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True, narrow=True,
@@ -123,7 +73,7 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
 
     Local layers see a window of ``window_size`` tokens.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
     inner = fields.integer("intermediate_size", 4 * h, limit="width")
@@ -148,7 +98,7 @@ def gpt_neo(fields: Fields, model_type: str) -> Architecture:
     )
     return _made(
         fields, model_type, "GPTNeoForCausalLM", recipe, dims, inner, max_model_len=positions,
-        cache=common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+        cache=common.cache_layers(kinds, window, dims),
     )  # fmt: skip
 
 
@@ -184,7 +134,7 @@ def gptj(
 
     CodeGen fuses the projections of q, k and v.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * h, limit="width")
@@ -217,7 +167,7 @@ def opt(fields: Fields, model_type: str) -> Architecture:
     The 350M model has an embedding narrower than the hidden size, projected to it, and norms after the residual
     additions.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
     inner = fields.integer("ffn_dim", limit="width")
@@ -254,7 +204,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
 
     There is no table of positions, so the architecture allows any length.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     tied = fields.boolean("tie_word_embeddings", True)
     fields.ignore("apply_residual_connection_post_layernorm", "slow_but_exact", "masked_softmax_fusion")
@@ -287,7 +237,7 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
 
 def mpt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an MPT model: ALiBi, no biases, attention options in ``attn_config``."""
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     # transformers always uses 4 as the MLP's expansion ratio, but engines read expansion_ratio.
     if fields.integer("expansion_ratio", 4, limit="width") != 4:
@@ -296,7 +246,7 @@ def mpt(fields: Fields, model_type: str) -> Architecture:
         )
     tied = fields.boolean("tie_word_embeddings", True)
     if not fields.boolean("no_bias", True):
-        raise UnsupportedArchitecture("false is not supported", field="no_bias")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="no_bias")
     options = fields.mapping("attn_config") or {}
     kv_heads = options.get("kv_n_heads") or dims.heads
     if options.get("attn_type") == "multiquery_attention":

@@ -5,40 +5,33 @@ Shapes follow transformers 5.19, models/gpt_bigcode/.
 
 from __future__ import annotations
 
-from tonnage.planner.errors import UnsupportedArchitecture
+from dataclasses import replace
+
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, Family
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
-from tonnage.planner.model.recipe import Attention, Embedding, Head, Heads, Mlp, Norm, Recipe, layer_of
+from tonnage.planner.model.recipe import Attention, Embedding, Head, Mlp, Norm, Recipe, layer_of
 from tonnage.planner.model.tensor import TensorSpec
 
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GPTBigCode model from its checked config."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, fields.name("hidden_size"), fields.name("num_attention_heads"))
-    head_size = hidden // heads
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     positions = fields.integer("max_position_embeddings", limit="positions")
     inner = fields.integer("n_inner", 4 * hidden, limit="width")
-    kv_heads = 1 if fields.boolean("multi_query", True) else heads
+    if fields.boolean("multi_query", True):
+        dims = replace(dims, kv_heads=1)
     fields.ignore("num_key_value_heads", "head_dim")
     tied = fields.boolean("tie_word_embeddings", True)
-    if fields.boolean("add_cross_attention", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: cross attention has no adapter", field="add_cross_attention"
-        )
+    common.refuse(fields, "add_cross_attention", why="the planner cannot build cross attention")
     fields.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
         "summary_first_dropout", "inference_runner", "validate_runner_input", "pre_allocate_kv_cache",
         "max_sequence_length", "max_batch_size", "pad_key_length", "activation_function",
     )  # fmt: skip
 
-    dims = Heads(hidden, heads, kv_heads, head_size)
     attention = Attention(
         "attn", dims, qkv="c_attn", out="c_proj", bias=True, out_bias=True,
         dropout=common.number(fields, "attn_pdrop", 0.1),
@@ -59,10 +52,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         ),
         (layer,) * layers, Norm("transformer.ln_f", hidden, "layer"), Head(tied, buffers=(mask,)),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "GPTBigCodeForCausalLM", tensors_of(recipe), dims,
-        common.full_layers(layers, dims), layers=layers, inner=inner, vocab=vocab, max_model_len=positions,
-        position_field=fields.name("max_position_embeddings"), gated=False, recipe=recipe,
+    return common.described(
+        fields, model_type, "GPTBigCodeForCausalLM", recipe, dims, inner, max_model_len=positions,
+        position_field=fields.name("max_position_embeddings"), gated=False,
     )  # fmt: skip
 
 

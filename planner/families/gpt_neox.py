@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, FileTraits
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import (  # fmt: skip
     Attention,
     Embedding,
     Head,
-    Heads,
     Mlp,
     Norm,
     Recipe,
@@ -24,19 +21,14 @@ from tonnage.planner.model.recipe import (  # fmt: skip
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GPT-NeoX model from its checked config."""
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    head_size = hidden // heads
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     inner = fields.integer("intermediate_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
     bias = fields.boolean("attention_bias", True)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("use_parallel_residual", "rotary_emb_base", "is_decoder", "classifier_dropout")
-    rotary = Rotary(_rotary_dim(fields, head_size), 1)
+    rotary = Rotary(int(dims.head_size * common.rotary_share(fields, 0.25, "rotary_pct")), 1)
 
-    dims = Heads(hidden, heads, heads, head_size)
     table = "gpt_neox.rotary_emb."
     attention = Attention(
         "attention", dims, qkv="query_key_value", out="dense", bias=bias, out_bias=bias,
@@ -55,23 +47,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         "gpt_neox.layers", Embedding("gpt_neox.embed_in", vocab, hidden, dropout=dropout), (layer,) * layers,
         Norm("gpt_neox.final_layer_norm", hidden, "layer"), Head(tied), (Table(table, rotary.dim),),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "GPTNeoXForCausalLM", tensors_of(recipe), dims, common.full_layers(layers, dims),
-        layers=layers, inner=inner, vocab=vocab, rotary=rotary, gated=False, recipe=recipe,
-    )  # fmt: skip
-
-
-def _rotary_dim(fields: Fields, head_size: int) -> int:
-    """Return how many values of each head are rotated: the fraction ``rotary_pct``, 0.25 by default."""
-    share = fields.number("rotary_pct", 0.25)
-    parameters = fields.raw("rope_parameters")
-    if isinstance(parameters, dict) and "partial_rotary_factor" in parameters:
-        share = parameters["partial_rotary_factor"]
-        if isinstance(share, bool) or not isinstance(share, int | float):
-            raise ConfigError(f"{shown(share)} is not a number", field="rope_parameters.partial_rotary_factor")
-    if not 0 < share <= 1:
-        raise ConfigError(f"{shown(share)} is not in (0, 1]", field="rotary_pct")
-    return int(head_size * share)
+    return common.described(
+        fields, model_type, "GPTNeoXForCausalLM", recipe, dims, inner, rotary=rotary, gated=False
+    )
 
 
 FAMILIES = {

@@ -6,22 +6,15 @@ and NewForSequenceClassification; --hf-overrides replaces them by vLLM's names, 
 
 from __future__ import annotations
 
-from typing import Any
-
-from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import text_length
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
 from tonnage.planner.families.seq2seq import Kind, wanted
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
-from tonnage.planner.model.fields import Fields, label_count, shown
+from tonnage.planner.model.fields import Fields, label_count
 from tonnage.planner.model.recipe import Heads
 
-_ONE_FORM = {
-    "position_embedding_type": ("rope",), "layer_norm_type": ("layer_norm",), "hidden_act": ("gelu",),
-    "pack_qkv": (True,),
-}  # fmt: skip
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "layer_norm_eps", "logn_attention_scale",
     "logn_attention_clip1", "unpad_inputs", "use_memory_efficient_attention", "classifier_dropout",
@@ -37,12 +30,12 @@ def build(fields: Fields, model_type: str) -> Architecture:
     )
     name, kind = wanted(fields, known, "GteNewModel")
     name = _CLASSIFIER if name.endswith("ForSequenceClassification") else "GteNewModel"
-    for field, values in _ONE_FORM.items():
-        if fields.raw(field) not in (None, *values):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(field))} is not supported", field=field)
-    hidden, heads, _, size = common.geometry(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    common.only(
+        fields, position_embedding_type="rope", layer_norm_type="layer_norm", hidden_act="gelu", pack_qkv=True
+    )
+    dims = common.heads_of(fields)
+    hidden, heads, size = dims.hidden, dims.heads, dims.head_size
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     types = fields.integer("type_vocab_size", 1, limit="vocab", minimum=0)
     positions = fields.integer("max_position_embeddings", limit="positions")
@@ -63,10 +56,9 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}pooler.dense", hidden, hidden, "mlp", bias=True)
         t.linear("classifier", label_count(fields), hidden, "head", bias=True)
     t.rotary(size, f"{at}embeddings.rotary_emb.")
-    more: dict[str, Any] = {"max_model_len": text_length(fields, positions), "kind": kind}
     return common.decoder(
         fields, model_type, name, t, Heads(hidden, heads, heads, size), (), layers=layers, inner=inner,
-        vocab=vocab, rotary=Rotary(size, 1), **more,
+        vocab=vocab, rotary=Rotary(size, 1), max_model_len=text_length(fields, positions), kind=kind,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def longest_edge(processor: Mapping[str, Any], default: int, where: str = FILES[
     if found is None:
         return default
     if type(found) is not int or not 0 < found < 1 << 40:
-        raise ConfigError(f"{shown(found)} is not a size", field=f"{where}.size.longest_edge")
+        raise ConfigError(f"{shown(found)} is not a number of pixels", field=f"{where}.size.longest_edge")
     return found
 
 
@@ -57,19 +57,9 @@ def qwen(
     With ``deepstack``, a qwen3 tower also gives the language model the outputs of some of its layers.
     """
     f = Fields(vision)
-    old, new = tower == "qwen2", tower == "qwen3"
-    hidden = f.integer(
-        "embed_dim" if old else "hidden_size", 1280 if old else 1152 if new else 3584, limit="width"
-    )
-    if old:
-        inner = hidden * f.integer("mlp_ratio", 4, limit="width")
-    else:
-        inner = f.integer("intermediate_size", 4304 if new else 3420, limit="width")
-    patch = f.integer("patch_size", 16 if new else 14, limit="width")
-    frames = f.integer("temporal_patch_size", 2, limit="width")
-    channels = f.integer("in_channels" if "in_channels" in vision else "in_chans", 3, limit="width")
+    hidden, inner, channels, frames, patch = towers.qwen_sizes(f, tower)
     deep = 0
-    if new and deepstack:
+    if tower == "qwen3" and deepstack:
         listed = f.raw("deepstack_visual_indexes")
         deep = 3 if listed is None else len(listed)
     image, video = _QWEN_PIXELS[tower]
@@ -108,7 +98,7 @@ def square(
     embedding.
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
+    v = towers.sizes(f, defaults)
     side = v["image_size"] // v["patch_size"]
     if not side:
         raise ConfigError(f"{v['image_size']} is smaller than patch_size", field="vision_config.image_size")
@@ -137,7 +127,7 @@ def pixtral(
     limit. For LLaVA the limit is the tower's image_size (PixtralHFEncoderInfo, models/pixtral.py).
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in defaults.items()}
+    v = towers.sizes(f, defaults)
     edge = v["image_size"] if fields is None else longest_edge(fields.mapping(FILES[0]) or {}, 1540)
     return Vision(
         "pixtral", v["hidden_size"], v["intermediate_size"], v["hidden_size"] // v["num_attention_heads"],
@@ -290,7 +280,7 @@ def llama4(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     The largest image is a column of tiles (get_image_size_with_most_features, models/mllama4.py).
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in towers.LLAMA4.items()}
+    v = towers.sizes(f, towers.LLAMA4)
     whole = (v["image_size"] // v["patch_size"]) ** 2
     ratio = f.number("pixel_shuffle_ratio", 0.5)
     if not 0.05 <= ratio <= 1:
@@ -312,7 +302,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     (models/minimax_m3/common/mm_preprocess.py, vision_tower.py; defaults of processors/minimax_m3.py).
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in towers.MINIMAX.items()}
+    v = towers.sizes(f, towers.MINIMAX)
     head = v["hidden_size"] // v["num_attention_heads"]
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
@@ -335,7 +325,7 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
     if edge is None:
         return pixels
     if type(edge) is not int or not 0 < edge < 1 << 20:
-        raise ConfigError(f"{shown(edge)} is not a size", field=f"{where}.max_long_side_pixel")
+        raise ConfigError(f"{shown(edge)} is not a side length in pixels", field=f"{where}.max_long_side_pixel")
     return min(edge * edge, 12_845_056 if where == FILES[0] else pixels)
 
 
@@ -347,8 +337,9 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
     (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio clip has up to 30 s.
     """
     f = Fields(vision)
-    v = {name: f.integer(name, default, limit="width") for name, default in towers.GEMMA4.items()}
-    most = f.integer("default_output_length", _soft(fields), limit="width")
+    v = towers.sizes(f, towers.GEMMA4)
+    soft = fields.integer("vision_soft_tokens_per_image", 280, limit="width")
+    most = f.integer("default_output_length", soft, limit="width")
     pooled = f.integer("pooling_kernel_size", 3, limit="width") ** 2
     others = (Item("video", 32 * (70 + 8), 32 * 70 * pooled, 32), Item("audio", 750))
     return Vision(
@@ -356,11 +347,6 @@ def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -
         v["patch_size"], 1, 3 * v["patch_size"] ** 2, width, "fixed", most, patches=most * pooled,
         places=v["position_embedding_size"], others=others if sound else others[:1],
     )  # fmt: skip
-
-
-def _soft(fields: Fields) -> int:
-    """Return Gemma 4's default number of image embeddings (soft tokens) per image."""
-    return fields.integer("vision_soft_tokens_per_image", 280, limit="width")
 
 
 def gemma3n(width: int) -> Vision:

@@ -14,8 +14,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.gpt import finish
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
@@ -77,15 +76,26 @@ class _Variant:
     class_name: str
     names: _Names
     text: str
-    tied: bool
-    biased: bool
+    tied: bool = False
+    biased: bool = True
+
+    def build(self, fields: Fields, model_type: str) -> Architecture:
+        """Return the architecture of an InternVL or Qianfan-OCR model with transformers' config fields."""
+        config = fields.mapping("text_config") or {}
+        kind = config.get("model_type", self.text)
+        text = text_of(fields, kind, config, tied=self.tied, either=self.tied)
+        t, at = Tensors("vision"), "model.multi_modal_projector"
+        tower = vision_of(fields)
+        hidden = _tower(t, "model.vision_tower", tower, self.names, biased=self.biased)
+        modules = (f"{at}.layer_norm", f"{at}.linear_1", f"{at}.linear_2")
+        _connector(t, modules, fields, hidden, text.hidden_size)
+        return joined(text, model_type, self.class_name, t)
 
 
 def internlm2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an InternLM2 model, whose q, k and v projections are one matrix."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
@@ -95,13 +105,12 @@ def internlm2(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "model.layers"):
         t.fused_attention(f"{at}.attention", dims, qkv="wqkv", out="wo", bias=bias, out_bias=bias)
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
-        t.norm(f"{at}.attention_norm", dims.hidden)
-        t.norm(f"{at}.ffn_norm", dims.hidden)
+        t.norms(at, dims.hidden, "attention_norm", "ffn_norm")
     t.norm("model.norm", dims.hidden)
     t.head("output", vocab, dims.hidden, "model.tok_embeddings.weight" if tied else None)
     t.rotary(dims.head_size, "model.rotary_emb.")
-    return finish(
-        fields, model_type, "InternLM2ForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "InternLM2ForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -123,8 +132,7 @@ def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, bia
     ``names`` are the names of its modules. ``biased`` is the default of attention_bias.
     """
     v = Fields(config)
-    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
-    sizes = {name: v.integer(name, size, limit=limits.get(name, "width")) for name, size in _DEFAULTS.items()}
+    sizes = towers.sizes(v, _DEFAULTS)
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     common.divisible(hidden, sizes["num_attention_heads"], "hidden_size", "num_attention_heads")
     patch = _side(v, "patch_size", 14)
@@ -150,8 +158,7 @@ def _tower(t: Tensors, at: str, config: Mapping[str, Any], names: _Names, *, bia
             for name in ("q_norm", "k_norm"):
                 t.norm(f"{here}.{names.output.partition('.')[0]}.{name}", hidden)
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-        for name in names.norms:
-            t.norm(f"{here}.{name}", hidden, form)
+        t.norms(here, hidden, *names.norms, kind=form)
         for name in names.scales:
             t.add(f"{here}.{name}", (hidden,), "vision", "VisionLayer")
     return hidden
@@ -174,20 +181,6 @@ def _connector(t: Tensors, modules: tuple[str, str, str], fields: Fields, hidden
     t.linear(second, out, out, bias=True)
 
 
-def internvl(fields: Fields, model_type: str, *, variant: _Variant) -> Architecture:
-    """Return the architecture of an InternVL or Qianfan-OCR model with transformers' config fields."""
-    config = fields.mapping("text_config") or {}
-    kind = config.get("model_type", variant.text)
-    text = text_of(fields, kind, config, tied=variant.tied, either=variant.tied)
-    t = Tensors()
-    t.role = "vision"
-    tower = fields.mapping("vision_config") or {}
-    hidden = _tower(t, "model.vision_tower", tower, variant.names, biased=variant.biased)
-    at = "model.multi_modal_projector"
-    _connector(t, (f"{at}.layer_norm", f"{at}.linear_1", f"{at}.linear_2"), fields, hidden, text.hidden_size)
-    return joined(text, model_type, variant.class_name, t)
-
-
 def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternVLChatModel") -> Architecture:
     """Return the architecture of an InternVL 1.5 to 3.5 model with the published field names (llm_config).
 
@@ -200,50 +193,25 @@ def internvl_chat(fields: Fields, model_type: str, *, class_name: str = "InternV
     if not isinstance(kind, str):
         raise ConfigError(f"{shown(kind)} is not a string", field="llm_config.model_type")
     text = build_text(config, kind)
-    fields.ignore("tie_word_embeddings")  # the language model's config decides
-    t = Tensors()
-    t.role = "vision"
-    hidden = _tower(t, "vision_model", fields.mapping("vision_config") or {}, _PUBLISHED)
+    fields.ignore("tie_word_embeddings")  # the language model's config decides if the head is tied
+    t = Tensors("vision")
+    hidden = _tower(t, "vision_model", vision_of(fields), _PUBLISHED)
     _connector(t, ("mlp1.0", "mlp1.1", "mlp1.3"), fields, hidden, text.hidden_size)
     return joined(text, model_type, class_name, t, "language_model.model.")
 
 
+_family = partial(Family, ignored=_TOP, files=RENAMED)
 FAMILIES = {
     "internlm2": Family(internlm2, files=RENAMED),
-    "internvl": Family(
-        partial(
-            internvl,
-            variant=_Variant("InternVLForConditionalGeneration", _TRANSFORMERS, "qwen2", True, False),
-        ),
-        ignored=_TOP,
-        files=RENAMED,
+    "internvl": _family(
+        _Variant("InternVLForConditionalGeneration", _TRANSFORMERS, "qwen2", tied=True, biased=False).build
     ),
-    "qianfan_ocr": Family(
-        partial(
-            internvl,
-            variant=_Variant(
-                "QianfanOCRForConditionalGeneration",
-                replace(_TRANSFORMERS, layers="layers"),
-                "qwen3",
-                False,
-                True,
-            ),
-        ),
-        ignored=_TOP,
-        files=RENAMED,
+    "qianfan_ocr": _family(
+        _Variant("QianfanOCRForConditionalGeneration", replace(_TRANSFORMERS, layers="layers"), "qwen3").build
     ),
     # Intern-S1 has InternVL's tower and connector in front of a Qwen3 model (models/interns1.py of vLLM 0.32)
-    "interns1": Family(
-        partial(
-            internvl,
-            variant=_Variant("InternS1ForConditionalGeneration", _TRANSFORMERS, "qwen3", False, True),
-        ),
-        ignored=_TOP,
-        files=RENAMED,
-    ),
-    "internvl_chat": Family(internvl_chat, ignored=_TOP, files=RENAMED),
-    "h2ovl_chat": Family(partial(internvl_chat, class_name="H2OVLChatModel"), ignored=_TOP, files=RENAMED),
-    "skywork_chat": Family(
-        partial(internvl_chat, class_name="SkyworkR1VChatModel"), ignored=_TOP, files=RENAMED
-    ),
+    "interns1": _family(_Variant("InternS1ForConditionalGeneration", _TRANSFORMERS, "qwen3").build),
+    "internvl_chat": _family(internvl_chat),
+    "h2ovl_chat": _family(partial(internvl_chat, class_name="H2OVLChatModel")),
+    "skywork_chat": _family(partial(internvl_chat, class_name="SkyworkR1VChatModel")),
 }

@@ -19,14 +19,13 @@ _KINDS = ("conv", "full_attention", "sliding_attention")
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM3 model from its checked config."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     kernel = fields.integer("conv_L_cache", 7, limit="width")
     conv_bias, bias = fields.boolean("conv_bias", False), fields.boolean("attention_bias", False)
     sandwich, gated = fields.boolean("use_sandwich_norm", True), fields.boolean("use_attention_gate", True)
     tied = fields.boolean("tie_word_embeddings", True)
-    window = common.window_of(fields) if "sliding_window" in fields.config else 256
+    window = common.window_of(fields, 256)
     kinds = _kinds(fields, layers)
     attending = tuple(kind for kind in kinds if kind != "conv")
     tables = tables_by_kind(fields, attending)
@@ -43,20 +42,11 @@ def build(fields: Fields, model_type: str) -> Architecture:
             t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")
             if gated:
                 t.linear(f"{at}.self_attn.g_proj", dims.heads, dims.hidden, shard="column")
-            if kinds[i] == "full_attention":
-                cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
-            elif window is None:
-                raise ConfigError(
-                    f"layer {i} is sliding_attention but there is no window", field="sliding_window"
-                )
-            else:
-                cache.append(CacheLayer(i, "sliding", window, dims.kv_heads, dims.head_size))
+            cache.append(common.cache_layer(i, kinds[i], window, dims))
         t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner, names=("w1", "w3", "w2"))
-        for name in norms:
-            t.norm(f"{at}.{name}", dims.hidden)
+        t.norms(at, dims.hidden, *norms)
     t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    for table in tables:
-        t.rotary(dims.head_size, f"model.rotary_emb.{table}")
+    t.rotary(dims.head_size, *(f"model.rotary_emb.{table}" for table in tables))
     return common.decoder(
         fields, model_type, "Lfm3ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, len(tables)) if tables else None,

@@ -16,10 +16,10 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, RENAMED, Family, VLLMTraits
+from tonnage.planner.families.moe_layers import sparse_layers, stepped_layers
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary, StateTensor
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Delta:
 
     @property
     def keys(self) -> int:
-        """Return the number of key values of all heads together."""
+        """Return the width of the key of one token: number of key heads times key head size."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Return the number of value elements of all heads together."""
+        """Return the width of the value of one token: number of value heads times value head size."""
         return self.value_heads * self.value_size
 
 
@@ -48,8 +48,6 @@ def qwen(
     fields: Fields, model_type: str, *, class_name: str, moe: bool = True, fused: bool = False
 ) -> Architecture:
     """Return the architecture of Qwen3-Next or Qwen3.5 from its checked config.
-
-    The query projection has twice the rows, because it also computes the output gate.
 
     Args:
         fields: the config.
@@ -68,14 +66,15 @@ def qwen(
         fields.integer("linear_conv_kernel_dim", 4, limit="width"),
     )
     common.divisible(d.value_heads, d.key_heads, "linear_num_value_heads", "linear_num_key_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
-    full = full_of(fields, layers, fields.integer("full_attention_interval", 4, limit="layers"))
+    interval = fields.integer("full_attention_interval", 4, limit="layers")
+    listed = fields.listed("layer_types", layers, _KINDS)
+    full = listed or tuple((i + 1) % interval == 0 for i in range(layers))
     if fields.boolean("attn_output_gate", True) is False:
-        raise UnsupportedArchitecture("false is not supported", field="attn_output_gate")
-    state_dtype = _state_dtype(fields)
+        raise UnsupportedArchitecture("false is not supported; only true is", field="attn_output_gate")
+    state_dtype = common.dtype_of(fields, "mamba_ssm_dtype")
     experts = _QwenExperts.read(fields, layers) if moe else None
     inner = fields.integer("intermediate_size", 5632 if moe else None, limit="width")
     fields.ignore(
@@ -87,17 +86,7 @@ def qwen(
     cache = []
     for i, at in t.layers(layers, "model.layers"):
         if full[i]:
-            kv = dims.kv_heads * dims.head_size
-            q = dims.heads * dims.head_size
-            for name, rows, own in (
-                ("q_proj", 2 * q, (0, 0)),
-                ("k_proj", kv, (kv, dims.kv_heads)),
-                ("v_proj", kv, (kv, dims.kv_heads)),
-            ):  # fmt: skip
-                t.linear(f"{at}.self_attn.{name}", rows, dims.hidden, bias=bias, shard="column", kv=own)
-            t.linear(f"{at}.self_attn.o_proj", dims.hidden, q, bias=bias, shard="row")
-            t.norm(f"{at}.self_attn.q_norm", dims.head_size)
-            t.norm(f"{at}.self_attn.k_norm", dims.head_size)
+            t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head", gated=True)
             cache.append(CacheLayer(i, "full", None, dims.kv_heads, dims.head_size))
         else:
             delta_net(t, f"{at}.linear_attn", d, fused=fused)
@@ -118,14 +107,6 @@ def qwen(
     )  # fmt: skip
 
 
-def _state_dtype(fields: Fields) -> str | None:
-    """Return the dtype of the recurrent state, from the config field ``mamba_ssm_dtype``, or None."""
-    value = fields.raw("mamba_ssm_dtype")
-    if value not in (None, "float32", "bfloat16", "float16"):
-        raise ConfigError(f"{shown(value)} is not float32, bfloat16 or float16", field="mamba_ssm_dtype")
-    return value if isinstance(value, str) else None
-
-
 def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
     """Add the tensors of one gated delta net below module ``at``.
 
@@ -135,7 +116,7 @@ def delta_net(t: Tensors, at: str, d: Delta, *, fused: bool) -> None:
     for name in ("dt_bias", "A_log"):
         t.add(f"{at}.{name}", (d.value_heads,), "mixer", "GatedDeltaNet", shard=0)
     channels = 2 * d.keys + d.values
-    t.add(f"{at}.conv1d.weight", (channels, 1, d.kernel), "mixer", "Conv1d", shard=0)
+    t.conv1d(f"{at}.conv1d", channels, d.kernel)
     if fused:
         t.linear(f"{at}.in_proj_qkvz", channels + d.values, d.hidden, "mixer", shard="column")
         t.linear(f"{at}.in_proj_ba", 2 * d.value_heads, d.hidden, "mixer", shard="column")
@@ -173,22 +154,18 @@ class _QwenExperts:
     @classmethod
     def read(cls, fields: Fields, layers: int) -> _QwenExperts:
         """Return the numbers and sizes of the routed and shared experts, from the config."""
-        step = fields.integer("decoder_sparse_step", 1, limit="layers")
-        dense = fields.raw("mlp_only_layers") or []
-        if not isinstance(dense, list):
-            raise ConfigError(f"{shown(dense)} is not a list of layer indices", field="mlp_only_layers")
-        plain = common.numbers_in(dense)
+        sparse = stepped_layers(fields, layers)
         return cls(
             fields.integer("num_experts", limit="width"),
             fields.integer("num_experts_per_tok", limit="width"),
             fields.integer("moe_intermediate_size", limit="width"),
             fields.integer("shared_expert_intermediate_size", limit="width"),
-            tuple(i not in plain and (i + 1) % step == 0 for i in range(layers)),
+            sparse,
         )
 
     @property
     def widest(self) -> int:
-        """Return the MLP width used per token: the selected experts and the shared expert."""
+        """Return the MLP width that one token uses: the selected experts' and the shared expert's together."""
         return self.chosen * self.inner + self.shared
 
     def add(self, t: Tensors, at: str, hidden: int) -> None:
@@ -202,39 +179,23 @@ class _QwenExperts:
 _KINDS = {"linear_attention": False, "full_attention": True}
 
 
-def full_of(fields: Fields, layers: int, interval: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has full attention (if not, linear attention).
-
-    The config field ``layer_types`` states it. Without this field, every ``interval``-th layer has full
-    attention.
-    """
-    listed = fields.listed("layer_types", layers, _KINDS)
-    return listed or tuple((i + 1) % interval == 0 for i in range(layers))
-
-
 def kimi(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Kimi Linear model from its checked config.
 
     Most layers have Kimi delta attention, the others latent attention; the first layer has a dense MLP.
     """
     d = mla.read_latent(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     heads, size, kernel, full = _kimi_linear(fields, layers)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_token", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    count, chosen = common.widths(fields, "num_experts", "num_experts_per_token")
+    inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
     shared = inner * (fields.optional_integer("num_shared_experts", 0, limit="width", minimum=0) or 0)
     bias = fields.boolean("attention_bias", False)
     tied = common.never_tied(fields)
-    common.every_layer_routes(fields)
-    sparse = common.sparse_layers(fields, layers, 1)
-    for name in ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(
-                f"{shown(fields.raw(name))} is not supported: the code that reads it is not public", field=name
-            )
+    common.only(fields, moe_layer_freq=1)
+    sparse = sparse_layers(fields, layers, 1)
+    unknown = ("routed_expert_hidden_size", "attn_res_block_size", "mla_use_output_gate")
+    common.refuse(fields, *unknown, why="the code that reads it is not public")
     fields.ignore("num_expert_group", "moe_renormalize", "model_max_length", "head_dim")
     fields.ignore("linear_attn_config", "moe_router_activation_func", "use_grouped_topk", "mla_use_nope")
     fields.ignore("num_nextn_predict_layers", "max_position_embeddings")
@@ -261,18 +222,20 @@ def kimi(fields: Fields, model_type: str) -> Architecture:
         if shared:
             t.gated_mlp(f"{at}.mlp.shared_experts", d.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, d.hidden, tied)
-    positions = (
-        "model_max_length"
-        if fields.config.get("max_position_embeddings") is None
-        else "max_position_embeddings"
-    )
+    positions = position_field(fields)
     return common.decoder(
         fields, "kimi_linear", "KimiLinearForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
+        mla.heads_of(d),
         tuple(cache), layers=layers, inner=max(chosen * inner + shared, dense), vocab=vocab, experts=count,
         experts_per_token=chosen, max_model_len=fields.integer(positions, limit="positions"),
         position_field=positions,
     )  # fmt: skip
+
+
+def position_field(fields: Fields) -> str:
+    """Return the config field of the maximum length: max_position_embeddings if set, else model_max_length."""
+    name = "max_position_embeddings"
+    return "model_max_length" if fields.config.get(name) is None else name
 
 
 def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -> None:
@@ -280,7 +243,7 @@ def _kda(t: Tensors, at: str, hidden: int, heads: int, size: int, kernel: int) -
     proj = heads * size
     for name in ("q_proj", "k_proj", "v_proj"):
         t.linear(f"{at}.{name}", proj, hidden, "mixer", shard="column")
-    t.add(f"{at}.conv1d.weight", (3 * proj, 1, kernel), "mixer", "Conv1d", shard=0)
+    t.conv1d(f"{at}.conv1d", 3 * proj, kernel)
     t.add(f"{at}.forget_gate.dt_bias", (proj,), "mixer", "KimiLinearForgetGate", shard=0)
     t.add(f"{at}.forget_gate.A_log", (1, 1, heads, 1), "mixer", "KimiLinearForgetGate", shard=2)
     t.linear(f"{at}.forget_gate.f_a_proj", size, hidden, "mixer")
@@ -300,7 +263,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # By default of the config class, layers 4, 8, 12 and so on (counted from 0) have full attention.
+        # The config class gives full attention to layers 4, 8, 12 and so on (counted from 0) by default.
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -328,14 +291,13 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
     Its lightning attention keeps one fp32 matrix per head and sequence.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 2, limit="width")
     inner = fields.integer("intermediate_size", limit="width")
     block = fields.integer("block_size", 256, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
-    # config field of files on the Hugging Face hub, with a number per layer: 1 means full attention
+    # Files on the Hugging Face hub state a number per layer: 1 is full attention, 0 lightning attention.
     listed = fields.raw("attn_type_list")
     if fields.raw("layer_types") is None and isinstance(listed, list) and len(listed) == layers:
         full = tuple(bool(kind) for kind in listed)
@@ -385,8 +347,7 @@ def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
     In LFM2-MoE the layers from ``num_dense_layers`` on have routed experts.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     kernel = fields.integer("conv_L_cache", 3, limit="width")
     conv_bias = fields.boolean("conv_bias", False)
     tied = fields.boolean(
@@ -422,8 +383,7 @@ def lfm2(fields: Fields, model_type: str, *, moe: bool = False) -> Architecture:
             t.router(f"{at}.feed_forward.gate", count, dims.hidden)
             t.experts(f"{at}.feed_forward.experts", count, dims.hidden, expert)
             t.correction_bias(f"{at}.feed_forward.expert_bias", (count,))
-        t.norm(f"{at}.operator_norm", dims.hidden)
-        t.norm(f"{at}.ffn_norm", dims.hidden)
+        t.norms(at, dims.hidden, "operator_norm", "ffn_norm")
     t.close("model.embedding_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
     name = "Lfm2MoeForCausalLM" if moe else "Lfm2ForCausalLM"
@@ -476,7 +436,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        # class name in text-only checkpoints of a pruned model
+        # Text-only checkpoints of a pruned model name this multimodal class.
         first_class="Qwen3_5MoeForConditionalGeneration",
         vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),

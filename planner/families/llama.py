@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families.dense import DenseVariant, SwitchedNorms, thetas, with_sinks
+from tonnage.planner.families import common
+from tonnage.planner.families.dense import DenseVariant, SwitchedNorms, with_sinks
 from tonnage.planner.families.family import (
     LORA_ON_VOCABULARY,
     QV,
@@ -20,7 +21,7 @@ from tonnage.planner.families.family import (
     VLLMTraits,
 )
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Attention, Layer, Mlp, Norm
 from tonnage.planner.model.tensor import Role, TensorSpec
 
@@ -31,7 +32,7 @@ _FUSED = ("gate_up_proj", "down_proj")
 
 
 def _granite(name: str) -> DenseVariant:
-    """Return Llama's options, with biases if the config fields ``attention_bias`` and ``mlp_bias`` are true."""
+    """Return Llama's options for the class ``name``, with biases by ``attention_bias`` and ``mlp_bias``."""
     return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
@@ -48,11 +49,8 @@ def _granite_swa(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a dense Granite model with sliding windows and sinks."""
     if fields.raw("layer_types") is None:
         raise ConfigError("missing", field="layer_types")
-    tables = thetas(fields)
     variant = replace(_granite("GraniteSWAForCausalLM"), window="pattern", default_window=128, tied=True)
-    found = with_sinks(variant.build(fields, model_type))
-    rotary = found.rotary
-    return found if rotary is None else replace(found, rotary=replace(rotary, tables=tables))
+    return with_sinks(variant.build(fields, model_type), fields)
 
 
 def _internlm3(fields: Fields, model_type: str) -> Architecture:
@@ -64,7 +62,7 @@ def _internlm3(fields: Fields, model_type: str) -> Architecture:
     name = "attention_bias"
     if fields.boolean(name, False) != fields.boolean("mlp_bias", False):
         raise UnsupportedArchitecture(
-            "differs from the bias of the other projections, which transformers does not build",
+            "differs from mlp_bias, but transformers' class has one option for both biases",
             field=fields.name(name),
         )
     return _granite("LlamaForCausalLM").build(fields, model_type)
@@ -75,9 +73,7 @@ def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
 
     A config option that Llama's classes lack raises an error; no published config sets one.
     """
-    for name in ("clip_qkv", "use_sliding_window"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "clip_qkv", "use_sliding_window")
     return _granite("LlamaForCausalLM").build(fields, model_type)
 
 
@@ -282,7 +278,8 @@ FAMILIES = {
             default_window=4096,
             ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
         ).build,
-        leftovers={  # fields of Command R7B, released before the field sliding_window_pattern existed
+        # Command R7B has these fields; it was released before the field sliding_window_pattern existed.
+        leftovers={
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),
         },

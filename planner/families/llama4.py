@@ -1,6 +1,6 @@
 """Llama 4 (text model): most layers have chunked attention, and the MLP has routed experts and a shared expert.
 
-Shapes follow transformers 5.19, models/llama4/; the multimodal files are in multimodal.py.
+Shapes follow transformers 5.19, models/llama4/; the multimodal Llama 4 is in moe_vision.py.
 """
 
 from __future__ import annotations
@@ -19,21 +19,14 @@ def build(fields: Fields, model_type: str) -> Architecture:
     Three of four layers have chunked attention; the experts' matrices are stored as [experts, in, out].
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 1, limit="width")
-    inner = fields.integer("intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size_mlp", limit="width")
+    inner, dense = common.widths(fields, "intermediate_size", "intermediate_size_mlp")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     step = fields.integer("interleave_moe_layer_step", 1, limit="layers")
-    listed = fields.raw("moe_layers")
-    if listed is None:
-        listed = list(range(step - 1, layers, step))
-    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < layers for i in listed):
-        raise ConfigError(f"{shown(listed)} is not a list of layer indices", field="moe_layers")
-    routes = common.numbers_in(listed)
+    routes = common.layer_indices(fields, "moe_layers", layers, list(range(step - 1, layers, step)))
     kinds, chunk = _chunked(fields, layers)
     # The norm of q and k has no weights, so use_qk_norm changes no shape.
     fields.ignore("use_qk_norm", "for_llm_compressor")

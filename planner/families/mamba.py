@@ -67,9 +67,7 @@ class Mamba2:
         """Add the Mamba-2 mixer's tensors below module ``at``."""
         for name in ("dt_bias", "A_log", "D"):
             t.add(f"{at}.{name}", (self.heads,), "mixer", "Mamba2Mixer", shard=0)
-        t.add(f"{at}.conv1d.weight", (self.channels, 1, self.kernel), "mixer", "Conv1d", shard=0)
-        if self.conv_bias:
-            t.add(f"{at}.conv1d.bias", (self.channels,), "mixer", "Conv1d", shard=0)
+        t.conv1d(f"{at}.conv1d", self.channels, self.kernel, bias=self.conv_bias)
         rows = self.inner + self.channels + self.heads
         t.linear(f"{at}.in_proj", rows, self.hidden, "mixer", bias=self.proj_bias, shard="column")
         if self.norm:
@@ -77,16 +75,13 @@ class Mamba2:
         out_bias = self.proj_bias if self.out_bias is None else self.out_bias
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=out_bias, shard="row")
 
-    def states(self) -> tuple[StateTensor, ...]:
-        """Return a Mamba-2 mixer's state tensors per sequence: convolution state and recurrent state."""
-        return (
+    def cache(self, layer: int) -> CacheLayer:
+        """Return layer ``layer``'s cache entry: convolution and recurrent state of its Mamba-2 mixer."""
+        states = (
             StateTensor("conv", (self.kernel - 1, self.channels), shard_dim=1),
             StateTensor("ssm", (self.heads, self.head_size, self.state), self.dtype, chunk=self.chunk),
         )
-
-    def cache(self, layer: int) -> CacheLayer:
-        """Return layer ``layer``'s cache entry: the state tensors of its Mamba-2 mixer, per sequence."""
-        return CacheLayer(layer, "state", None, 0, 0, states=self.states())
+        return CacheLayer(layer, "state", None, 0, 0, states=states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +101,17 @@ class Mamba1:
         """Add the Mamba-1 mixer's tensors below module ``at``."""
         t.add(f"{at}.A_log", (self.inner, self.state), "mixer", "MambaMixer", shard=0)
         t.add(f"{at}.D", (self.inner,), "mixer", "MambaMixer", shard=0)
-        t.add(f"{at}.conv1d.weight", (self.inner, 1, self.kernel), "mixer", "Conv1d", shard=0)
-        if self.conv_bias:
-            t.add(f"{at}.conv1d.bias", (self.inner,), "mixer", "Conv1d", shard=0)
+        t.conv1d(f"{at}.conv1d", self.inner, self.kernel, bias=self.conv_bias)
         t.linear(f"{at}.in_proj", 2 * self.inner, self.hidden, "mixer", bias=self.proj_bias, shard="column")
         t.linear(f"{at}.x_proj", self.rank + 2 * self.state, self.inner, "mixer", shard="row")
         t.linear(f"{at}.dt_proj", self.inner, self.rank, "mixer", bias=True, shard="column")
         t.linear(f"{at}.out_proj", self.hidden, self.inner, "mixer", bias=self.proj_bias, shard="row")
         if self.norms:
             t.norm(f"{at}.dt_layernorm", self.rank)
-            t.norm(f"{at}.b_layernorm", self.state)
-            t.norm(f"{at}.c_layernorm", self.state)
+            t.norms(at, self.state, "b_layernorm", "c_layernorm")
 
     def cache(self, layer: int) -> CacheLayer:
-        """Return layer ``layer``'s cache entry: the state tensors of its Mamba-1 mixer, per sequence."""
+        """Return layer ``layer``'s cache entry: convolution and recurrent state of its Mamba-1 mixer."""
         states = (
             StateTensor("conv", (self.kernel - 1, self.inner), shard_dim=1),
             StateTensor("ssm", (self.inner, self.state)),
@@ -170,8 +162,7 @@ def build(
         normed: whether dt, B and C have norms without learned weights.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     mixer = mixer_of(fields, hidden)
     tied = fields.boolean("tie_word_embeddings", tied)
     t = Tensors()

@@ -18,11 +18,14 @@ from tonnage.planner.model.fields import LIMITS, Fields, shown
 from tonnage.planner.model.recipe import Heads
 
 
-def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
-    """Return the Mamba-2 mixer that the mamba_* fields of Bamba, Granite hybrid or Falcon-H1 describe."""
+def _mamba2_of(fields: Fields, hidden: int, *, falcon: bool = False) -> Mamba2:
+    """Return the Mamba-2 mixer of a Bamba, Granite hybrid or, with ``falcon``, a Falcon-H1 config.
+
+    Only Falcon-H1 states the mixer's width and whether the mixer has a norm.
+    """
     inner = fields.integer("mamba_expand", 2, limit="width") * hidden
-    stated = fields.optional_integer("mamba_d_ssm", limit="width") if names.get("ssm") else None
-    inner = stated or inner
+    if falcon:
+        inner = fields.integer("mamba_d_ssm", inner, limit="width")
     heads = fields.integer("mamba_n_heads", 128, limit="heads")
     head_size = auto(fields, "mamba_d_head", inner // heads)
     if heads * head_size != inner:
@@ -34,7 +37,7 @@ def _mamba2_of(fields: Fields, hidden: int, **names: str) -> Mamba2:
         hidden, heads, head_size, fields.integer("mamba_n_groups", 1, limit="heads"),
         fields.integer("mamba_d_state", 256, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
         inner, fields.boolean("mamba_proj_bias", False), fields.boolean("mamba_conv_bias", True),
-        fields.boolean("mamba_rms_norm", False) if names.get("ssm") else True,
+        not falcon or fields.boolean("mamba_rms_norm", False),
         chunk=chunk_of(fields, "mamba_chunk_size"),
     )  # fmt: skip
 
@@ -46,8 +49,7 @@ def bamba(fields: Fields, model_type: str, *, granite: bool = False) -> Architec
     routed experts and a shared expert follow instead.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     mlp_bias = not granite and fields.boolean("mlp_bias", False)
@@ -112,14 +114,13 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
     Every layer runs Mamba-2 and attention in parallel, so it has both a state and a KV cache.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     mlp_bias = fields.boolean("mlp_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     mixer = replace(
-        _mamba2_of(fields, dims.hidden, ssm="mamba_d_ssm"), out_bias=fields.boolean("projectors_bias", False)
+        _mamba2_of(fields, dims.hidden, falcon=True), out_bias=fields.boolean("projectors_bias", False)
     )
     fields.ignore(
         "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier",
@@ -134,8 +135,7 @@ def falcon_h1(fields: Fields, model_type: str) -> Architecture:
         rows = mixer.inner + mixer.channels + mixer.heads
         t.buffer(f"{at}.mamba.mup_vector", (1, 1, rows), "FalconH1Mixer", None)
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+        t.norms(at, dims.hidden, "input_layernorm", "pre_ff_layernorm")
         cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size), mixer.cache(i)]
     t.close("model.final_layernorm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
@@ -151,8 +151,7 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
     There are no rotary positions.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     count = fields.integer("num_experts", 16, limit="width")
     chosen = fields.integer("num_experts_per_tok", 2, limit="width")
@@ -182,8 +181,7 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
             t.experts(f"{at}.feed_forward.experts", count, dims.hidden, inner)
         else:
             t.gated_mlp(f"{at}.feed_forward", dims.hidden, inner)
-        t.norm(f"{at}.input_layernorm", dims.hidden)
-        t.norm(f"{at}.pre_ff_layernorm", dims.hidden)
+        t.norms(at, dims.hidden, "input_layernorm", "pre_ff_layernorm")
     t.close("model.final_layernorm", "model.embed_tokens", vocab, dims.hidden, tied)
     return common.decoder(
         fields, model_type, "JambaForCausalLM", t, dims, tuple(cache), layers=layers, inner=chosen * inner,
@@ -218,15 +216,14 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     layers, vocab = len(kinds), fields.integer("vocab_size", limit="vocab")
     mamba_heads = fields.integer("mamba_num_heads", 128, limit="heads")
     size = fields.integer("mamba_head_dim", 64, limit="width")
-    dtype = fields.raw("mamba_ssm_cache_dtype")
-    if dtype not in (None, "auto", "float32", "float16", "bfloat16"):
-        raise ConfigError(f"{shown(dtype)} is not float32, float16 or bfloat16", field="mamba_ssm_cache_dtype")
+    name = "mamba_ssm_cache_dtype"
+    dtype = None if fields.raw(name) == "auto" else common.dtype_of(fields, name)
     bias = fields.boolean("use_bias", False)
     mixer = Mamba2(
         hidden, mamba_heads, size, fields.integer("n_groups", 8, limit="heads"),
         fields.integer("ssm_state_size", 128, limit="width"), fields.integer("conv_kernel", 4, limit="width"),
         mamba_heads * size, bias, fields.boolean("use_conv_bias", True),
-        dtype=None if dtype == "auto" else dtype, chunk=chunk_of(fields, default=128),
+        dtype=dtype, chunk=chunk_of(fields, default=128),
     )  # fmt: skip
     mlp_bias = fields.boolean("mlp_bias", False)
     tied = common.never_tied(fields)
@@ -247,10 +244,9 @@ def nemotron_h(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embeddings", vocab, hidden)
     cache = []
-    for i, kind in enumerate(kinds):
-        t.layer = i
-        at = f"model.layers.{i}.mixer"
-        t.norm(f"model.layers.{i}.norm", hidden)
+    for i, layer in t.layers(layers, "model.layers"):
+        kind, at = kinds[i], f"{layer}.mixer"
+        t.norm(f"{layer}.norm", hidden)
         if kind == "M":
             mixer.add(t, at)
             cache.append(mixer.cache(i))
@@ -291,14 +287,15 @@ def _nemotron_kinds(fields: Fields) -> str:
         listed = fields.raw("layers_block_type")
         known = isinstance(listed, list) and all(isinstance(kind, str) and kind in letters for kind in listed)
         if not known or not listed:
-            raise ConfigError(f"{shown(listed)} is not a list of known layer kinds", field="layers_block_type")
+            raise ConfigError(f"{shown(listed)} does not list {', '.join(letters)}", field="layers_block_type")
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
         raise ConfigError(f"{shown(pattern)} is not a string of M, *, - and E", field="hybrid_override_pattern")
     stated = fields.optional_integer("num_hidden_layers", limit="layers")
     if len(pattern) > LIMITS["layers"]:
         raise ConfigError(
-            f"{len(pattern):,} layers are more than {LIMITS['layers']:,}", field="num_hidden_layers"
+            f"{len(pattern):,} layers are more than the limit of {LIMITS['layers']:,}",
+            field="num_hidden_layers",
         )
     if stated not in (None, len(pattern)):
         raise ConfigError(f"{stated} contradicts a pattern of {len(pattern)} layers", field="num_hidden_layers")

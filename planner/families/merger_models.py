@@ -5,11 +5,11 @@ Shapes follow transformers 5.23, models/<family>/. Only the text model has a KV 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
@@ -23,93 +23,77 @@ _TOP = (
 )  # fmt: skip
 
 
-def _glm_tower(t: Tensors, at: str, v: Fields) -> None:
-    """Add the tensors of GLM-4V's vision tower.
+# Default sizes of the vision towers, from the vision config classes of transformers 5.23
+_GLM_OCR = {
+    "hidden_size": 1024, "num_heads": 16, "patch_size": 14, "temporal_patch_size": 2, "in_channels": 3,
+    "out_hidden_size": 1536, "intermediate_size": 4096, "spatial_merge_size": 2, "depth": 24,
+}  # fmt: skip
+_GLM4V = {
+    **_GLM_OCR, "hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096, "intermediate_size": 13696,
+    "image_size": 336,
+}  # fmt: skip
+_EXAONE = {
+    **_GLM_OCR, "hidden_size": 3584, "num_key_value_heads": 8, "out_hidden_size": 3584,
+    "intermediate_size": 3420, "depth": 32,
+}  # fmt: skip
+
+
+def _glm_tower(t: Tensors, at: str, f: Fields, *, ocr: bool = False) -> None:
+    """Add the tensors of GLM-4V's vision tower or, with ``ocr``, of GLM-OCR's.
 
     It has a patch embedding over two frames, layers with a fused qkv projection, a strided convolution and a
-    merger.
+    merger. GLM-OCR's tower has no position embeddings, but norms of Q and K, and biases by default.
     """
-    hidden, heads = v.integer("hidden_size", 1536, limit="width"), v.integer("num_heads", 12, limit="heads")
-    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
-    patch, side = v.integer("patch_size", 14, limit="width"), v.integer("image_size", 336, limit="width")
-    frames, bias = v.integer("temporal_patch_size", 2, limit="width"), v.boolean("attention_bias", False)
-    out, inner = (
-        v.integer("out_hidden_size", 4096, limit="width"),
-        v.integer("intermediate_size", 13696, limit="width"),
-    )
-    channels, merge = (
-        v.integer("in_channels", 3, limit="width"),
-        v.integer("spatial_merge_size", 2, limit="width"),
-    )
-    t.embedding(f"{at}.embeddings.position_embedding", (side // patch) ** 2, hidden)
-    towers.conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), True)
-    for i in range(v.integer("depth", 24, limit="layers")):
+    v = towers.sizes(f, _GLM_OCR if ocr else _GLM4V)
+    hidden, out, inner, size = v["hidden_size"], v["out_hidden_size"], v["intermediate_size"], _head_size(v)
+    bias = f.boolean("attention_bias", ocr)
+    if not ocr:
+        t.embedding(f"{at}.embeddings.position_embedding", (v["image_size"] // v["patch_size"]) ** 2, hidden)
+    _patch_embedding(t, at, v, True)
+    for i in range(v["depth"]):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden)
-        t.norm(f"{here}.norm2", hidden)
+        t.norms(here, hidden, "norm1", "norm2")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=bias, shard="column")
-        t.linear(f"{here}.attn.proj", hidden, hidden, shard="row")
-        t.gated_mlp(f"{here}.mlp", hidden, out)
+        t.linear(f"{here}.attn.proj", hidden, hidden, bias=bias and ocr, shard="row")
+        if ocr:
+            t.norms(f"{here}.attn", size, "q_norm", "k_norm")
+        t.gated_mlp(f"{here}.mlp", hidden, inner if ocr else out, bias=bias and ocr)
     t.linear(f"{at}.merger.proj", out, out)
     t.norm(f"{at}.merger.post_projection_norm", out, "layer")
-    t.gated_mlp(f"{at}.merger", out, inner)
-    t.norm(f"{at}.post_conv_layernorm", hidden)
-    towers.conv(t, f"{at}.downsample", (out, hidden, merge, merge), True)
-    t.norm(f"{at}.post_layernorm", hidden)
-    t.rotary(hidden // heads // 2, f"{at}.rotary_pos_emb.")
-
-
-def _glm_ocr_tower(t: Tensors, at: str, v: Fields) -> None:
-    """Add the tensors of GLM-OCR's vision tower.
-
-    It is GLM-4V's tower without position embeddings, with biases, and with norms of Q and K.
-    """
-    hidden, heads = v.integer("hidden_size", 1024, limit="width"), v.integer("num_heads", 16, limit="heads")
-    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
-    patch, frames = (
-        v.integer("patch_size", 14, limit="width"),
-        v.integer("temporal_patch_size", 2, limit="width"),
-    )
-    channels, merge = (
-        v.integer("in_channels", 3, limit="width"),
-        v.integer("spatial_merge_size", 2, limit="width"),
-    )
-    out, inner = (
-        v.integer("out_hidden_size", 1536, limit="width"),
-        v.integer("intermediate_size", 4096, limit="width"),
-    )
-    bias, size = v.boolean("attention_bias", True), hidden // heads
-    towers.conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), True)
-    for i in range(v.integer("depth", 24, limit="layers")):
-        here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden)
-        t.norm(f"{here}.norm2", hidden)
-        t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=bias, shard="column")
-        t.linear(f"{here}.attn.proj", hidden, hidden, bias=bias, shard="row")
-        t.norm(f"{here}.attn.q_norm", size)
-        t.norm(f"{here}.attn.k_norm", size)
-        t.gated_mlp(f"{here}.mlp", hidden, inner, bias=bias)
-    t.linear(f"{at}.merger.proj", out, out)
-    t.norm(f"{at}.merger.post_projection_norm", out, "layer")
-    t.gated_mlp(f"{at}.merger", out, out * channels)
+    t.gated_mlp(f"{at}.merger", out, out * v["in_channels"] if ocr else inner)
+    if not ocr:
+        t.norm(f"{at}.post_conv_layernorm", hidden)
+    merge = v["spatial_merge_size"]
     towers.conv(t, f"{at}.downsample", (out, hidden, merge, merge), True)
     t.norm(f"{at}.post_layernorm", hidden)
     t.rotary(size // 2, f"{at}.rotary_pos_emb.")
 
 
+def _head_size(v: Mapping[str, int]) -> int:
+    """Return the head size of a tower with the sizes ``v``."""
+    common.divisible(v["hidden_size"], v["num_heads"], "vision_config.hidden_size", "vision_config.num_heads")
+    return v["hidden_size"] // v["num_heads"]
+
+
+def _patch_embedding(t: Tensors, at: str, v: Mapping[str, int], bias: bool) -> None:
+    """Add the convolution that embeds patches over several frames, of a tower with the sizes ``v``."""
+    patch = v["patch_size"]
+    shape = (v["hidden_size"], v["in_channels"], v["temporal_patch_size"], patch, patch)
+    towers.conv(t, f"{at}.patch_embed.proj", shape, bias)
+
+
 def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
-    config.pop("num_nextn_predict_layers", None)  # number of MTP draft layers
-    if "head_dim" not in config:  # GLM-4's config class has another default than this quotient
+    config.pop("num_nextn_predict_layers", None)  # the text model's class builds no MTP draft layers
+    if "head_dim" not in config:  # GLM-4's class would use another default
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"
         )
     text = text_of(fields, "glm4", config)
-    t = Tensors()
-    t.role = "vision"
-    _glm_ocr_tower(t, "model.visual", Fields(fields.mapping("vision_config") or {}))
+    t = Tensors("vision")
+    _glm_tower(t, "model.visual", Fields(vision_of(fields)), ocr=True)
     return joined(text, model_type, "GlmOcrForConditionalGeneration", t)
 
 
@@ -119,9 +103,8 @@ def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architectur
     def build(fields: Fields, model_type: str) -> Architecture:
         config = {"attention_bias": True, **(fields.mapping("text_config") or {})}
         text = text_of(fields, text_type, config)
-        t = Tensors()
-        t.role = "vision"
-        _glm_tower(t, "model.visual", Fields(fields.mapping("vision_config") or {}))
+        t = Tensors("vision")
+        _glm_tower(t, "model.visual", Fields(vision_of(fields)))
         return joined(text, model_type, class_name, t)
 
     return build
@@ -130,33 +113,20 @@ def _glm(text_type: str, class_name: str) -> Callable[[Fields, str], Architectur
 def exaone4_5(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an EXAONE 4.5 model: Qwen2.5-VL's tower, but with grouped-query attention."""
     text = text_of(fields, "exaone4", fields.mapping("text_config"))
-    v = Fields(fields.mapping("vision_config") or {})
-    t = Tensors()
-    t.role, at = "vision", "model.visual"
-    hidden, heads = v.integer("hidden_size", 3584, limit="width"), v.integer("num_heads", 16, limit="heads")
-    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
-    size = hidden // heads
-    rows = hidden + 2 * size * v.integer("num_key_value_heads", 8, limit="heads")
-    patch, frames = (
-        v.integer("patch_size", 14, limit="width"),
-        v.integer("temporal_patch_size", 2, limit="width"),
-    )
-    channels, inner = (
-        v.integer("in_channels", 3, limit="width"),
-        v.integer("intermediate_size", 3420, limit="width"),
-    )
-    towers.conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), False)
-    for i in range(v.integer("depth", 32, limit="layers")):
+    v = towers.sizes(Fields(vision_of(fields)), _EXAONE)
+    t, at = Tensors("vision"), "model.visual"
+    hidden, size = v["hidden_size"], _head_size(v)
+    rows = hidden + 2 * size * v["num_key_value_heads"]
+    _patch_embedding(t, at, v, False)
+    for i in range(v["depth"]):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden)
-        t.norm(f"{here}.norm2", hidden)
+        t.norms(here, hidden, "norm1", "norm2")
         t.linear(f"{here}.attn.qkv", rows, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
-        t.gated_mlp(f"{here}.mlp", hidden, inner, bias=True)
-    merged = hidden * v.integer("spatial_merge_size", 2, limit="width") ** 2
+        t.gated_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True)
+    merged = hidden * v["spatial_merge_size"] ** 2
     t.norm(f"{at}.merger.ln_q", hidden)
-    t.linear(f"{at}.merger.mlp.0", merged, merged, bias=True)
-    t.linear(f"{at}.merger.mlp.2", v.integer("out_hidden_size", 3584, limit="width"), merged, bias=True)
+    t.connector(f"{at}.merger.mlp", merged, merged, v["out_hidden_size"], names=("0", "2"))
     t.rotary(size // 2, f"{at}.rotary_pos_emb.")
     return joined(text, model_type, "Exaone4_5_ForConditionalGeneration", t)
 

@@ -34,7 +34,7 @@ _AUTO = {
     "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
 _TOKENS = 8  # number of tokens in the forward pass that fills the cache
-_ENCODER_DECODER = "encoder-decoder models need an adapter"
+_ENCODER_DECODER = "the planner cannot build encoder-decoder models of this model_type"
 _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code"
 
 
@@ -56,7 +56,7 @@ def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitectur
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedArchitecture(f"{shown(names)} is not a list of class names", field="architectures")
     if sys.stderr.isatty():
-        print(f"no adapter for {model_type}: building it through transformers ...", file=sys.stderr)
+        print(f"{model_type} is unknown to the planner: building it with transformers ...", file=sys.stderr)
     try:
         return _build(dict(config), model_type)
     except TonnageError:
@@ -150,7 +150,9 @@ def _check_counts(config: Mapping[str, Any]) -> None:
             _check_counts(value)
         counts = ("layer" in name or "expert" in name) and "size" not in name
         if counts and isinstance(value, int) and value > LIMITS["layers"]:
-            raise UnsupportedArchitecture(f"{shown(value)} is more than {LIMITS['layers']:,}", field=name)
+            raise UnsupportedArchitecture(
+                f"{shown(value)} is more than the limit of {LIMITS['layers']:,}", field=name
+            )
 
 
 def _field(config: Any, name: str) -> int:
@@ -166,7 +168,7 @@ def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
 
     ``inside`` is the module path of the language model. from_pretrained keeps the dtype of a tensor whose
     constructor sets a dtype, and fp32 where the class requests it (transformers 5.19, core_model_loading.py).
-    All other tensors have the model's dtype, which is returned as None.
+    All other tensors have the dtype of the model; the ``dtype`` of their TensorSpec is None.
     """
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -265,7 +267,9 @@ def _cache_layers(model: Any, config: Any) -> tuple[CacheLayer, ...]:
             )
         )  # fmt: skip
     if not out:
-        raise UnsupportedArchitecture("transformers' forward pass fills no cache", field="model_type")
+        raise UnsupportedArchitecture(
+            "a forward pass of transformers' model fills no KV cache", field="model_type"
+        )
     return tuple(out)
 
 

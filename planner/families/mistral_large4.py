@@ -12,13 +12,13 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, mla, towers
+from tonnage.planner.families.dense import rotated_layers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import moved
-from tonnage.planner.families.registry import build_text
+from tonnage.planner.families.moe_layers import sparse_layers
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 
@@ -29,19 +29,16 @@ def text(fields: Fields, model_type: str) -> Architecture:
         raise UnsupportedArchitecture(
             f"{d.q_rank} is not supported: transformers' class does not compress Q", field="q_lora_rank"
         )
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = fields.integer("n_routed_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    layers, vocab = common.layers_and_vocab(fields)
+    count, chosen = common.widths(fields, "n_routed_experts", "num_experts_per_tok")
+    inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
     shared = inner * fields.integer("n_shared_experts", limit="width")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
-    sparse = common.sparse_layers(fields, layers, 1)
+    sparse = sparse_layers(fields, layers, 1)
     index_heads, index_size, indexed = mla.indexer(fields, layers)
     fields.ignore("index_topk")
-    rotated, sources = _rotated(fields, layers), _sources(fields, layers)
+    rotated, sources = rotated_layers(fields, layers), _sources(fields, layers)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, d.hidden)
     cache: list[CacheLayer] = []
@@ -58,7 +55,7 @@ def text(fields: Fields, model_type: str) -> Architecture:
         else:
             if indexed[i]:
                 raise UnsupportedArchitecture(
-                    f"layer {i} keeps keys of its own indexer and shares the latent of layer {sources[i]}",
+                    f"layer {i} has an indexer of its own, so it cannot use the latent of layer {sources[i]}",
                     field="kv_source_layers",
                 )
             t.specs[before:] = [s for s in t.specs[before:] if ".kv_a_" not in s.name]
@@ -77,7 +74,7 @@ def text(fields: Fields, model_type: str) -> Architecture:
     t.buffer("model.rotary_emb.alpha", learned, "RotaryEmbedding", "float32", "float32")
     return common.decoder(
         fields, model_type, "MistralLarge4TextModel", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), tuple(cache), layers=layers,
+        mla.heads_of(d), tuple(cache), layers=layers,
         inner=max(chosen * inner + shared, 0 if all(sparse) else dense),
         vocab=vocab, rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
@@ -93,32 +90,11 @@ def _index(hidden: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
     """Return the tensors of a sparse indexer, whose queries are projected from the layer's hidden states."""
     at = "self_attn.indexer"
     return (
-        TensorSpec(f"{at}.wq_b.weight", (heads * size, hidden), "attention", "Linear"),
-        TensorSpec(f"{at}.wk.weight", (size, hidden), "attention", "Linear"),
-        TensorSpec(f"{at}.k_norm.weight", (size,), "norm", "LayerNorm"),
-        TensorSpec(f"{at}.k_norm.bias", (size,), "norm", "LayerNorm"),
-        TensorSpec(f"{at}.weights_proj.weight", (heads, hidden), "attention", "KeptLinear"),
+        *mla.index_tensors(hidden, hidden, heads, size),
         TensorSpec(f"{at}.q_input_norm.weight", (hidden,), "norm", "LayerNorm"),
         TensorSpec(f"{at}.q_input_norm.bias", (hidden,), "norm", "LayerNorm"),
         *(replace(spec, shard_dim=None) for spec in _scaling(at, heads)),
     )
-
-
-def _rotated(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has rotary positions.
-
-    ``The config field ``no_rope_layers`` lists 1 (rotary) or 0 (none) for every layer. Without this field,
-    every fourth layer has no rotary positions.
-    """
-    every = fields.integer("no_rope_layer_interval", 4, limit="layers")
-    listed = fields.raw("no_rope_layers")
-    if listed is None:
-        return tuple((i + 1) % every != 0 for i in range(layers))
-    if not isinstance(listed, list) or len(listed) < layers or any(v not in (0, 1) for v in listed):
-        raise ConfigError(
-            f"{shown(listed)} is not a list of 0 or 1 for at least {layers} layers", field="no_rope_layers"
-        )
-    return tuple(bool(v) for v in listed[:layers])
 
 
 def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
@@ -141,19 +117,9 @@ def _sources(fields: Fields, layers: int) -> tuple[int, ...]:
 
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Mistral Large 4 from its checked config."""
-    config = fields.mapping("text_config")
-    if config is None:
-        raise ConfigError("missing", field="text_config")
-    tied = fields.boolean("tie_word_embeddings", False)
-    if "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", False) is True:
-        raise ConfigError(
-            "true contradicts the multimodal model, whose head is not tied by default",
-            field="text_config.tie_word_embeddings",
-        )
-    inside = build_text({**config, "tie_word_embeddings": tied}, "mistral_large4_text")
-    t = Tensors()
-    t.role = "vision"
-    hidden = _pixtral(t, "model.vision_tower", fields.mapping("vision_config") or {})
+    inside = text_of(fields, "mistral_large4_text", fields.mapping("text_config"))
+    t = Tensors("vision")
+    hidden = _pixtral(t, "model.vision_tower", vision_of(fields))
     t.role = "projector"
     at, merge = "model.multi_modal_projector", fields.integer("spatial_merge_size", 2, limit="width")
     bias = fields.boolean("multimodal_projector_bias", False)
@@ -161,11 +127,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     times = len(taken) if isinstance(taken, list) else 1
     t.norm(f"{at}.norm", hidden)
     t.linear(f"{at}.patch_merger.merging_layer", hidden, hidden * merge * merge)
-    t.linear(f"{at}.linear_1", inside.hidden_size, hidden * times, bias=bias)
-    t.linear(f"{at}.linear_2", inside.hidden_size, inside.hidden_size, bias=bias)
-    tensors = (*t.specs, *moved(inside.tensors, "model.", "model.language_model."))
-    name = "MistralLarge4ForConditionalGeneration"
-    return replace(inside, model_type=model_type, class_name=name, tensors=tensors)
+    t.connector(at, hidden * times, inside.hidden_size, inside.hidden_size, bias=bias)
+    return joined(inside, model_type, "MistralLarge4ForConditionalGeneration", t)
 
 
 # default vision tower of MistralLarge4Config, for a config without vision_config
@@ -180,21 +143,10 @@ def _pixtral(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
 
     The tower is a Llama-like transformer over image patches, without biases.
     """
-    v = Fields(config or _TOWER)
-    hidden, heads = v.integer("hidden_size", limit="width"), v.integer("num_attention_heads", limit="heads")
+    v = towers.sizes(Fields(config or _TOWER), {**dict.fromkeys(_TOWER), "num_channels": 3})
+    hidden, heads = v["hidden_size"], v["num_attention_heads"]
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
-    patch = v.integer("patch_size", limit="width")
-    towers.conv(
-        t, f"{at}.patch_conv", (hidden, v.integer("num_channels", 3, limit="width"), patch, patch), False
-    )
-    t.norm(f"{at}.ln_pre", hidden)
-    inner = v.integer("intermediate_size", limit="width")
-    for i in range(v.integer("num_hidden_layers", limit="layers")):
-        here = f"{at}.transformer.layers.{i}"
-        t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
-        t.gated_mlp(f"{here}.feed_forward", hidden, inner)
-        t.norm(f"{here}.attention_norm", hidden)
-        t.norm(f"{here}.ffn_norm", hidden)
+    towers.pixtral_layers(t, at, v)
     t.rotary(hidden // heads, f"{at}.patch_positional_embedding.")
     return hidden
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family, VLLMTraits
-from tonnage.planner.families.tensors import Tensors, latent, tensors_of
+from tonnage.planner.families.moe_layers import sparse_layers
+from tonnage.planner.families.tensors import Tensors, latent
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -62,6 +63,11 @@ def read_latent(fields: Fields, *, defaults: bool = False, value_default: int | 
     )
 
 
+def heads_of(d: LatentAttention) -> Heads:
+    """Return the head geometry of latent attention, with as many KV heads as query heads."""
+    return Heads(d.hidden, d.heads, d.heads, d.head_size, d.value)
+
+
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
@@ -85,8 +91,8 @@ class LatentVariant:
         dense_layers: default of first_k_dense_replace.
         indexer: whether layers have sparse indexers.
         correction: whether the router has e_score_correction_bias.
-        softmax: True if the router applies a softmax (over groups of experts only if topk_method is not
-            greedy), False if a sigmoid over groups.
+        softmax: whether the router's scores are a softmax; if False, they are a sigmoid. A token first selects
+            groups of experts, except with a softmax and the topk_method greedy.
         complex_rope: whether rotary positions are computed as complex numbers.
         mlp_bias: whether the class reads the config field mlp_bias.
         latent: whether attention is latent; False: ordinary heads, as in the first DeepSeek-MoE.
@@ -107,74 +113,70 @@ class LatentVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a latent-attention model of this family from its checked config."""
-        return _build(self, fields, model_type)
+        # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
+        plain = common.heads_of(fields) if fields.boolean("use_mla", self.latent) is False else None
+        if plain is not None:
+            fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+            fields.ignore("lm_head", "rm_head")
+            d = LatentAttention(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
+        else:
+            d = read_latent(fields, defaults=True)
+        layers, vocab = common.layers_and_vocab(fields)
+        count = fields.integer("n_routed_experts", limit="width")
+        chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
+        inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
+        shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
+        bias = fields.boolean("attention_bias", False)
+        tied = fields.boolean("tie_word_embeddings", False)
+        fields.ignore("num_nextn_predict_layers")
+        mlp_bias = fields.boolean("mlp_bias", False) and self.mlp_bias
+        common.only(fields, moe_layer_freq=1)
+        sparse = sparse_layers(fields, layers, self.dense_layers)
+        index_heads, index_size, indexed = indexer(fields, layers) if self.indexer else (0, 0, ())
 
-
-def _build(v: LatentVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a model with latent attention and experts; ``v`` are its family's options."""
-    # DeepSeek's small vision models set use_mla to false and have ordinary multi-head attention.
-    plain = common.heads_of(fields) if fields.boolean("use_mla", v.latent) is False else None
-    if plain is not None:
-        fields.ignore("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
-        fields.ignore("lm_head", "rm_head")
-        d = LatentAttention(plain.hidden, plain.heads, None, 0, plain.head_size, 0, plain.head_size)
-    else:
-        d = read_latent(fields, defaults=True)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = fields.integer("n_routed_experts", limit="width")
-    chosen = fields.optional_integer("num_experts_per_tok", limit="width") or 1
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
-    shared = inner * (fields.optional_integer("n_shared_experts", 0, limit="width", minimum=0) or 0)
-    bias = fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", False)
-    fields.ignore("num_nextn_predict_layers")
-    mlp_bias = fields.boolean("mlp_bias", False) and v.mlp_bias
-    common.every_layer_routes(fields)
-    sparse = common.sparse_layers(fields, layers, v.dense_layers)
-    index_heads, index_size, indexed = indexer(fields, layers) if v.indexer else (0, 0, ())
-
-    table = Table("model.rotary_emb.", d.rotary or d.nope, complex=v.complex_rope)
-    dropout = common.number(fields, "attention_dropout", 0.0)
-    rope = Rope(d.rotary, table.name, restored=v.complex_rope)
-    d = replace(d, bias=bias, rope=rope, dropout=dropout)
-    mixers: dict[bool, Attention | LatentAttention] = {False: d}
-    if v.indexer:
-        mixers[True] = replace(d, extra=_index_tensors(d, index_heads, index_size))
-    if plain is not None:
-        mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
-    sandwich = v.sandwiched and fields.boolean("sandwich_norm", False)
-    norms = tuple(Norm(name, d.hidden) for name in (_SANDWICH if sandwich else _SANDWICH[:2]))
-    act = common.act_of(fields, "silu")
-    routed = Experts(
-        "mlp", d.hidden, inner, count, chosen, act, _router(fields, v),
-        Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
-        first=True, extra=_correction(count) if v.correction else (),
-    )  # fmt: skip
-    mlps: dict[bool, Mlp | Experts] = {True: routed, False: Mlp("mlp", d.hidden, dense, act, bias=mlp_bias)}
-    kinds = {
-        (own, routes): layer_of("sandwich" if sandwich else "pre", mixer, module, norms)
-        for own, mixer in mixers.items() for routes, module in mlps.items()
-    }  # fmt: skip
-    recipe = Recipe(
-        "model.layers", Embedding("model.embed_tokens", vocab, d.hidden),
-        tuple(kinds[v.indexer and indexed[i], sparse[i]] for i in range(layers)),
-        Norm("model.norm", d.hidden), Head(tied), (table,),
-        taped=plain is None and v.taped and not fields.config.get("output_router_logits"),
-    )  # fmt: skip
-    # A layer without an indexer reuses the indices of the last layer that has an indexer, and caches no index
-    # keys.
-    index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
-    read = fields.integer("index_topk", 2048, limit="positions") if index_sizes else 0
-    architecture = common.decoder(
-        fields, model_type, v.class_name, tensors_of(recipe),
-        plain or Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
-        common.full_layers(layers, plain) if plain else cache(range(layers), d, index_sizes), layers=layers,
-        inner=max(chosen * inner + shared, dense if not all(sparse) else 0), vocab=vocab,
-        rotary=Rotary(table.dim, 1), experts=count, experts_per_token=chosen, recipe=recipe,
-    )  # fmt: skip
-    return replace(architecture, index_topk=read)
+        table = Table("model.rotary_emb.", d.rotary or d.nope, complex=self.complex_rope)
+        dropout = common.number(fields, "attention_dropout", 0.0)
+        rope = Rope(d.rotary, table.name, restored=self.complex_rope)
+        d = replace(d, bias=bias, rope=rope, dropout=dropout)
+        mixers: dict[bool, Attention | LatentAttention] = {False: d}
+        if self.indexer:
+            if d.q_rank is None:
+                raise ConfigError(
+                    "missing; the sparse indexer needs the compressed query of this rank", field="q_lora_rank"
+                )
+            mixers[True] = replace(d, extra=index_tensors(d.hidden, d.q_rank, index_heads, index_size))
+        if plain is not None:
+            mixers[False] = Attention("self_attn", plain, bias=bias, out_bias=bias)
+        sandwich = self.sandwiched and fields.boolean("sandwich_norm", False)
+        norms = tuple(Norm(name, d.hidden) for name in (_SANDWICH if sandwich else _SANDWICH[:2]))
+        act = common.act_of(fields, "silu")
+        routed = Experts(
+            "mlp", d.hidden, inner, count, chosen, act, _router(fields, self),
+            Mlp("mlp.shared_experts", d.hidden, shared, act, bias=mlp_bias) if shared else None,
+            first=True, extra=_correction(count) if self.correction else (),
+        )  # fmt: skip
+        mlps: dict[bool, Mlp | Experts] = {True: routed, False: Mlp("mlp", d.hidden, dense, act, bias=mlp_bias)}
+        kinds = {
+            (own, routes): layer_of("sandwich" if sandwich else "pre", mixer, module, norms)
+            for own, mixer in mixers.items() for routes, module in mlps.items()
+        }  # fmt: skip
+        recipe = Recipe(
+            "model.layers", Embedding("model.embed_tokens", vocab, d.hidden),
+            tuple(kinds[self.indexer and indexed[i], sparse[i]] for i in range(layers)),
+            Norm("model.norm", d.hidden), Head(tied), (table,),
+            taped=plain is None and self.taped and not fields.config.get("output_router_logits"),
+        )  # fmt: skip
+        # A layer without an indexer reuses the indices of the last layer that has an indexer, and caches no
+        # index keys.
+        index_sizes = {i: index_size for i, own in enumerate(indexed) if own}
+        read = fields.integer("index_topk", 2048, limit="positions") if index_sizes else 0
+        architecture = common.described(
+            fields, model_type, self.class_name, recipe, plain or heads_of(d),
+            max(chosen * inner + shared, dense if not all(sparse) else 0),
+            None if plain else cache(range(layers), d, index_sizes), rotary=Rotary(table.dim, 1),
+            experts=count, experts_per_token=chosen,
+        )  # fmt: skip
+        return replace(architecture, index_topk=read)
 
 
 def _correction(count: int) -> tuple[TensorSpec, ...]:
@@ -197,26 +199,22 @@ def _groups(fields: Fields) -> tuple[int, int]:
     return int(common.number(fields, "n_group", 8.0)), int(common.number(fields, "topk_group", 4.0))
 
 
-def _index_tensors(d: LatentAttention, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """Return the projections and the norm of a sparse-attention indexer."""
-    if d.q_rank is None:
-        raise ConfigError(
-            "missing; the sparse indexer needs the compressed query of this rank", field="q_lora_rank"
-        )
+def index_tensors(hidden: int, query: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
+    """Return the projections and the norm of a sparse indexer, which reads queries of ``query`` values."""
     at = "self_attn.indexer"
     return (
-        TensorSpec(f"{at}.wq_b.weight", (heads * size, d.q_rank), "attention", "Linear"),
-        TensorSpec(f"{at}.wk.weight", (size, d.hidden), "attention", "Linear"),
+        TensorSpec(f"{at}.wq_b.weight", (heads * size, query), "attention", "Linear"),
+        TensorSpec(f"{at}.wk.weight", (size, hidden), "attention", "Linear"),
         TensorSpec(f"{at}.k_norm.weight", (size,), "norm", "LayerNorm"),
         TensorSpec(f"{at}.k_norm.bias", (size,), "norm", "LayerNorm"),
-        TensorSpec(f"{at}.weights_proj.weight", (heads, d.hidden), "attention", "KeptLinear"),
+        TensorSpec(f"{at}.weights_proj.weight", (heads, hidden), "attention", "KeptLinear"),
     )
 
 
 def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     """Return the sparse-attention indexer's (heads, key size, whether each layer has an indexer of its own).
 
-    ``The config field ``indexer_types`` states which layers have one, else the letters of
+    The config field ``indexer_types`` states which layers have one, else the letters of
     ``index_topk_pattern`` (F for a layer with an indexer). If both fields are missing, the first
     ``index_skip_topk_offset`` layers have an indexer, and then one layer in ``index_topk_freq``
     (configuration_glm_moe_dsa.py, transformers 5.19; models/deepseek_v2.py, vLLM 0.32).
@@ -243,8 +241,7 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
     hidden, heads = (fields.raw(name) for name in ("hidden_size", "num_attention_heads"))
     value = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
     d = read_latent(fields, value_default=value)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", True)
@@ -262,10 +259,9 @@ def _minicpm3(fields: Fields, model_type: str) -> Architecture:
         "model.layers", Embedding("model.embed_tokens", vocab, d.hidden, buffers=(scale,)), (layer,) * layers,
         Norm("model.norm", d.hidden), Head(tied), (table,),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "MiniCPM3ForCausalLM", tensors_of(recipe),
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value), cache(range(layers), d), layers=layers,
-        inner=inner, vocab=vocab, rotary=Rotary(d.rotary, 1), recipe=recipe,
+    return common.described(
+        fields, model_type, "MiniCPM3ForCausalLM", recipe, heads_of(d), inner, cache(range(layers), d),
+        rotary=Rotary(d.rotary, 1),
     )  # fmt: skip
 
 
@@ -284,11 +280,9 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
         )
     layers = fields.integer("num_layers", limit="layers")
     vocab = fields.integer("vocab_size", limit="vocab")
-    dense = fields.integer("ffn_hidden_size", limit="width")
-    count = fields.integer("n_routed_experts", limit="width")
+    dense, count = common.widths(fields, "ffn_hidden_size", "n_routed_experts")
     empty = fields.integer("zero_expert_num", 0, limit="width", minimum=0)
-    inner = fields.integer("expert_ffn_hidden_size", limit="width")
-    chosen = fields.integer("moe_topk", limit="width")
+    inner, chosen = common.widths(fields, "expert_ffn_hidden_size", "moe_topk")
     bias = fields.boolean("attention_bias", False)
     router_bias = fields.boolean("router_bias", False)
     fields.ignore(
@@ -315,7 +309,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     t.rotary(d.rotary, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "LongcatFlashForCausalLM", t,
-        Heads(d.hidden, d.heads, d.heads, d.head_size, d.value),
+        heads_of(d),
         cache((i // 2 for i in range(2 * layers)), d), layers=layers, inner=dense + chosen * inner, vocab=vocab,
         rotary=Rotary(d.rotary, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
@@ -382,7 +376,9 @@ def _sarvam(fields: Fields, model_type: str) -> Architecture:
         )
     for name, only in (("moe_router_enable_expert_bias", True), ("use_bias", False), ("use_qkv_bias", False)):
         if fields.boolean(name, only) is not only:
-            raise UnsupportedArchitecture(f"{shown(not only)} is not supported", field=name)
+            raise UnsupportedArchitecture(
+                f"{shown(not only)} is not supported; only {shown(only)} is", field=name
+            )
     fields.ignore("embedding_dropout", "output_dropout", "max_window_layers", "use_qk_norm", "head_dim")
     return LatentVariant("SarvamMLAForCausalLM", 1, taped=False).build(fields, model_type)
 
@@ -393,8 +389,7 @@ def _pangu(fields: Fields, model_type: str) -> Architecture:
     The router has a bias per expert only if ``router_enable_expert_bias`` is set (models/openpangu.py of vLLM
     0.32).
     """
-    if fields.raw("param_sink_number"):
-        raise UnsupportedArchitecture("learned sinks are not supported", field="param_sink_number")
+    common.refuse(fields, "param_sink_number", why="the planner cannot build learned sinks")
     biased = fields.boolean("router_enable_expert_bias", False)
     return LatentVariant("PanguUltraMoEForCausalLM", 3, correction=biased, sandwiched=True, taped=False).build(
         fields, model_type
@@ -431,7 +426,7 @@ FAMILIES = {
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),
     "kimi_k2": Family(
-        # class name in files published with remote code
+        # Published files of Kimi K2 name DeepSeek-V3's class.
         LatentVariant("DeepseekV3ForCausalLM", 3, taped=False).build,
         absent={"q_lora_rank": 1536, "n_shared_experts": 1}, hf="latent",
     ),

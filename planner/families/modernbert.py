@@ -5,8 +5,6 @@ Shapes follow transformers 5.19, models/modernbert/.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tonnage.planner.families import common
 from tonnage.planner.families.bert import text_length, wanted_class
 from tonnage.planner.families.family import Family, FileTraits, VLLMTraits
@@ -27,9 +25,9 @@ _NO_SHAPE = (
 def build(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a ModernBERT model from its checked config."""
     class_name, kind = wanted_class(fields, "ModernBert")
-    hidden, heads, _, head_size = common.geometry(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims = common.heads_of(fields)
+    hidden, heads, head_size = dims.hidden, dims.heads, dims.head_size
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     positions = fields.integer("max_position_embeddings", 8192, limit="positions")
     norm = "layer" if fields.boolean("norm_bias", False) else "layer-weight"
@@ -48,16 +46,13 @@ def build(fields: Fields, model_type: str) -> Architecture:
         t.norm(f"{layer}.mlp_norm", hidden, norm)
         t.plain_mlp(f"{layer}.mlp", hidden, inner, bias=mlp_bias, names=("Wi", "Wo"), fused_gate=True)
     t.norm(f"{at}final_norm", hidden, norm)
-    for name in sorted(set(kinds)):
-        for table in ("inv_freq", "original_inv_freq"):
-            t.buffer(f"{at}rotary_emb.{name}_{table}", ((head_size + 1) // 2,), "RotaryEmbedding", "float32")
+    t.rotary(head_size, *(f"{at}rotary_emb.{kind}_" for kind in sorted(set(kinds))))
     if headed:
         _head(t, fields, class_name, norm, vocab, hidden)
     rotary = Rotary(head_size, _tables(fields, kinds), positions=positions)
-    more: dict[str, Any] = {"max_model_len": text_length(fields, positions), "kind": kind, "rotary": rotary}
     return common.decoder(
         fields, model_type, class_name, t, Heads(hidden, heads, heads, head_size), (), layers=layers,
-        inner=inner, vocab=vocab, **more,
+        inner=inner, vocab=vocab, rotary=rotary, max_model_len=text_length(fields, positions), kind=kind,
     )  # fmt: skip
 
 

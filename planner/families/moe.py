@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.dense import thetas, with_sinks
+from tonnage.planner.families.dense import with_sinks
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, QV, RENAMED, Family, VLLMTraits
 from tonnage.planner.families.llama import HUNYUAN_LEFTOVERS
 from tonnage.planner.families.moe_layers import (
     all_listed,
     behind_dense,
     interval_layers,
-    listed_layers,
+    sparse_layers,
     stepped_layers,
 )
 from tonnage.planner.families.moe_variant import MoeVariant
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import NormKind
 
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -27,19 +26,16 @@ _GRANITE = MoeVariant(
     "GraniteMoeForCausalLM", "num_local_experts", inner_field="intermediate_size", mlp="block_sparse_moe",
     router="router", routing="softmax-chosen",
 )  # fmt: skip
+_GRANITE_SHARED = replace(
+    _GRANITE, class_name="GraniteMoeSharedForCausalLM", shared="shared_mlp",
+    shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
+)  # fmt: skip
 
 
 def _granite_swa(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Granite MoE model with sliding windows and sinks."""
-    variant = replace(
-        _GRANITE, class_name="GraniteMoeSWAForCausalLM", shared="shared_mlp",
-        shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
-        window="layer_types",
-    )  # fmt: skip
-    tables = thetas(fields)
-    found = with_sinks(variant.build(fields, model_type))
-    rotary = found.rotary
-    return found if rotary is None else replace(found, rotary=replace(rotary, tables=tables))
+    variant = replace(_GRANITE_SHARED, class_name="GraniteMoeSWAForCausalLM", window="layer_types")
+    return with_sinks(variant.build(fields, model_type), fields)
 
 
 def _cohere2_moe(fields: Fields, model_type: str) -> Architecture:
@@ -48,9 +44,7 @@ def _cohere2_moe(fields: Fields, model_type: str) -> Architecture:
     Raises:
         UnsupportedArchitecture: the first layers are dense.
     """
-    for name in ("prefix_dense_intermediate_size", "first_k_dense_replace"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "prefix_dense_intermediate_size", "first_k_dense_replace")
     norm: NormKind = "layer-written" if fields.raw("rms_norm_eps") is None else "rms"
     return MoeVariant(
         "Cohere2MoeForCausalLM", inner_field="intermediate_size", norm=norm, flow="parallel",
@@ -84,12 +78,12 @@ FAMILIES = {
             "Qwen3MoeForCausalLM", qk_norm="head", window="qwen", sparse=stepped_layers,
             ignored=("use_qk_norm",),
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # field name in files written by transformers 5.19
+        aliases={"num_experts": "num_local_experts"},  # transformers 5.19 writes num_local_experts
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "mellum": Family(
         MoeVariant(
-            "MellumForCausalLM", qk_norm="head", window="layer_types", sparse=common.sparse_layers,
+            "MellumForCausalLM", qk_norm="head", window="layer_types", sparse=sparse_layers,
         ).build,
         aliases={"num_experts": "num_local_experts"}, absent={"num_key_value_heads": 4},
     ),
@@ -117,13 +111,7 @@ FAMILIES = {
         vllm=LORA_ON_VOCABULARY,
     ),
     "granitemoe": Family(_GRANITE.build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
-    "granitemoeshared": Family(
-        replace(
-            _GRANITE, class_name="GraniteMoeSharedForCausalLM", shared="shared_mlp",
-            shared_names=("input_linear", "output_linear"), shared_size=("shared_intermediate_size", 0),
-        ).build,
-        vllm=LORA_ON_VOCABULARY, files=RENAMED,
-    ),
+    "granitemoeshared": Family(_GRANITE_SHARED.build, vllm=LORA_ON_VOCABULARY, files=RENAMED),
     "granitemoe_swa": Family(
         _granite_swa, ignored=("layer_rope_theta",), hf="sinks", vllm=LORA_ON_VOCABULARY, files=RENAMED
     ),
@@ -179,8 +167,8 @@ FAMILIES = {
         MoeVariant(
             "ExaoneMoeForCausalLM", correction="gate.e_score_correction_bias",
             routing="sigmoid-groups", normed=("norm_topk_prob", True), shared="mlp.shared_experts",
-            shared_count="num_shared_experts", sparse=listed_layers, qkv_bias=False, out_bias=False,
-            qk_norm="head", window="pattern",
+            shared_count="num_shared_experts", sparse=partial(sparse_layers, dense=1), qkv_bias=False,
+            out_bias=False, qk_norm="head", window="pattern",
             ignored=("n_group", "topk_group", "sliding_window_pattern", "first_k_dense_replace"),
         ).build,
         absent={"num_key_value_heads": 32, "num_shared_experts": 1}, other_classes=("ExaoneMoEForCausalLM",),
@@ -190,14 +178,14 @@ FAMILIES = {
         MoeVariant(
             "HYV3ForCausalLM", correction="e_score_correction_bias", routing="sigmoid",
             normed=("route_norm", True), shared="mlp.shared_experts", shared_count="num_shared_experts",
-            sparse=partial(listed_layers, dense=1), qk_norm="head",
+            sparse=partial(sparse_layers, dense=1), qk_norm="head",
             ignored=(
                 "first_k_dense_replace", "num_nextn_predict_layers", "qk_norm", "expert_hidden_dim",
                 "enable_moe_fp32_combine", "enable_attention_fp32_softmax", "moe_router_use_sigmoid",
                 "moe_router_enable_expert_bias",
             ),
         ).build,
-        absent={"num_key_value_heads": 8, "num_shared_experts": 1}, 
+        absent={"num_key_value_heads": 8, "num_shared_experts": 1},
         vllm=VLLMTraits(wide_router=True),
     ),
     "hunyuan_v1_moe": Family(

@@ -21,13 +21,13 @@ def behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...
     return tuple(i >= first for i in range(layers))
 
 
-def listed_layers(fields: Fields, layers: int, dense: int = 1) -> tuple[bool, ...]:
+def sparse_layers(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
     """Return for each layer whether it has routed experts, by the config field ``mlp_layer_types``.
 
-    Without this field, all layers but the first ``first_k_dense_replace`` have routed experts.
+    Without this field, all layers but the first ``first_k_dense_replace`` (by default ``dense``) have them.
     """
-    listed = fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True})
-    return listed or behind_dense(fields, layers, dense)
+    behind = behind_dense(fields, layers, dense)
+    return fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True}) or behind
 
 
 def interval_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
@@ -63,5 +63,5 @@ def all_listed(fields: Fields, layers: int) -> tuple[bool, ...]:
     Raises an error if the config field ``mlp_layer_types`` lists a dense layer.
     """
     if not all(fields.listed("mlp_layer_types", layers, {"dense": False, "sparse": True}) or (True,)):
-        raise UnsupportedArchitecture("dense layers are not supported", field="mlp_layer_types")
+        raise UnsupportedArchitecture("dense is not supported; only sparse is", field="mlp_layer_types")
     return (True,) * layers

@@ -6,12 +6,14 @@ Families: gpt-oss, Laguna, MiMo-V2, Step-3.7, MiniMax-M3, DBRX and JetMoE. Shape
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
-from tonnage.planner.families.tensors import Tensors, tensors_of
+from tonnage.planner.families.moe_layers import sparse_layers
+from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import (
@@ -36,17 +38,15 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
     Its experts have biases, and their matrices are stored as [experts, in, out].
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     count = fields.integer("num_local_experts", limit="width")
     chosen = fields.integer("num_experts_per_tok", 4, limit="width")
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", True)
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore("experts_per_token", "initial_context_length")
-    kinds = fields.layer_types(layers)
     # by default full and sliding layers alternate, starting with sliding (configuration_gpt_oss.py)
-    if kinds is None:
-        kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(layers))
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, 2)
     window = fields.integer("sliding_window", 128, limit="positions")
     table = Table("model.rotary_emb.", dims.head_size, half=True)
     sinks = TensorSpec("self_attn.sinks", (dims.heads,), "attention", "GptOssAttention", shard_dim=0)
@@ -65,10 +65,10 @@ def gpt_oss(fields: Fields, model_type: str) -> Architecture:
         Norm("model.norm", dims.hidden, "rms-wide"), Head(tied), (table,),
         taped=not fields.config.get("output_router_logits"),
     )  # fmt: skip
-    return common.decoder(
-        fields, model_type, "GptOssForCausalLM", tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=chosen * inner,
-        vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen, recipe=recipe,
+    return common.described(
+        fields, model_type, "GptOssForCausalLM", recipe, dims, chosen * inner,
+        common.cache_layers(kinds, window, dims), rotary=Rotary(dims.head_size, 1), experts=count,
+        experts_per_token=chosen,
     )  # fmt: skip
 
 
@@ -78,17 +78,14 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     Full and sliding layers have different numbers of query heads, and a gate scales the attention output.
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("shared_expert_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    layers, vocab = common.layers_and_vocab(fields)
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    shared, dense = common.widths(fields, "shared_expert_intermediate_size", "intermediate_size")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     query_heads = _numbers(fields, "num_attention_heads_per_layer", layers) or (dims.heads,) * layers
     kinds = fields.layer_types(layers) or ("full_attention",) * layers
-    sparse = common.sparse_layers(fields, layers, 1)
+    sparse = sparse_layers(fields, layers, 1)
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
         raise UnsupportedArchitecture(
@@ -104,7 +101,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i, at in t.layers(layers, "model.layers"):
-        own = Heads(dims.hidden, query_heads[i], dims.kv_heads, dims.head_size)
+        own = replace(dims, heads=query_heads[i])
         common.divisible(own.heads, own.kv_heads, "num_attention_heads_per_layer", "num_key_value_heads")
         t.attention(f"{at}.self_attn", own, bias=bias, out_bias=bias, qk_norm="head")
         t.linear(f"{at}.self_attn.g_proj", own.heads, dims.hidden, shard="column")
@@ -120,9 +117,8 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     for kind in dict.fromkeys(kinds):
         t.rotary(int(dims.head_size * share[kind]), f"model.rotary_emb.{kind}_")
     return common.decoder(
-        fields, model_type, "LagunaForCausalLM", t,
-        Heads(dims.hidden, max(query_heads), dims.kv_heads, dims.head_size),
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        fields, model_type, "LagunaForCausalLM", t, replace(dims, heads=max(query_heads)),
+        common.cache_layers(kinds, window, dims), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(share)),
         experts=count, experts_per_token=chosen,
     )  # fmt: skip
@@ -135,35 +131,30 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
     K.
     """
     full = common.heads_of(fields)
-    full = Heads(*_four(full), fields.integer("v_head_dim", full.head_size, limit="width"))
+    full = replace(full, value=fields.integer("v_head_dim", full.head_size, limit="width"))
     heads = fields.integer("swa_num_attention_heads", full.heads, limit="heads")
     kv_heads = fields.integer("swa_num_key_value_heads", 2 * full.kv_heads, limit="heads")
-    size = fields.integer("swa_head_dim", full.head_size, limit="width")
+    sliding_size = fields.integer("swa_head_dim", full.head_size, limit="width")
     value = fields.integer("swa_v_head_dim", full.value_size, limit="width")
-    sliding = Heads(full.hidden, heads, kv_heads, size, value)
+    sliding = Heads(full.hidden, heads, kv_heads, sliding_size, value)
     common.divisible(sliding.heads, sliding.kv_heads, "swa_num_attention_heads", "swa_num_key_value_heads")
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     pattern = _numbers(fields, "hybrid_layer_pattern", layers, zero=True)
-    sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    sparse = _frequencies(fields, layers)
     kinds = fields.layer_types(layers)  # files written by transformers 5 state layer_types
     if pattern is None and kinds is not None:
         pattern = tuple(int(kind == "sliding_attention") for kind in kinds)
-    if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, common.sparse_layers(fields, layers)))
     if pattern is None or sparse is None:
         missing = "moe_layer_freq" if pattern is not None else "hybrid_layer_pattern"
         raise ConfigError("missing", field=missing)
-    count = fields.integer("n_routed_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    count, chosen = common.widths(fields, "n_routed_experts", "num_experts_per_tok")
+    inner, dense = common.widths(fields, "moe_intermediate_size", "intermediate_size")
     window = fields.integer("sliding_window", limit="positions")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     sink_full = fields.boolean("add_full_attention_sink_bias", False)
     sink_sliding = fields.boolean("add_swa_attention_sink_bias", True)
-    if fields.raw("n_shared_experts"):
-        raise UnsupportedArchitecture("shared experts are not supported", field="n_shared_experts")
+    common.refuse(fields, "n_shared_experts", why="the planner cannot build shared experts of this family")
     fields.ignore("swa_rope_theta", "sliding_window_size", "attention_chunk_size", "attention_value_scale")
     share = _kind_shares(fields, ("full_attention", "sliding_attention"), 0.334)["full_attention"]
     t = Tensors()
@@ -176,16 +167,8 @@ def mimo_v2(fields: Fields, model_type: str) -> Architecture:
             t.add(f"{at}.self_attn.sinks", (own.heads,), "attention", "MiMoV2FlashAttention", shard=0)
         t.layer_norms(at, full.hidden)
         kind: Any = "sliding" if pattern[i] else "full"
-        cache.append(
-            CacheLayer(
-                i,
-                kind,
-                window if pattern[i] else None,
-                own.kv_heads,
-                own.head_size,
-                value_head_size=own.value_size,
-            )
-        )
+        seen = window if pattern[i] else None
+        cache.append(CacheLayer(i, kind, seen, own.kv_heads, own.head_size, value_head_size=own.value_size))
         if not sparse[i]:
             t.gated_mlp(f"{at}.mlp", full.hidden, dense)
             continue
@@ -206,23 +189,18 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
     Sliding layers have their own number of query heads.
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     kinds = fields.layer_types(layers) or tuple(
         "sliding_attention" if i % 4 else "full_attention" for i in range(layers)
     )
-    sparse = common.sparse_layers(fields, layers, 3)
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("share_expert_dim", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    sparse = sparse_layers(fields, layers, 3)
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    shared, dense = common.widths(fields, "share_expert_dim", "intermediate_size")
     tied = fields.boolean("tie_word_embeddings", False)
     window = common.window_of(fields)
     wide = fields.integer("num_sliding_attention_heads", dims.heads, limit="heads")
-    local = Heads(dims.hidden, wide, dims.kv_heads, dims.head_size)
-    for name in ("attention_bias", "mlp_bias", "per_layer_config"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    local = replace(dims, heads=wide)
+    common.refuse(fields, "attention_bias", "mlp_bias", "per_layer_config")
     fields.ignore("mtp_layer_types", "mtp_mlp_layer_types", "num_nextn_predict_layers")
     fields.ignore("swiglu_limits", "swiglu_limits_shared", "moe_router_scaling_factor", "query_pre_attn_scalar")
     t = Tensors()
@@ -238,11 +216,10 @@ def step3p7(fields: Fields, model_type: str) -> Architecture:
         t.corrected_experts(f"{at}.mlp", count, dims.hidden, inner, None)
         t.gated_mlp(f"{at}.mlp.shared_experts", dims.hidden, shared)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    for kind in dict.fromkeys(kinds):
-        t.rotary(dims.head_size, f"model.rotary_emb.{kind}_")
+    t.rotary(dims.head_size, *(f"model.rotary_emb.{kind}_" for kind in dict.fromkeys(kinds)))
     return common.decoder(
         fields, "step3p7", "Step3p7ForCausalLM", t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        common.cache_layers(kinds, window, dims), layers=layers,
         inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, 2), experts=count,
         experts_per_token=chosen,
     )  # fmt: skip
@@ -254,14 +231,11 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     Besides grouped-query attention there is a block-sparse indexer, whose keys are cached too.
     """
     dims = common.heads_of(fields)
-    layers, vocab = _layers(fields), _vocab(fields)
-    sparse = _numbers(fields, "moe_layer_freq", layers, zero=True)
-    if sparse is None and fields.raw("mlp_layer_types") is not None:
-        sparse = tuple(map(int, common.sparse_layers(fields, layers)))
+    layers, vocab = common.layers_and_vocab(fields)
+    sparse = _frequencies(fields, layers)
     if sparse is None:
         raise ConfigError("missing", field="moe_layer_freq")
-    count = fields.integer("num_local_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
+    count, chosen = common.widths(fields, "num_local_experts", "num_experts_per_tok")
     inner = fields.integer("intermediate_size", limit="width")
     stated = fields.optional_integer("moe_intermediate_size", limit="width")
     if stated not in (None, inner):
@@ -271,8 +245,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
     number = fields.optional_integer("n_shared_experts", 1, limit="width", minimum=0) or 0
     tied = fields.boolean("tie_word_embeddings", False)
     index_heads, index_size, indexed = _minimax_indexer(fields, layers, dims)
-    if fields.boolean("attention_output_gate", False):
-        raise UnsupportedArchitecture("true is not supported", field="attention_output_gate")
+    common.refuse(fields, "attention_output_gate", why="the planner cannot build this gate")
     fields.ignore(
         "use_qk_norm", "qk_norm_type", "use_gemma_norm", "use_routing_bias", "num_mtp_modules",
         "num_nextn_predict_layers", "rotary_dim", "first_k_dense_replace",
@@ -287,8 +260,7 @@ def minimax_m3(fields: Fields, model_type: str) -> Architecture:
             index = f"{at}.self_attn.indexer"
             t.linear(f"{index}.q_proj", index_heads * index_size, dims.hidden)
             t.linear(f"{index}.k_proj", index_size, dims.hidden)
-            t.norm(f"{index}.q_norm", index_size)
-            t.norm(f"{index}.k_norm", index_size)
+            t.norms(index, index_size, "q_norm", "k_norm")
         cache.append(
             CacheLayer(
                 i, "full", None, dims.kv_heads, dims.head_size, index_size=index_size if indexed[i] else 0
@@ -317,7 +289,7 @@ def _minimax_indexer(fields: Fields, layers: int, dims: Heads) -> tuple[int, int
     sparse = fields.mapping("sparse_attention_config")
     words = {"full_attention": False, "minimax_m3_sparse": True}
     indexed = fields.listed("layer_types", layers, words) if sparse is None else None
-    if indexed is not None:  # files written by transformers 5 have other field names
+    if indexed is not None:  # transformers 5 writes the indexer's fields at the top level
         fields.ignore("index_block_size", "index_topk_blocks", "index_local_blocks")
         return (
             fields.integer("index_n_heads", dims.kv_heads, limit="heads"),
@@ -349,7 +321,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
     common.divisible(heads, kv_heads, "n_heads", "attn_config.kv_n_heads")
     dims = Heads(hidden, heads, kv_heads, hidden // heads)
     layers = fields.integer("n_layers", limit="layers")
-    vocab = _vocab(fields)
+    vocab = fields.integer("vocab_size", limit="vocab")
     moe = Fields(ffn)
     count = moe.integer("moe_num_experts", 4, limit="width")
     chosen = moe.integer("moe_top_k", 1, limit="width")
@@ -360,8 +332,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("transformer.wte", vocab, hidden)
     for _, at in t.layers(layers, "transformer.blocks"):
         t.fused_attention(f"{at}.norm_attn_norm.attn", dims, qkv="Wqkv", out="out_proj")
-        for name in ("norm_1", "norm_2"):
-            t.norm(f"{at}.norm_attn_norm.{name}", hidden, "layer-weight")
+        t.norms(f"{at}.norm_attn_norm", hidden, "norm_1", "norm_2", kind="layer-weight")
         t.router(f"{at}.ffn.router.layer", count, hidden, linear=True)
         for name in ("w1", "v1", "w2"):
             t.add(f"{at}.ffn.experts.mlp.{name}", (count * inner, hidden), "expert", "DbrxExpertGLU", shard=0)
@@ -369,7 +340,7 @@ def dbrx(fields: Fields, model_type: str) -> Architecture:
     t.head("lm_head", vocab, hidden, "transformer.wte.weight" if tied else None)
     t.rotary(dims.head_size, "transformer.rotary_emb.")
     return common.decoder(
-        fields, model_type, "DbrxForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "DbrxForCausalLM", t, dims, layers=layers,
         inner=chosen * inner, vocab=vocab, rotary=Rotary(dims.head_size, 1), experts=count,
         experts_per_token=chosen, max_model_len=fields.integer("max_seq_len", limit="positions"),
         position_field="max_seq_len",
@@ -382,7 +353,7 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
     Each token's queries are computed by ``num_experts_per_tok`` attention experts.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers, vocab = _layers(fields), _vocab(fields)
+    layers, vocab = common.layers_and_vocab(fields)
     kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
     size = fields.integer("kv_channels", 128, limit="width")
     chosen = fields.integer("num_experts_per_tok", 2, limit="width")
@@ -416,19 +387,15 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
 
 
-def _layers(fields: Fields) -> int:
-    """Return the model's number of layers, from the config."""
-    return fields.integer("num_hidden_layers", limit="layers")
+def _frequencies(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """Return for each layer a number above 0 if it has routed experts, else 0; None if no field states it.
 
-
-def _vocab(fields: Fields) -> int:
-    """Return the model's vocabulary size, from the config."""
-    return fields.integer("vocab_size", limit="vocab")
-
-
-def _four(dims: Heads) -> tuple[int, int, int, int]:
-    """Return the head geometry ``dims`` as a tuple: (hidden size, heads, KV heads, head size)."""
-    return dims.hidden, dims.heads, dims.kv_heads, dims.head_size
+    Published files state ``moe_layer_freq``, files that transformers 5 writes ``mlp_layer_types``.
+    """
+    stated = _numbers(fields, "moe_layer_freq", layers, zero=True)
+    if stated is None and fields.raw("mlp_layer_types") is not None:
+        stated = tuple(map(int, sparse_layers(fields, layers)))
+    return stated
 
 
 def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> tuple[int, ...] | None:
@@ -452,7 +419,7 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
 def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
     """Return attention kind -> fraction of each head that is rotated.
 
-    ``The config field ``rope_parameters`` states the fraction per kind, else ``partial_rotary_factor`` for all
+    The config field ``rope_parameters`` states the fraction per kind, else ``partial_rotary_factor`` for all
     kinds.
     """
     parameters = fields.raw("rope_parameters")

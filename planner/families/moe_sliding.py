@@ -52,85 +52,72 @@ class SlidingMoeVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a Kolibri, Flint or Beam model from its checked config."""
-        return _build(self, fields, model_type)
-
-
-def _build(v: SlidingMoeVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a Kolibri, Flint or Beam model; ``v`` holds the options of its family."""
-    dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("shared_expert_intermediate_size", v.shared[1], limit="width") if v.shared else 0
-    sparse = (True,) * layers if v.sparse is None else v.sparse(fields, layers)
-    dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
-    fields.ignore("intermediate_size")
-    bias = v.biased and fields.boolean("attention_bias", False)
-    tied = fields.boolean("tie_word_embeddings", False)
-    kinds = fields.layer_types(layers) or v.kinds(layers)
-    # A missing sliding_window has the default of the config class. Null raises an error if a layer is sliding.
-    window = common.window_of(fields) if "sliding_window" in fields.config else v.window
-    tables = tables_by_kind(fields, kinds, ("full_attention",)) if v.by_kind else ("",)
-    gate = "float32" if v.wide_router else None
-    t = Tensors()
-    t.vocabulary("model.embed_tokens", vocab, dims.hidden)
-    for i, at in t.layers(layers, "model.layers"):
-        here = f"{at}.self_attn"
-        t.attention(here, dims, bias=bias, out_bias=bias, qk_norm="head")
-        if v.sinks:
-            t.add(f"{here}.sinks", (dims.heads,), "attention", "Attention", shard=0, dtype="float32")
-        if v.gated:
-            t.linear(f"{here}.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
-            t.add(f"{here}.gate_bias", (dims.heads,), "attention", "Attention", shard=0)
-        for name in v.norms:
-            t.norm(f"{at}.{name}", dims.hidden)
-        if not sparse[i]:
-            t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
-            continue
-        t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=gate)
-        if v.corrected:
-            t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
-        t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
-        if v.shared:
-            t.gated_mlp(f"{at}.mlp.{v.shared[0]}", dims.hidden, shared)
-    t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
-    for table in tables:
-        t.rotary(dims.head_size, f"model.rotary_emb.{table}")
-    return common.decoder(
-        fields, model_type, v.class_name, t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
-        inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
-        experts=count, experts_per_token=chosen,
-    )  # fmt: skip
+        dims = common.heads_of(fields)
+        layers, vocab = common.layers_and_vocab(fields)
+        count, chosen = common.widths(fields, "num_experts", "num_experts_per_tok")
+        inner = fields.integer("moe_intermediate_size", limit="width")
+        module, size = self.shared or ("", 0)
+        shared = fields.integer("shared_expert_intermediate_size", size, limit="width") if module else 0
+        sparse = (True,) * layers if self.sparse is None else self.sparse(fields, layers)
+        dense = 0 if all(sparse) else fields.integer("intermediate_size", limit="width")
+        fields.ignore("intermediate_size")
+        bias = self.biased and fields.boolean("attention_bias", False)
+        tied = fields.boolean("tie_word_embeddings", False)
+        kinds = fields.layer_types(layers) or self.kinds(layers)
+        # If sliding_window is missing, the config class's default applies. Null raises an error if a layer is
+        # sliding.
+        window = common.window_of(fields, self.window)
+        tables = tables_by_kind(fields, kinds, ("full_attention",)) if self.by_kind else ("",)
+        gate = "float32" if self.wide_router else None
+        t = Tensors()
+        t.vocabulary("model.embed_tokens", vocab, dims.hidden)
+        for i, at in t.layers(layers, "model.layers"):
+            here = f"{at}.self_attn"
+            t.attention(here, dims, bias=bias, out_bias=bias, qk_norm="head")
+            if self.sinks:
+                t.add(f"{here}.sinks", (dims.heads,), "attention", "Attention", shard=0, dtype="float32")
+            if self.gated:
+                t.linear(f"{here}.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
+                t.add(f"{here}.gate_bias", (dims.heads,), "attention", "Attention", shard=0)
+            t.norms(at, dims.hidden, *self.norms)
+            if not sparse[i]:
+                t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
+                continue
+            t.router(f"{at}.mlp.gate", count, dims.hidden, dtype=gate)
+            if self.corrected:
+                t.correction_bias(f"{at}.mlp.gate.e_score_correction_bias", (count,))
+            t.experts(f"{at}.mlp.experts", count, dims.hidden, inner)
+            if module:
+                t.gated_mlp(f"{at}.mlp.{module}", dims.hidden, shared)
+        t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
+        t.rotary(dims.head_size, *(f"model.rotary_emb.{table}" for table in tables))
+        return common.decoder(
+            fields, model_type, self.class_name, t, dims,
+            common.cache_layers(kinds, window, dims), layers=layers,
+            inner=max(chosen * inner + shared, dense), vocab=vocab, rotary=Rotary(dims.head_size, len(tables)),
+            experts=count, experts_per_token=chosen,
+        )  # fmt: skip
 
 
 def afmoe(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an AFMoE model (Trinity), whose attention output is gated."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = fields.integer("num_experts", limit="width")
-    chosen = fields.integer("num_experts_per_tok", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
+    layers, vocab = common.layers_and_vocab(fields)
+    count, chosen, inner = common.widths(fields, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     dense = fields.integer("intermediate_size", limit="width")
     first = fields.integer("num_dense_layers", 1, limit="layers", minimum=0)
     shared = inner * fields.integer("num_shared_experts", 2, limit="width", minimum=0)
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     every = fields.integer("global_attn_every_n_layers", 4, limit="layers")
-    kinds = fields.layer_types(layers) or tuple(
-        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(layers)
-    )
-    window = common.window_of(fields) if "sliding_window" in fields.config else 1024
+    kinds = fields.layer_types(layers) or common.alternating_kinds(layers, every)
+    window = common.window_of(fields, 1024)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, dims.hidden)
     for i, at in t.layers(layers, "model.layers"):
         t.attention(f"{at}.self_attn", dims, bias=bias, out_bias=bias, qk_norm="head")
         t.linear(f"{at}.self_attn.gate_proj", dims.heads * dims.head_size, dims.hidden, shard="column")
-        for name in (*_TWO, "pre_mlp_layernorm", "post_mlp_layernorm"):
-            t.norm(f"{at}.{name}", dims.hidden)
+        t.norms(at, dims.hidden, *_TWO, "pre_mlp_layernorm", "post_mlp_layernorm")
         if i < first:
             t.gated_mlp(f"{at}.mlp", dims.hidden, dense)
             continue
@@ -143,7 +130,7 @@ def afmoe(fields: Fields, model_type: str) -> Architecture:
     t.rotary(dims.head_size, "model.rotary_emb.")
     return common.decoder(
         fields, model_type, "AfmoeForCausalLM", t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers,
+        common.cache_layers(kinds, window, dims), layers=layers,
         inner=max(chosen * inner + shared, dense if first else 0), vocab=vocab,
         rotary=Rotary(dims.head_size, 1), experts=count, experts_per_token=chosen,
     )  # fmt: skip
@@ -176,18 +163,13 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
             continue
         where = f"rope_parameters.{kind}"
         # The rope type "proportional" has a table as wide as the whole head (modeling_rope_utils.py).
-        if isinstance(own, dict) and own.get("rope_type") == "proportional":
-            out.append(f"{kind}_")
-            continue
-        if own is None or common.rope_kind(own, where)[1] != 1:
-            raise UnsupportedArchitecture(f"{shown(own)} is not supported", field=where)
+        proportional = isinstance(own, dict) and own.get("rope_type") == "proportional"
+        if not proportional and (own is None or common.rope_kind(own, where)[1] != 1):
+            raise UnsupportedArchitecture(
+                f"{shown(own)} is not supported; only parameters that keep the length are", field=where
+            )
         out.append(f"{kind}_")
     return tuple(out)
-
-
-def _kolibri(layers: int) -> tuple[str, ...]:
-    """Return the default attention kind of each Kolibri layer: every fifth layer has full attention."""
-    return tuple("sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(layers))
 
 
 def _flint(layers: int) -> tuple[str, ...]:
@@ -218,10 +200,10 @@ FAMILIES = {
     ),
     "kolibri1": Family(
         SlidingMoeVariant(
-            "Kolibri1ForCausalLM", 513, _kolibri, (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"),
-            ("shared_experts", 512), biased=False,
+            "Kolibri1ForCausalLM", 513, partial(common.alternating_kinds, every=5),
+            (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), ("shared_experts", 512), biased=False,
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # field name in files written by transformers
+        aliases={"num_experts": "num_local_experts"},  # transformers writes num_local_experts
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),
     "flint": Family(
@@ -234,7 +216,7 @@ FAMILIES = {
     ),
     "beam": Family(
         SlidingMoeVariant(
-            "BeamForCausalLM", 512, _beam, (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+            "BeamForCausalLM", 512, _beam, common.FOUR_NORMS,
             sparse=_beam_sparse, gated=True, wide_router=True, by_kind=True,
         ).build,
         absent={"num_key_value_heads": 8, "head_dim": 128},

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
-from tonnage.planner.families.dense import ROPES, Bias, pattern_kinds
+from tonnage.planner.families.dense import ROPES, Bias, pattern_kinds, qk_norms
 from tonnage.planner.families.moe_layers import every_layer
-from tonnage.planner.families.tensors import tensors_of
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import (
@@ -135,78 +134,66 @@ class MoeVariant:
 
     def build(self, fields: Fields, model_type: str) -> Architecture:
         """Return the architecture of a mixture-of-experts decoder of this family from its checked config."""
-        return _build(self, fields, model_type)
+        dims = common.heads_of(fields, head_default=0 if self.rounded_heads else None)
+        if not dims.head_size:  # GLM-4.5's config class rounds hidden_size / num_attention_heads down.
+            dims = replace(dims, head_size=dims.hidden // dims.heads)
+        layers = fields.integer("num_hidden_layers", limit="layers")
+        if fields.raw("attn_type_list") not in (None, [1] * layers):
+            raise UnsupportedArchitecture("linear attention layers are not supported", field="attn_type_list")
+        vocab = fields.integer("vocab_size", limit="vocab")
+        count = _experts(fields, self)
+        chosen = fields.optional_integer(self.per_token_field, limit="width") or 1
+        inner = fields.integer(self.inner_field, limit="width")
+        dense = fields.integer("intermediate_size", limit="width")
+        sparse = self.sparse(fields, layers)
+        shared = _shared_size(fields, self, inner)
+        fields.ignore(*self.ignored)
+        qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (self.qkv_bias, self.out_bias))
+        if self.experts_bias:
+            common.refuse(fields, self.experts_bias, why="the planner cannot build experts with biases")
+        tied = fields.boolean("tie_word_embeddings", self.tied)
+        qk_norm = self.qk_norm
+        if self.qk_norm_field and fields.boolean(self.qk_norm_field, False):
+            qk_norm = "head"
+        head_bias = common.bias_of(fields, self.head_bias)
+        if self.window == "pattern":
+            window = common.window_of(fields, _PATTERN_WINDOW)
+            kinds = fields.layer_types(layers) or pattern_kinds(fields, layers, window)
+        else:
+            kinds, window = common.kinds_of(fields, self.window, layers)
+        rotary = Rotary(int(dims.head_size * _share(fields, self, dims)), 1)
 
-
-def _build(v: MoeVariant, fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of a mixture-of-experts decoder; ``v`` says how it differs from Mixtral."""
-    dims = common.heads_of(fields, head_default=0 if v.rounded_heads else None)
-    if not dims.head_size:  # GLM-4.5's config class rounds hidden_size / num_attention_heads down.
-        dims = Heads(dims.hidden, dims.heads, dims.kv_heads, dims.hidden // dims.heads)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    if fields.raw("attn_type_list") not in (None, [1] * layers):
-        raise UnsupportedArchitecture("linear attention layers are not supported", field="attn_type_list")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = _experts(fields, v)
-    chosen = fields.optional_integer(v.per_token_field, limit="width") or 1
-    inner = fields.integer(v.inner_field, limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
-    sparse = v.sparse(fields, layers)
-    shared = _shared_size(fields, v, inner)
-    fields.ignore(*v.ignored)
-    qkv_bias, out_bias = (common.bias_of(fields, rule) for rule in (v.qkv_bias, v.out_bias))
-    if v.experts_bias and fields.boolean(v.experts_bias, False):
-        raise UnsupportedArchitecture(
-            "true is not supported: experts with biases have no adapter", field=v.experts_bias
-        )
-    tied = fields.boolean("tie_word_embeddings", v.tied)
-    qk_norm = v.qk_norm
-    if v.qk_norm_field and fields.boolean(v.qk_norm_field, False):
-        qk_norm = "head"
-    head_bias = common.bias_of(fields, v.head_bias)
-    if v.window == "pattern":
-        window = common.window_of(fields) if "sliding_window" in fields.config else _PATTERN_WINDOW
-        kinds = fields.layer_types(layers) or pattern_kinds(fields, layers, window)
-    else:
-        kinds, window = common.kinds_of(fields, v.window, layers)
-    rotary = Rotary(int(dims.head_size * _share(fields, v, dims)), 1)
-
-    table = Table("model.rotary_emb.", rotary.dim, v.rope in ("olmo", "ernie"))
-    norms = [
-        None if qk_norm == "none"
-        else Norm(name, heads * dims.head_size, v.norm) if qk_norm == "full"
-        else Norm(name, dims.head_size, v.norm, heads)
-        for name, heads in zip(v.qk_norm_names, (dims.heads, dims.kv_heads), strict=True)
-    ]  # fmt: skip
-    attention = Attention(
-        "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=norms[0], k_norm=norms[1],
-        normed_last=v.normed_last, rope=replace(ROPES[v.rope], dim=rotary.dim, tables=table.name),
-        clipped=v.clipped_field != "" and fields.config.get(v.clipped_field) is not None,
-        dropout=common.number(fields, "attention_dropout", 0.0),
-    )  # fmt: skip
-    act = common.act_of(fields, "silu")
-    routed = Experts(
-        v.mlp, dims.hidden, inner, count, chosen, act, _router(fields, v),
-        _shared(v, dims.hidden, shared, act), "shared_expert_gate" if v.shared_gate else None,
-        _correction(v, count),
-    )  # fmt: skip
-    around = tuple(Norm(name, dims.hidden, v.norm) for name in v.norms)
-    dense_layer = layer_of(v.flow, attention, Mlp(v.mlp, dims.hidden, dense, act), around)
-    routed_layer = layer_of(v.flow, attention, routed, around)
-    recipe = Recipe(
-        "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
-        tuple(routed_layer if routes else dense_layer for routes in sparse),
-        Norm("model.norm", dims.hidden, v.norm), Head(tied, head_bias), (table,),
-        # The derivation of training activations covers neither the load-balancing loss nor the router's noise.
-        taped=not (fields.config.get("output_router_logits") or _jitter(fields, v)),
-    )  # fmt: skip
-    widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
-    return common.decoder(
-        fields, model_type, v.class_name, tensors_of(recipe), dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
-        layers=layers, inner=widest, vocab=vocab, rotary=rotary, experts=count, experts_per_token=chosen,
-        recipe=recipe,
-    )  # fmt: skip
+        table = Table("model.rotary_emb.", rotary.dim, self.rope in ("olmo", "ernie"))
+        q_norm, k_norm = qk_norms(qk_norm, self.qk_norm_names, dims, self.norm)
+        attention = Attention(
+            "self_attn", dims, bias=qkv_bias, out_bias=out_bias, q_norm=q_norm, k_norm=k_norm,
+            normed_last=self.normed_last, rope=replace(ROPES[self.rope], dim=rotary.dim, tables=table.name),
+            clipped=fields.config.get(self.clipped_field) is not None,
+            dropout=common.number(fields, "attention_dropout", 0.0),
+        )  # fmt: skip
+        act = common.act_of(fields, "silu")
+        routed = Experts(
+            self.mlp, dims.hidden, inner, count, chosen, act, _router(fields, self),
+            _shared(self, dims.hidden, shared, act), "shared_expert_gate" if self.shared_gate else None,
+            _correction(self, count),
+        )  # fmt: skip
+        around = tuple(Norm(name, dims.hidden, self.norm) for name in self.norms)
+        dense_layer = layer_of(self.flow, attention, Mlp(self.mlp, dims.hidden, dense, act), around)
+        routed_layer = layer_of(self.flow, attention, routed, around)
+        noisy = self.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
+        recipe = Recipe(
+            "model.layers", Embedding("model.embed_tokens", vocab, dims.hidden),
+            tuple(routed_layer if routes else dense_layer for routes in sparse),
+            Norm("model.norm", dims.hidden, self.norm), Head(tied, head_bias), (table,),
+            # The derivation of training activations covers neither the load-balancing loss nor the router's
+            # noise.
+            taped=not (fields.config.get("output_router_logits") or noisy),
+        )  # fmt: skip
+        widest = max(chosen * inner + shared, dense if not all(sparse) else 0)
+        return common.described(
+            fields, model_type, self.class_name, recipe, dims, widest, common.cache_layers(kinds, window, dims),
+            rotary=rotary, experts=count, experts_per_token=chosen,
+        )  # fmt: skip
 
 
 def _router(fields: Fields, v: MoeVariant) -> Router:
@@ -218,11 +205,6 @@ def _router(fields: Fields, v: MoeVariant) -> Router:
         v.router, v.routing, normed, (groups, taken), noisy, v.router_linear, v.router_bias, v.router_dtype,
         v.router_stored,
     )  # fmt: skip
-
-
-def _jitter(fields: Fields, v: MoeVariant) -> bool:
-    """Return whether training adds noise to the input of the router."""
-    return v.jitter and common.number(fields, "router_jitter_noise", 0.0) > 0
 
 
 def _shared(v: MoeVariant, hidden: int, size: int, act: str) -> Mlp | None:
@@ -250,7 +232,7 @@ def _experts(fields: Fields, v: MoeVariant) -> int:
     value = fields.raw(v.experts_field)
     if isinstance(value, list):
         raise UnsupportedArchitecture(
-            "a list with one number per layer is not supported", field=v.experts_field
+            "a list with one number per layer is not supported; only one number is", field=v.experts_field
         )
     return fields.integer(v.experts_field, limit="width")
 

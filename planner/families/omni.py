@@ -24,7 +24,7 @@ from tonnage.planner.model.vision import Tower
 
 _IGNORED = (
     "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
-    "enable_audio_output_",  # spelling in Qwen2.5-Omni-7B-AWQ
+    "enable_audio_output_",  # Qwen2.5-Omni-7B-AWQ spells it with an underscore at the end
     "assistant_token_id", "im_end_token_id", "im_start_token_id", "system_token_id", "tts_bos_token_id",
     "tts_eos_token_id", "tts_pad_token_id", "user_token_id", "preprocessor_config", "video_preprocessor_config",
 )  # fmt: skip
@@ -53,8 +53,7 @@ def thinker(
     if stated is None:
         raise ConfigError("missing", field="thinker_config.text_config")
     text = text_of(inner, text_type, {"num_key_value_heads": 4, **stated}, either=either)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     vision = inner.mapping("vision_config") or {}
     towers.qwen(t, "visual", vision, tower)
     t.role = "audio"
@@ -130,8 +129,7 @@ def _downsampled(t: Tensors, at: str, config: Mapping[str, Any]) -> None:
     f = Fields(config)
     hidden, out = downsampling(t, at, f)
     encoder_layers(t, at, f, hidden, _sizes(f)[1], key_bias=True)
-    t.linear(f"{at}.proj1", hidden, hidden, bias=True)
-    t.linear(f"{at}.proj2", out, hidden, bias=True)
+    t.connector(at, hidden, hidden, out, names=("proj1", "proj2"))
 
 
 _family = partial(Family, ignored=_IGNORED, files=RENAMED)

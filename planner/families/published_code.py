@@ -13,24 +13,18 @@ from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.dense import DenseVariant
 from tonnage.planner.families.family import LORA_ON_VOCABULARY, Family
-from tonnage.planner.families.gpt import finish
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
 from tonnage.planner.model.fields import Fields, shown
-from tonnage.planner.model.recipe import Heads
 from tonnage.planner.model.tensor import TensorSpec
 
 _BIAS = ("attention_bias", False)
-_MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # Tele-FLM's scale factors, without tensors
+_MUP = ("use_mup", "mup_scale_factor", "input_mult", "output_mult")  # Tele-FLM's scale factors have no tensors.
 
 
 def _minicpm(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a dense MiniCPM 1 or 2 model; its scale factors have no tensors."""
-    if fields.raw("num_experts"):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('num_experts'))} is not supported: MiniCPM's experts have no adapter",
-            field="num_experts",
-        )
+    common.refuse(fields, "num_experts", why="the planner cannot build MiniCPM's experts")
     return DenseVariant(
         "MiniCPMForCausalLM", tied=True, window="always", ignored=("dim_model_base", "scale_depth"),
         taped=False,
@@ -42,21 +36,15 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
 
     Keys and values are one matrix. Only the output projections of attention and MLP have biases.
     """
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", fields.name("num_attention_heads"))
+    dims, layers, vocab = common.sizes(fields)
+    hidden, heads = dims.hidden, dims.heads
     kv_heads = fields.optional_integer("num_key_value_heads", limit="heads") or heads
     if kv_heads != heads:
         raise UnsupportedArchitecture(
-            f"{kv_heads} is not {heads}, the number of heads: vLLM has a key and a value for each",
+            f"{kv_heads} is not num_attention_heads = {heads}; vLLM's class has one KV head per query head",
             field="num_key_value_heads",
         )
-    for name in ("num_moe_experts", "embed_layernorm"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
-    dims = Heads(hidden, heads, heads, hidden // heads)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    common.refuse(fields, "num_moe_experts", "embed_layernorm")
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     fields.ignore(
@@ -77,8 +65,8 @@ def _telechat2(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{at}.mlp.up_proj", inner, hidden, "mlp", shard="column")
         t.linear(f"{at}.mlp.down_proj", hidden, inner, "mlp", bias=True, shard="row")
     t.close("transformer.ln_f", "transformer.word_embeddings", vocab, hidden, tied)
-    return finish(
-        fields, model_type, "TeleChat2ForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "TeleChat2ForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1), max_model_len=fields.integer("seq_length", limit="positions"),
         position_field="seq_length",
     )  # fmt: skip
@@ -102,9 +90,7 @@ def _pangu(fields: Fields, model_type: str) -> Architecture:
     if fields.boolean("sandwich_norm", False):
         more = ("pre_mlp_layernorm", "post_mlp_layernorm")
         variant = replace(variant, flow="sandwich", norms=(*names, *more))
-    for name in ("param_sink_number", "n_routed_experts", "interleaved_sliding_window", "kv_lora_rank"):
-        if fields.raw(name):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.refuse(fields, "param_sink_number", "n_routed_experts", "interleaved_sliding_window", "kv_lora_rank")
     return variant.build(fields, model_type)
 
 
@@ -118,7 +104,9 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
     if isinstance(window, list):
         stated = [entry for entry in window if entry is not None]
         if not stated or stated.count(stated[0]) != len(stated):
-            raise UnsupportedArchitecture(f"{shown(window)} is not supported", field="sliding_window")
+            raise UnsupportedArchitecture(
+                f"{shown(window)} is not supported: the windows differ", field="sliding_window"
+            )
         window = stated[0]
     fields.config = {"sliding_window_pattern": 8, **fields.config, "sliding_window": window}
     return DenseVariant(
@@ -134,13 +122,11 @@ def _loopcoder(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an IQuest-LoopCoder model, which runs its layers ``loop_num`` times.
 
     Each pass after the first caches its own keys and values in a short window. A gate per head and layer mixes
-    its attention with that of the first pass (models/iquest_loopcoder.py).
+    the attention of a later pass with that of the first (models/iquest_loopcoder.py).
     """
     loops = fields.integer("loop_num", 2, limit="layers")
     window = fields.integer("loop_window_size", 64, limit="positions")
-    for name in ("attention_bias", "mlp_bias"):
-        if fields.boolean(name, False):
-            raise UnsupportedArchitecture("true is not supported", field=name)
+    common.refuse(fields, "attention_bias", "mlp_bias")
     found = DenseVariant("IQuestLoopCoderForCausalLM", taped=False).build(fields, model_type)
     gates = []
     for layer in range(found.layers):

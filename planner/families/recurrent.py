@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import Family
 from tonnage.planner.families.tensors import Tensors
@@ -17,8 +17,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     By default, two recurrent layers (RG-LRU) alternate with one sliding-attention layer.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     double = fields.integer("intermediate_size", limit="width")
     common.divisible(double, 2, "intermediate_size", "gate and up")
     inner = double // 2
@@ -59,8 +58,7 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
                 t.add(f"{lru}.{name}_bias", (blocks, per), "mixer", "RecurrentGemmaRglru")
             cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
         t.gated_mlp(f"{at}.mlp_block", dims.hidden, inner, bias=True)
-        t.norm(f"{at}.temporal_pre_norm", dims.hidden)
-        t.norm(f"{at}.channel_pre_norm", dims.hidden)
+        t.norms(at, dims.hidden, "temporal_pre_norm", "channel_pre_norm")
     t.close("model.final_norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.buffer("model.normalizer", (), "RecurrentGemmaModel", "bfloat16")
     fields.ignore("rope_parameters", "rope_scaling")
@@ -77,8 +75,7 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
     Each layer keeps five vectors per sequence, three of them in fp32.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     width = fields.integer("attention_hidden_size", hidden, limit="width")
     inner = fields.integer("intermediate_size", 4 * hidden, limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
@@ -92,8 +89,7 @@ def rwkv(fields: Fields, model_type: str) -> Architecture:
     for i, at in t.layers(layers, "rwkv.blocks"):
         if i == 0:
             t.norm(f"{at}.pre_ln", hidden, "layer")
-        t.norm(f"{at}.ln1", hidden, "layer")
-        t.norm(f"{at}.ln2", hidden, "layer")
+        t.norms(at, hidden, "ln1", "ln2", kind="layer")
         for name in ("time_decay", "time_first"):
             t.add(f"{at}.attention.{name}", (width,), "mixer", "RwkvSelfAttention")
         for name in ("key", "value", "receptance"):
@@ -121,29 +117,23 @@ def xlstm(fields: Fields, model_type: str) -> Architecture:
     The state of a block is a matrix, a vector and a scalar per head.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     heads = fields.integer("num_heads", 8, limit="heads")
     bias = fields.boolean("use_bias", False)
     qk = fields.share("qk_dim_factor", 0.5, hidden)
     value = fields.share("v_dim_factor", 1.0, hidden)
     multiple = fields.integer("ffn_round_up_to_multiple_of", 64, limit="width")
     inner = multiple * -(-fields.share("ffn_proj_factor", 2.667, hidden) // multiple)
-    if fields.raw("weight_mode") not in (None, "single"):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('weight_mode'))} is not supported; only single is", field="weight_mode"
-        )
+    common.only(fields, weight_mode="single")
     for size in (qk, value):
         common.divisible(size, heads, "hidden_size x qk_dim_factor", "num_heads")
-    dtype = fields.raw("inference_state_dtype") or "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"{shown(dtype)} is not float32, bfloat16 or float16", field="inference_state_dtype")
+    dtype = common.dtype_of(fields, "inference_state_dtype") or "float32"
     out_norm = fields.boolean("add_out_norm", True)
     tied = fields.boolean("tie_word_embeddings", False)
-    for name, same in (("embedding_dim", hidden), ("num_blocks", layers)):
-        stated = fields.optional_integer(name, limit="width")
+    for name, other in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
+        stated, same = fields.optional_integer(name, limit="width"), fields.raw(other)
         if stated not in (None, same):
-            raise ConfigError(f"{stated} contradicts {same}", field=name)
+            raise ConfigError(f"{stated} contradicts {other} = {same}", field=name)
     fields.ignore(
         "norm_reduction_force_float32", "chunkwise_kernel", "sequence_kernel", "step_kernel", "mode",
         "chunk_size",

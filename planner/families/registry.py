@@ -22,7 +22,9 @@ from tonnage.planner.model.tensor import TensorSpec
 # Modules with the most common families, which are searched first for a model_type. Importing all modules takes
 # 28 ms of CPU time (Python 3.11, with cached bytecode); importing llama.py, or the module named like the model
 # type, takes much less.
-_FIRST = ("llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "multimodal")
+_FIRST = (
+    "llama", "moe", "linear_attention", "gemma", "mla", "moe_mixed", "qwen_vision", "llava", "gemma_vision",
+)  # fmt: skip
 # Classes whose published files state no model_type
 _BY_CLASS = {
     "LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNgramForCausalLM": "longcat_flash_ngram",
@@ -30,7 +32,7 @@ _BY_CLASS = {
 
 
 def _modules(model_type: str = "") -> Iterator[Any]:
-    """Yield the modules of this folder, starting with modules whose name is a prefix of ``model_type``."""
+    """Yield the modules that define model families, first those whose name is a prefix of ``model_type``."""
     return modules_in(__package__, _FIRST, model_type)
 
 
@@ -162,38 +164,40 @@ def _build(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"{shown(model_type)} is not a string", field="model_type")
     family = family_of(model_type)
     if config.get("is_encoder_decoder") and family.build is not None and not family.reads_class:
-        raise UnsupportedArchitecture("true is not supported for this family", field="is_encoder_decoder")
-    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
-    architecture = _read(fields, model_type, family)
-    assumed = (*architecture.assumed, *_assumed(fields, model_type))
-    architecture = replace(architecture, declared=_declared(config), assumed=assumed)
-    fields.ignore("is_encoder_decoder")
-    return _check_class(config, model_type, family, _checked(fields, model_type, family, architecture))
+        raise UnsupportedArchitecture(
+            f"true is not supported: {model_type} is no encoder-decoder", field="is_encoder_decoder"
+        )
+    architecture = _read(config, model_type, family, "is_encoder_decoder")
+    return _check_class(config, model_type, family, replace(architecture, declared=_declared(config)))
 
 
 def _untyped(config: Mapping[str, Any]) -> str | None:
-    """Return the model type of a config.json that states none, by its class.
+    """Return the model type of a config.json without ``model_type``, from the class in ``architectures``.
 
     Source: vLLM, transformers_utils/config.py.
     """
     return next((_BY_CLASS[name] for name in _declared(config) if name in _BY_CLASS), None)
 
 
-def _read(fields: Fields, model_type: str, family: Family) -> Architecture:
-    """Return the architecture that a family's builder function builds from the config ``fields``."""
+def _read(config: Mapping[str, Any], model_type: str, family: Family, *ignored: str) -> Architecture:
+    """Return the architecture that a family's builder function builds from a config.
+
+    ``assumed`` lists the sizes missing in config.json, with the defaults used for them. ``unread`` lists the
+    config fields that the builder did not read, except those in ``ignored``.
+    """
     if family.build is None:
         raise _unknown(model_type)
-    fields.ignore(*family.ignored)
-    return family.build(fields, model_type)
+    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
+    fields.ignore(*family.ignored, *ignored)
+    found = family.build(fields, model_type)
+    assumed = (f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
+    unread = fields.check_unread(model_type, family.leftovers or {})
+    return replace(found, assumed=(*found.assumed, *assumed), unread=found.unread + unread)
 
 
 def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
     """Return the architecture of a multimodal model's text model, without a check of its class name."""
-    family = family_of(model_type)
-    fields = Fields(config, family.aliases, family.absent, lambda: _sizes(model_type))
-    architecture = _read(fields, model_type, family)
-    architecture = replace(architecture, assumed=(*architecture.assumed, *_assumed(fields, model_type)))
-    return _checked(fields, model_type, family, architecture)
+    return _read(config, model_type, family_of(model_type))
 
 
 @cache
@@ -202,17 +206,6 @@ def _sizes(model_type: str) -> Mapping[str, int]:
     defaults = json.loads(Path(__file__).with_name("config_defaults.json").read_text())["defaults"]
     sizes: Mapping[str, int] = defaults.get(model_type, {})
     return sizes
-
-
-def _assumed(fields: Fields, model_type: str) -> tuple[str, ...]:
-    """Return text that lists the sizes missing in config.json, with the defaults used for them."""
-    return tuple(f"{name} {value:,} of {model_type}" for name, value in fields.assumed.items())
-
-
-def _checked(fields: Fields, model_type: str, family: Family, architecture: Architecture) -> Architecture:
-    """Return ``architecture`` with ``unread``: the config fields that the family's function did not read."""
-    unread = fields.check_unread(model_type, family.leftovers or {})
-    return replace(architecture, unread=architecture.unread + unread) if unread else architecture
 
 
 def _classifier(labels: int, hidden: int, suffix: str) -> tuple[TensorSpec, ...]:

@@ -13,7 +13,7 @@ from functools import partial
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common
 from tonnage.planner.families.family import GPT2_NAMES, LORA_ON_VOCABULARY, Family
-from tonnage.planner.families.gpt import GPT_FIELDS, finish, sizes
+from tonnage.planner.families.gpt import GPT_FIELDS
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary
@@ -23,7 +23,7 @@ from tonnage.planner.model.recipe import Heads
 
 def qwen(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Qwen 1 model, whose ``intermediate_size`` is the width of gate plus up."""
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     size = fields.integer("kv_channels", dims.head_size, limit="width")
     dims = Heads(dims.hidden, dims.heads, dims.heads, size)
     double = fields.integer("intermediate_size", limit="width")
@@ -32,7 +32,7 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", False)
     bias = not fields.boolean("no_bias", True)
     if bias:
-        raise UnsupportedArchitecture("false is not supported", field="no_bias")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="no_bias")
     fields.ignore(
         "padded_vocab_size", "rotary_emb_base", "use_dynamic_ntk", "use_flash_attn", "use_logn_attn",
         "emb_dropout_prob",
@@ -43,11 +43,10 @@ def qwen(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "transformer.h"):
         t.fused_attention(f"{at}.attn", dims, qkv="c_attn", out="c_proj", bias=True)
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("w1", "w2", "c_proj"))
-        t.norm(f"{at}.ln_1", dims.hidden)
-        t.norm(f"{at}.ln_2", dims.hidden)
+        t.norms(at, dims.hidden, "ln_1", "ln_2")
     t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
-    return finish(
-        fields, model_type, "QWenLMHeadModel", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "QWenLMHeadModel", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -68,8 +67,7 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
     norm = "rms" if fields.boolean("rmsnorm", True) else "layer"
     tied = fields.boolean("tie_word_embeddings", False)
     last = fields.boolean("post_layer_norm", True)
-    if fields.raw("pre_seq_len"):
-        raise UnsupportedArchitecture("a prefix encoder is not supported", field="pre_seq_len")
+    common.refuse(fields, "pre_seq_len", why="the planner cannot build a prefix encoder")
     fields.ignore(
         "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm", "bias_dropout_fusion",
         "fp32_residual_connection", "original_rope", "rope_ratio", "hidden_dropout", "num_hidden_layers",
@@ -97,9 +95,10 @@ def chatglm(fields: Fields, model_type: str) -> Architecture:
     t.head("transformer.output_layer", vocab, hidden, name if tied else None)
     rotary = Rotary(dims.head_size // 2, 1)
     t.buffer("transformer.rotary_pos_emb.inv_freq", (rotary.dim // 2,), "RotaryEmbedding", None)
-    return finish(
-        fields, model_type, "ChatGLMModel", t, dims, layers, inner, vocab, gated=True, rotary=rotary,
-        max_model_len=fields.integer("seq_length", limit="positions"), position_field="seq_length",
+    return common.decoder(
+        fields, model_type, "ChatGLMModel", t, dims, layers=layers, inner=inner, vocab=vocab,
+        rotary=rotary, max_model_len=fields.integer("seq_length", limit="positions"),
+        position_field="seq_length",
     )  # fmt: skip
 
 
@@ -119,8 +118,7 @@ def glm4v(fields: Fields, model_type: str) -> Architecture:
     v, ffn = Fields(config), fields.integer("ffn_hidden_size", limit="width")
     hidden, inner = (v.integer(name, limit="width") for name in ("hidden_size", "intermediate_size"))
     patch, channels = v.integer("patch_size", limit="width"), v.integer("in_channels", 3, limit="width")
-    t, at = Tensors(), "transformer.vision"
-    t.role = "vision"
+    t, at = Tensors("vision"), "transformer.vision"
     conv(t, f"{at}.patch_embedding.proj", (hidden, channels, patch, patch), True)
     t.add(f"{at}.patch_embedding.cls_embedding", (1, hidden), "vision", "EVA2CLIPPatchEmbedding")
     positions = v.integer("num_positions", limit="positions")
@@ -145,8 +143,7 @@ def glm4v(fields: Fields, model_type: str) -> Architecture:
 def exaone(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an EXAONE 3 model: Llama's shapes with GPT-2's module names."""
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     tied = fields.boolean("tie_word_embeddings", False)
     t = Tensors()
@@ -154,12 +151,11 @@ def exaone(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "transformer.h"):
         t.attention(f"{at}.attn.attention", dims, out="out_proj")
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner, names=("c_fc_0", "c_fc_1", "c_proj"))
-        t.norm(f"{at}.ln_1", dims.hidden)
-        t.norm(f"{at}.ln_2", dims.hidden)
+        t.norms(at, dims.hidden, "ln_1", "ln_2")
     t.close("transformer.ln_f", "transformer.wte", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "transformer.rotary.")
-    return finish(
-        fields, model_type, "ExaoneForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "ExaoneForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -170,8 +166,7 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
     The model class always builds the ``num_nextn_predict_layers`` MTP layers.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", True)
     extra = fields.integer("num_nextn_predict_layers", 0, limit="layers", minimum=0)
@@ -186,15 +181,13 @@ def mimo(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
         t.layer_norms(at, dims.hidden)
         if i >= layers:
-            for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-                t.norm(f"{at}.{name}", dims.hidden)
+            t.norms(at, dims.hidden, "token_layernorm", "hidden_layernorm", "final_layernorm")
             t.linear(f"{at}.input_proj", dims.hidden, 2 * dims.hidden, "mlp")
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, tied)
     t.rotary(dims.head_size, "model.rotary_emb.")
-    return finish(
-        fields, model_type, "MiMoForCausalLM", t, dims, layers, inner, vocab, gated=True,
-        rotary=Rotary(dims.head_size, 1),
-        cache=common.cache_layers(kinds, window, dims.kv_heads, dims.head_size),
+    return common.decoder(
+        fields, model_type, "MiMoForCausalLM", t, dims, common.cache_layers(kinds, window, dims), layers=layers,
+        inner=inner, vocab=vocab, rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
 
@@ -203,7 +196,7 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
 
     The modules form one flat list. In each layer, attention and MLP are parallel and follow one norm.
     """
-    dims, layers, vocab = sizes(fields)
+    dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
     kv_heads = fields.integer("n_head_kv", dims.heads, limit="heads")
     common.divisible(dims.heads, kv_heads, "n_head", "n_head_kv")
@@ -228,9 +221,9 @@ def mixformer(fields: Fields, model_type: str) -> Architecture:
     t.layer = None
     t.norm(f"layers.{layers + 1}.ln", h, "layer")
     t.head(f"layers.{layers + 1}.linear", vocab, h, None, bias=True)
-    return finish(
-        fields, model_type, "MixFormerSequentialForCausalLM", t, dims, layers, inner, vocab, rotary=rotary,
-        max_model_len=fields.integer("max_position_embeddings", limit="positions"),
+    return common.decoder(
+        fields, model_type, "MixFormerSequentialForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
+        rotary=rotary, gated=False, max_model_len=fields.integer("max_position_embeddings", limit="positions"),
         position_field=fields.name("max_position_embeddings"),
     )  # fmt: skip
 
@@ -241,12 +234,12 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     Block-sparse layers attend to fewer tokens, but cache K and V of all tokens.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("ff_intermediate_size", limit="width")
     if fields.raw("ff_dim_multiplier") is not None:
         raise UnsupportedArchitecture(
-            f"{shown(fields.raw('ff_dim_multiplier'))} is not supported", field="ff_dim_multiplier"
+            f"{shown(fields.raw('ff_dim_multiplier'))} is not supported; only null is",
+            field="ff_dim_multiplier",
         )
     if fields.boolean("gegelu_pad_to_256", True):
         inner = 256 * -(-inner // 256)
@@ -267,12 +260,11 @@ def phi3small(fields: Fields, model_type: str) -> Architecture:
     for _, at in t.layers(layers, "model.layers"):
         t.fused_attention(f"{at}.self_attn", dims, qkv="query_key_value", out="dense", bias=True, out_bias=True)
         t.plain_mlp(f"{at}.mlp", h, inner, bias=True, fused_gate=True)
-        t.norm(f"{at}.input_layernorm", h, "layer")
-        t.norm(f"{at}.post_attention_layernorm", h, "layer")
+        t.layer_norms(at, h, "layer")
     t.norm("model.final_layernorm", h, "layer")
     t.head("lm_head", vocab, h, "model.embed_tokens.weight" if tied else None)
-    return finish(
-        fields, model_type, "Phi3SmallForCausalLM", t, dims, layers, inner, vocab, gated=True,
+    return common.decoder(
+        fields, model_type, "Phi3SmallForCausalLM", t, dims, layers=layers, inner=inner, vocab=vocab,
         rotary=Rotary(dims.head_size, 1),
     )  # fmt: skip
 
@@ -286,8 +278,7 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
     heads = fields.integer("num_attention_heads", limit="heads")
     common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
     size = fields.integer("head_dim", hidden // heads, limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     bias, mlp_bias = fields.boolean("attention_bias", False), fields.boolean("mlp_bias", False)
     tied = fields.boolean("tie_word_embeddings", False)
     blocks = fields.raw("block_configs")
@@ -297,10 +288,8 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
     cache, widest, most = [], 0, 1
-    for i, block in enumerate(blocks):
-        t.layer = i
-        at = f"model.layers.{i}"
-        attention, ffn = block.get("attention") or {}, block.get("ffn") or {}
+    for i, at in t.layers(layers, "model.layers"):
+        attention, ffn = blocks[i].get("attention") or {}, blocks[i].get("ffn") or {}
         where = f"block_configs[{i}]"
         for part, name in ((attention, "attention"), (ffn, "ffn")):
             if not isinstance(part, dict):
@@ -327,9 +316,9 @@ def nemotron_nas(fields: Fields, model_type: str) -> Architecture:
             t.norm(f"{at}.post_attention_layernorm", hidden)
     t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
     t.rotary(size, "model.rotary_emb.")
-    return finish(
-        fields, model_type, "DeciLMForCausalLM", t, Heads(hidden, heads, most, size), layers, widest, vocab,
-        gated=True, rotary=Rotary(size, 1), cache=tuple(cache),
+    return common.decoder(
+        fields, model_type, "DeciLMForCausalLM", t, Heads(hidden, heads, most, size), tuple(cache),
+        layers=layers, inner=widest, vocab=vocab, rotary=Rotary(size, 1),
     )  # fmt: skip
 
 

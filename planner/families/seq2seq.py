@@ -105,7 +105,7 @@ def bart(
     k_bias = not speech
     dims = Heads(hidden, heads, heads, hidden // heads)
     t = Tensors()
-    shared = f"model.shared.weight" if kind != "decoder" and not speech else None  # noqa: F541
+    shared = "model.shared.weight" if kind != "decoder" and not speech else None
     if shared is not None:
         t.vocabulary("model.shared", vocab, hidden)
     if kind != "decoder":
@@ -136,21 +136,15 @@ def bart(
     t.vocabulary(f"{at}.embed_tokens", vocab, hidden, shared)
     t.embedding(f"{at}.embed_positions", positions + offset, hidden)
     cache = []
-    for i in range(layers):
-        t.layer = i
-        here = f"{at}.layers.{i}"
-        for attention, norm in (
-            ("self_attn", "self_attn_layer_norm"),
-            ("encoder_attn", "encoder_attn_layer_norm"),
-        ):
+    for i, here in t.layers(layers, f"{at}.layers"):
+        for attention in ("self_attn", "encoder_attn"):
             _self_attention(t, f"{here}.{attention}", dims, k_bias)
-            t.norm(f"{here}.{norm}", hidden, "layer")
+            t.norm(f"{here}.{attention}_layer_norm", hidden, "layer")
         t.plain_mlp(here, hidden, inner, bias=True, names=("fc1", "fc2"))
         t.norm(f"{here}.final_layer_norm", hidden, "layer")
         cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
         if kind == "encoder-decoder":
             cache.append(_cross(i, heads, dims.head_size, source))
-    t.layer = None
     if first_norm:
         t.norm(f"{at}.layernorm_embedding", hidden, "layer")
     if last_norm:
@@ -190,9 +184,7 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
         f"{name}EncoderModel": "encoder", f"{name}WithLMHeadModel": "encoder-decoder",
     }  # fmt: skip
     class_name, kind = wanted(fields, known, f"{name}ForConditionalGeneration")
-    hidden = fields.integer("d_model", limit="width")
-    size = fields.integer("d_kv", limit="width")
-    inner = fields.integer("d_ff", limit="width")
+    hidden, size, inner = common.widths(fields, "d_model", "d_kv", "d_ff")
     heads = fields.integer("num_heads", limit="heads")
     layers = fields.integer("num_layers", limit="layers")
     decoder_layers = fields.integer("num_decoder_layers", layers, limit="layers")
@@ -224,13 +216,7 @@ def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> A
                     t.linear(f"{here}.{part}", heads * size, hidden, shard="column")
                 t.linear(f"{here}.o", hidden, heads * size, shard="row")
                 if place == "SelfAttention" and (i == 0 or tables):
-                    t.add(
-                        f"{here}.relative_attention_bias.weight",
-                        (buckets, heads),
-                        "embedding",
-                        "Embedding",
-                        shard=1,
-                    )
+                    t.embedding(f"{here}.relative_attention_bias", buckets, heads, shard=1)
                 t.norm(f"{at}.{k}.layer_norm", hidden)
             here = f"{at}.{len(places)}"
             for part in ("wi_0", "wi_1") if gated else ("wi",):
@@ -273,7 +259,7 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             raise ConfigError("missing", field=side)
         sides[side] = Fields(found)
     tied = fields.boolean("tie_word_embeddings", True)
-    fields.ignore("vocab_size")  # not read: encoder and decoder config have their own
+    fields.ignore("vocab_size")  # encoder and decoder config each state their own vocab_size
     t = Tensors()
     cache: list[CacheLayer] = []
     widths: dict[str, int] = {}
@@ -284,11 +270,10 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
         vocab = own.integer("vocab_size", limit="vocab")
         inner = own.integer("intermediate_size", limit="width")
         bias = own.boolean("attention_bias", False)
-        kinds = own.layer_types(count)
-        if kinds is None:
-            kinds = tuple("full_attention" if i % 2 else "sliding_attention" for i in range(count))
+        kinds = own.layer_types(count) or common.alternating_kinds(count, 2)
         window = own.optional_integer("sliding_window", 4096, limit="positions")
         decoder = side == "decoder"
+        places = ("self_attn", "feedforward", "cross_attn") if decoder else ("self_attn", "feedforward")
         t.role = None if decoder else "encoder"
         t.vocabulary(f"model.{side}.embed_tokens", vocab, dims.hidden)
         for i in range(count):
@@ -298,16 +283,12 @@ def t5gemma(fields: Fields, model_type: str) -> Architecture:
             if decoder:
                 _wide_cross(t, f"{at}.cross_attn", dims, widths["encoder"], bias)
             t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
-            for place in (
-                ("self_attn", "feedforward", "cross_attn") if decoder else ("self_attn", "feedforward")
-            ):
-                t.norm(f"{at}.pre_{place}_layernorm", dims.hidden)
-                t.norm(f"{at}.post_{place}_layernorm", dims.hidden)
+            for place in places:
+                t.norms(at, dims.hidden, f"pre_{place}_layernorm", f"post_{place}_layernorm")
         t.layer = None
         t.norm(f"model.{side}.norm", dims.hidden)
         t.rotary(dims.head_size, f"model.{side}.rotary_emb.")
-    assert kinds is not None  # set by the last iteration of the loop, for the decoder
-    for layer in common.cache_layers(kinds, window, dims.kv_heads, dims.head_size):
+    for layer in common.cache_layers(kinds, window, dims):
         cache += [layer, _cross(layer.layer, dims.kv_heads, dims.head_size, None)]
     t.head("lm_head.out_proj", vocab, dims.hidden, "model.decoder.embed_tokens.weight" if tied else None)
     last = sides["decoder"]
@@ -337,8 +318,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     }
     class_name, kind = wanted(fields, known, "MoonshineModel")
     prefix = "" if class_name == "MoonshineModel" else "model."
-    hidden = fields.integer("hidden_size", limit="width")
-    inner = fields.integer("intermediate_size", limit="width")
+    hidden, inner = common.widths(fields, "hidden_size", "intermediate_size")
     vocab = fields.integer("vocab_size", limit="vocab")
     bias = fields.boolean("attention_bias", False)
     tied = fields.boolean("tie_word_embeddings", True)
@@ -355,11 +335,10 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     encoder, decoder = (dims.kv_heads * dims.head_size for dims in side_dims.values())
     if encoder != decoder:  # transformers' classes would use the encoder's head size for encoder and decoder
         raise UnsupportedArchitecture(
-            f"keys of {encoder} values in the encoder and {decoder} in the decoder are not supported",
+            f"the encoder's keys have {encoder} values, the decoder's {decoder}; they must be equal",
             field="decoder_num_key_value_heads",
         )
-    t = Tensors()
-    t.role = "encoder"
+    t = Tensors("encoder")
     at = f"{prefix}encoder"
     for name, shape, with_bias in (
         ("conv1", (hidden, 1, 127), False), ("conv2", (2 * hidden, hidden, 7), True),
@@ -373,8 +352,7 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
         here = f"{at}.layers.{i}"
         t.attention(f"{here}.self_attn", side_dims["encoder"], bias=bias)
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.input_layernorm", hidden, "layer-weight")
-        t.norm(f"{here}.post_attention_layernorm", hidden, "layer-weight")
+        t.layer_norms(here, hidden, "layer-weight")
     t.norm(f"{at}.layer_norm", hidden, "layer-weight")
     share = common.rotary_share(fields, 0.9)
     rotary = 2 * (int(side_dims["encoder"].head_size * share) // 2)
@@ -384,18 +362,15 @@ def moonshine(fields: Fields, model_type: str) -> Architecture:
     dims = side_dims["decoder"]
     t.vocabulary(f"{at}.embed_tokens", vocab, hidden)
     cache: list[CacheLayer] = []
-    for i in range(counts["decoder"]):
-        t.layer = i
-        here = f"{at}.layers.{i}"
+    for i, here in t.layers(counts["decoder"], f"{at}.layers"):
         t.attention(f"{here}.self_attn", dims, bias=bias)
         t.attention(f"{here}.encoder_attn", dims, bias=bias)
-        t.linear(f"{here}.mlp.fc1", 2 * inner, hidden, "mlp", bias=True, shard="column")
-        t.linear(f"{here}.mlp.fc2", hidden, inner, "mlp", bias=True, shard="row")
-        for name in ("input_layernorm", "post_attention_layernorm", "final_layernorm"):
-            t.norm(f"{here}.{name}", hidden, "layer-weight")
+        t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"), fused_gate=True)
+        t.norms(
+            here, hidden, "input_layernorm", "post_attention_layernorm", "final_layernorm", kind="layer-weight"
+        )
         cache += [CacheLayer(i, "full", None, dims.kv_heads, dims.head_size)]
         cache += [_cross(i, dims.kv_heads, dims.head_size, None)]
-    t.layer = None
     t.norm(f"{at}.norm", hidden, "layer-weight")
     t.rotary(2 * (int(dims.head_size * share) // 2), f"{at}.rotary_emb.")
     if class_name != "MoonshineModel":
@@ -414,8 +389,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     known: dict[str, Kind] = {"MoshiForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MoshiForCausalLM")
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("ffn_dim", limit="width")
     common.divisible(inner, 2, "ffn_dim", "gate and up")
     window = fields.optional_integer("sliding_window", 3000, limit="positions")
@@ -446,7 +420,7 @@ def moshi(fields: Fields, model_type: str) -> Architecture:
     kinds = ("sliding_attention" if window else "full_attention",) * layers
     return common.decoder(
         fields, model_type, class_name, t, dims,
-        common.cache_layers(kinds, window, dims.kv_heads, dims.head_size), layers=layers, inner=inner // 2,
+        common.cache_layers(kinds, window, dims), layers=layers, inner=inner // 2,
         vocab=vocab, rotary=Rotary(dims.head_size, 1), kind=kind,
     )  # fmt: skip
 
@@ -458,36 +432,30 @@ def musicgen(fields: Fields, model_type: str) -> Architecture:
     """
     known: dict[str, Kind] = {"MusicgenForCausalLM": "decoder"}
     class_name, kind = wanted(fields, known, "MusicgenForCausalLM")
-    hidden = fields.integer("hidden_size", limit="width")
-    heads = fields.integer("num_attention_heads", limit="heads")
-    common.divisible(hidden, heads, "hidden_size", "num_attention_heads")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    dims, layers, vocab = common.sizes(fields)
+    hidden = dims.hidden
     inner = fields.integer("ffn_dim", limit="width")
     books = fields.integer("num_codebooks", 4, limit="width")
     positions = fields.integer("max_position_embeddings", 2048, limit="positions")
     fields.ignore("audio_channels", "tie_word_embeddings")
-    dims = Heads(hidden, heads, heads, hidden // heads)
     t = Tensors()
     for k in range(books):
         t.vocabulary(f"model.decoder.embed_tokens.{k}", vocab + 1, hidden)
     t.buffer(
         "model.decoder.embed_positions.weights", (positions, hidden), "SinusoidalPositionalEmbedding", "float32"
     )
-    cache = []
-    for i, at in t.layers(layers, "model.decoder.layers"):
-        for place, norm in (("self_attn", "self_attn_layer_norm"), ("encoder_attn", "encoder_attn_layer_norm")):
+    for _, at in t.layers(layers, "model.decoder.layers"):
+        for place in ("self_attn", "encoder_attn"):
             t.attention(f"{at}.{place}", dims, out="out_proj")
-            t.norm(f"{at}.{norm}", hidden, "layer")
+            t.norm(f"{at}.{place}_layer_norm", hidden, "layer")
         t.plain_mlp(at, hidden, inner, names=("fc1", "fc2"))
         t.norm(f"{at}.final_layer_norm", hidden, "layer")
-        cache.append(CacheLayer(i, "full", None, heads, dims.head_size))
     t.norm("model.decoder.layer_norm", hidden, "layer")
     for k in range(books):
         t.head(f"lm_heads.{k}", vocab, hidden, None)
     return common.decoder(
-        fields, model_type, class_name, t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab,
-        max_model_len=positions, gated=False, kind=kind,
+        fields, model_type, class_name, t, dims, layers=layers, inner=inner,
+        vocab=vocab, max_model_len=positions, gated=False, kind=kind,
     )  # fmt: skip
 
 

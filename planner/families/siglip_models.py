@@ -13,7 +13,7 @@ from typing import Any
 from tonnage.planner.errors import UnsupportedArchitecture
 from tonnage.planner.families import towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
@@ -51,19 +51,17 @@ def _tower(t: Tensors, at: str, fields: Fields, sizes: Mapping[str, int], *, hea
 
     ``head`` is the default of vision_use_head.
     """
-    t.role = "vision"
-    vision: dict[str, Any] = {**(fields.mapping("vision_config") or {})}
-    vision.setdefault("vision_use_head", head)
+    vision = {"vision_use_head": head, **vision_of(fields)}
     return towers.siglip(t, at, vision, {**towers.SIGLIP, **sizes})
 
 
 def paligemma(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a PaliGemma model from its checked config."""
     text = _text(fields, "gemma", ("gemma", "gemma2"), True)
-    t = Tensors()
+    t = Tensors("vision")
     hidden = _tower(t, "model.vision_tower", fields, {}, head=False)
     t.role = "projector"
-    width = Fields(fields.mapping("vision_config") or {}).integer(
+    width = Fields(vision_of(fields)).integer(
         "projection_dim", fields.integer("projection_dim", 2048, limit="width"), limit="width"
     )
     t.linear("model.multi_modal_projector.linear", width, hidden, bias=True)
@@ -78,7 +76,7 @@ def _idefics3(name: str, patch: int) -> Any:
 
     def build(fields: Fields, model_type: str) -> Architecture:
         text = _text(fields, "llama", ("llama",), False)
-        t = Tensors()
+        t = Tensors("vision")
         sizes = {"intermediate_size": 3072, "num_hidden_layers": 12, "image_size": 224, "patch_size": patch}
         hidden = _tower(t, "model.vision_model", fields, sizes, head=False)
         t.role = "projector"
@@ -92,11 +90,11 @@ def _idefics3(name: str, patch: int) -> Any:
 def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM2-VL model from its checked config."""
     text = _text(fields, "lfm2", ("lfm2", "lfm2_moe"), True)
-    vision = Fields(fields.mapping("vision_config") or {})
+    vision = Fields(vision_of(fields))
     patches = vision.integer("num_patches", 256, limit="positions")
     if isqrt(patches) ** 2 != patches:
         raise UnsupportedArchitecture(f"{patches} is not a square", field="vision_config.num_patches")
-    t = Tensors()
+    t = Tensors("vision")
     side = isqrt(patches) * vision.integer("patch_size", 16, limit="width")
     hidden = _tower(t, "model.vision_tower", fields, {"image_size": side}, head=True)
     # SigLIP 2 embeds flattened patches with a matrix instead of a convolution.
@@ -115,15 +113,14 @@ def lfm2_vl(fields: Fields, model_type: str) -> Architecture:
     joint = hidden * factor * factor
     if fields.boolean("projector_use_layernorm", True):
         t.norm(f"{at}.layer_norm", joint, "layer")
-    t.linear(f"{at}.linear_1", wide, joint, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, wide, bias=bias)
+    t.connector(at, joint, wide, text.hidden_size, bias=bias)
     return joined(text, model_type, "Lfm2VlForConditionalGeneration", t)
 
 
 def cohere2_vision(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Cohere2 Vision model from its checked config."""
     text = _text(fields, "cohere2", ("cohere2",), True)
-    t = Tensors()
+    t = Tensors("vision")
     hidden = _tower(t, "model.vision_tower", fields, {"image_size": 512, "num_hidden_layers": 27}, head=True)
     t.role = "projector"
     at, factor = "model.multi_modal_projector", fields.integer("downsample_factor", 2, limit="width")

@@ -12,7 +12,7 @@ from typing import Any
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
 from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family, VLLMTraits
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, Rotary
 from tonnage.planner.model.fields import Fields, shown
@@ -53,19 +53,13 @@ def _text(
     return text_of(fields, text_type, config, tied=tied)
 
 
-def _of(fields: Fields, name: str) -> Mapping[str, Any]:
-    """Return the nested object in the config field ``name``, empty without this field."""
-    return fields.mapping(name) or {}
-
-
 def molmo2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Molmo 2 model from its checked config."""
     common.never_tied(fields)
     text = _text(fields, "molmo2_text", False)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     v = Fields(
-        _of(fields, "vision_config"),
+        vision_of(fields),
         {"patch_size": "image_patch_size", "image_size": "image_default_input_size",
          "num_position_embeddings": "image_num_pos"},
     )  # fmt: skip
@@ -84,10 +78,9 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
         here = f"{at}.layers.{i}"
         _molmo_attention(t, f"{here}.self_attn", v, hidden, hidden)
         t.plain_mlp(f"{here}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.layer_norm1", hidden, "layer")
-        t.norm(f"{here}.layer_norm2", hidden, "layer")
+        t.norms(here, hidden, "layer_norm1", "layer_norm2", kind="layer")
     t.role = "projector"
-    a = Fields(_of(fields, "adapter_config"), {"vision_feature_layer": "vit_layers"})
+    a = Fields(fields.mapping("adapter_config") or {}, {"vision_feature_layer": "vit_layers"})
     at, width = "model.multi_modal_projector", a.integer("hidden_size", 1152, limit="width")
     taken = a.raw("vision_feature_layer")
     taken = [24, 18] if taken is None else taken
@@ -102,7 +95,8 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     out = a.integer("text_hidden_size", 3584, limit="width")
     if out != text.hidden_size:
         raise ConfigError(
-            f"{out} is not the text's {text.hidden_size}", field="adapter_config.text_hidden_size"
+            f"{out} is not the text model's hidden size, {text.hidden_size}",
+            field="adapter_config.text_hidden_size",
         )
     _molmo_attention(t, f"{at}.image_pooling_2d", a, width, width * len(taken))
     inner, bias = a.integer("intermediate_size", 18_944, limit="width"), a.boolean("mlp_bias", False)
@@ -128,8 +122,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     The embedding has more rows than the head.
     """
     dims = common.heads_of(fields)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     added = fields.integer("additional_vocab_size", 128, limit="vocab", minimum=0)
     inner = fields.integer("intermediate_size", limit="width")
     bias = fields.boolean("attention_bias", False)
@@ -137,7 +130,7 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
     if norm not in (None, "qwen3", "olmo"):
         raise UnsupportedArchitecture(f"{shown(norm)} is not qwen3 or olmo", field="qk_norm_type")
     if fields.boolean("use_qk_norm", True) is False:  # use_qk_norm is read only by the model's remote code
-        raise UnsupportedArchitecture("false is not supported", field="use_qk_norm")
+        raise UnsupportedArchitecture("false is not supported; only true is", field="use_qk_norm")
     common.never_tied(fields)
     fields.ignore("rope_scaling_layers", "norm_after")
     t = Tensors()
@@ -147,12 +140,19 @@ def molmo2_text(fields: Fields, model_type: str) -> Architecture:
         t.gated_mlp(f"{at}.mlp", dims.hidden, inner)
         t.layer_norms(at, dims.hidden)
     t.close("model.norm", "model.embed_tokens", vocab, dims.hidden, False)
-    for name in ("rotary_emb", "rotary_emb_unscaled"):
-        t.rotary(dims.head_size, f"model.{name}.")
+    t.rotary(dims.head_size, "model.rotary_emb.", "model.rotary_emb_unscaled.")
     return common.decoder(
-        fields, model_type, "Molmo2ForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "Molmo2ForCausalLM", t, dims, layers=layers,
         inner=inner, vocab=vocab, rotary=Rotary(dims.head_size, 2),
     )  # fmt: skip
+
+
+# Default sizes of LFM3-VL's vision tower
+_LFM3 = {
+    "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 2560,
+    "patch_size": 16, "temporal_patch_size": 2, "conv_kernel_size": 3, "num_hidden_layers": 14,
+    "in_channels": 3, "spatial_merge_size": 2,
+}  # fmt: skip
 
 
 def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
@@ -161,23 +161,15 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     Its tower alternates between gated convolutions over the image and attention.
     """
     text = _text(fields, "lfm3", True)
-    v = Fields(_of(fields, "vision_config"))
-    t = Tensors()
-    t.role = "vision"
-    at, hidden = "model.vision_tower", v.integer("hidden_size", 1024, limit="width")
-    heads = v.integer("num_attention_heads", 16, limit="heads")
-    kv_heads = v.integer("num_key_value_heads", 8, limit="heads")
+    f = Fields(vision_of(fields))
+    v = towers.sizes(f, _LFM3)
+    t, at = Tensors("vision"), "model.vision_tower"
+    hidden, heads, kernel = v["hidden_size"], v["num_attention_heads"], v["conv_kernel_size"]
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
-    size, inner = hidden // heads, v.integer("intermediate_size", 2560, limit="width")
-    patch, frames = (
-        v.integer("patch_size", 16, limit="width"),
-        v.integer("temporal_patch_size", 2, limit="width"),
-    )
-    kernel = v.integer("conv_kernel_size", 3, limit="width")
-    layers = v.integer("num_hidden_layers", 14, limit="layers")
-    convolved = v.listed("layer_types", layers, {"conv": True, "full_attention": False})
+    size, layers = hidden // heads, v["num_hidden_layers"]
+    convolved = f.listed("layer_types", layers, {"conv": True, "full_attention": False})
     convolved = convolved or tuple(i < 2 or i % 2 == 1 for i in range(layers))
-    t.linear(f"{at}.patch_embed", hidden, v.integer("in_channels", 3, limit="width") * frames * patch * patch)
+    t.linear(f"{at}.patch_embed", hidden, v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2)
     t.norm(f"{at}.embedding_norm", hidden)
     for i in range(layers):
         here = f"{at}.layers.{i}"
@@ -186,21 +178,16 @@ def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
             towers.conv(t, f"{here}.conv.spatial_conv", (hidden, 1, kernel, kernel), False)
             t.linear(f"{here}.conv.out_proj", hidden, hidden)
         else:
-            dims = Heads(hidden, heads, kv_heads, size)
+            dims = Heads(hidden, heads, v["num_key_value_heads"], size)
             t.attention(f"{here}.self_attn", dims, out="out_proj", qk_norm="head")
-        t.gated_mlp(f"{here}.feed_forward", hidden, inner, names=("w1", "w3", "w2"))
-        t.norm(f"{here}.operator_norm", hidden)
-        t.norm(f"{here}.ffn_norm", hidden)
+        t.gated_mlp(f"{here}.feed_forward", hidden, v["intermediate_size"], names=("w1", "w3", "w2"))
+        t.norms(here, hidden, "operator_norm", "ffn_norm")
     t.rotary(size // 2, f"{at}.rotary_pos_emb.")
     t.role = "projector"
-    at, merge = "model.multi_modal_projector", v.integer("spatial_merge_size", 2, limit="width")
-    wide, bias = (
-        fields.integer("projector_hidden_size", 4096, limit="width"),
-        fields.boolean("projector_bias", True),
-    )
+    at, merged = "model.multi_modal_projector", hidden * v["spatial_merge_size"] ** 2
+    wide = fields.integer("projector_hidden_size", 4096, limit="width")
     t.norm(f"{at}.layer_norm", hidden, "layer")
-    t.linear(f"{at}.linear_1", wide, hidden * merge * merge, bias=bias)
-    t.linear(f"{at}.linear_2", text.hidden_size, wide, bias=bias)
+    t.connector(at, merged, wide, text.hidden_size, bias=fields.boolean("projector_bias", True))
     return joined(text, model_type, "Lfm3VlForConditionalGeneration", t, "model.language_model.")
 
 
@@ -219,15 +206,17 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     outputs of early tower layers to early layers of the text model.
     """
     text = _text(fields, "granite", True, alias="granite_docling_text", kv_heads=4)
-    vision = _of(fields, "vision_config")
+    vision = vision_of(fields)
     v = Fields(vision)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     hidden = _siglip(t, "model.vision_model", vision, 512)
     t.role = "projector"
     at, out = "model.vision_model.connector", v.integer("out_hidden_size", 1024, limit="width")
     if out != text.hidden_size:
-        raise ConfigError(f"{out} is not the text's {text.hidden_size}", field="vision_config.out_hidden_size")
+        raise ConfigError(
+            f"{out} is not the text model's hidden size, {text.hidden_size}",
+            field="vision_config.out_hidden_size",
+        )
     side = v.integer("image_size", 512, limit="width") // v.integer("patch_size", 16, limit="width")
     factor = v.integer("scale_factor", 4, limit="width")
     taken = v.raw("deepstack_visual_indexes")
@@ -247,8 +236,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
         for k in range(len(taken)):
             merger = f"{here}.deepstack_mergers.{k}"
             t.norm(f"{merger}.layer_norm", merged, "layer")
-            t.linear(f"{merger}.linear_1", out, merged, bias=True)
-            t.linear(f"{merger}.linear_2", out, out, bias=True)
+            t.connector(merger, merged, out, out)
     t.norm(f"{at}.ln_in", hidden, "layer")
     t.norm(f"{at}.ln_mid", out, "layer")
     t.linear(f"{at}.mlp_fc2", out, out)
@@ -258,8 +246,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
         at = "model.density_router"
         t.linear(f"{at}.att", 1, hidden, bias=True)
         t.norm(f"{at}.norm", hidden, "layer")
-        t.linear(f"{at}.fc1", router, hidden, bias=True)
-        t.linear(f"{at}.fc2", 1, router, bias=True)
+        t.connector(at, hidden, router, 1, names=("fc1", "fc2"))
     return joined(text, model_type, "GraniteDoclingForConditionalGeneration", t, "model.text_model.")
 
 
@@ -270,13 +257,11 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     ``class_name`` is the model's class in transformers, and ``tied`` the default of tie_word_embeddings.
     """
     text = _text(fields, "qwen3_5_text", tied)
-    if fields.boolean("drop_vision_last_layer", False):
-        raise UnsupportedArchitecture("true is not supported", field="drop_vision_last_layer")
-    vision = _of(fields, "vision_config")
+    common.refuse(fields, "drop_vision_last_layer")
+    vision = vision_of(fields)
     v = Fields(vision)
     fields.ignore("insert_layer_id", "downsample_mode", "patch_size", "image_size")
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     at = "model.vision_tower"
     hidden = _siglip(t, at, vision, 224)
     # positions are computed from the image size, not stored as buffers
@@ -285,26 +270,22 @@ def minicpm(fields: Fields, model_type: str, *, class_name: str, tied: bool) -> 
     pair = v.raw("window_kernel_size")
     pair = [2, 2] if pair is None else pair
     if not isinstance(pair, list) or len(pair) != 2 or not all(type(k) is int and 0 < k < 64 for k in pair):
-        raise ConfigError(f"{shown(pair)} is not two small integers", field="vision_config.window_kernel_size")
+        raise ConfigError(
+            f"{shown(pair)} is not two integers from 1 to 63", field="vision_config.window_kernel_size"
+        )
     times = pair[0] * pair[1]
     at = f"{at}.vit_merger"
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.norm(f"{at}.layer_norm1", hidden, "layer")
     t.norm(f"{at}.pre_norm", hidden * times, "layer")
-    t.linear(f"{at}.linear_1", inner * times, hidden * times, bias=True)
-    t.linear(f"{at}.linear_2", hidden, inner * times, bias=True)
+    t.connector(at, hidden * times, inner * times, hidden)
     t.role = "projector"
     rounds = fields.integer("merger_times", 1, limit="layers")
-    if fields.raw("merge_kernel_size") not in (None, [2, 2]):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('merge_kernel_size'))} is not supported; only [2, 2] is",
-            field="merge_kernel_size",
-        )
+    common.only(fields, merge_kernel_size=[2, 2])
     for i in range(rounds):
         here, merged = f"model.merger.mlp.{i}", 4 * hidden
         t.norm(f"{here}.pre_norm", merged, "layer")
-        t.linear(f"{here}.linear_1", merged, merged, bias=True)
-        t.linear(f"{here}.linear_2", text.hidden_size if i == rounds - 1 else hidden, merged, bias=True)
+        t.connector(here, merged, merged, text.hidden_size if i == rounds - 1 else hidden)
     return joined(text, model_type, class_name, t, "model.language_model.")
 
 
@@ -319,10 +300,9 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
         config = {name: value for name, value in fields.config.items() if name not in outside}
         fields.ignore(*fields.config)
     text = text_of(fields, "ernie4_5", config, tied=True, either=True)
-    vision = _of(fields, "vision_config")
+    vision = vision_of(fields)
     v = Fields(vision)
-    t = Tensors()
-    t.role = "vision"
+    t = Tensors("vision")
     defaults = {
         "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
         "num_channels": 3, "image_size": 384, "patch_size": 14,
@@ -333,8 +313,7 @@ def paddleocr_vl(fields: Fields, model_type: str) -> Architecture:
     t.role, at = "projector", "model.projector"
     merged = hidden * v.integer("spatial_merge_size", 2, limit="width") ** 2
     t.norm(f"{at}.pre_norm", hidden, "layer")
-    t.linear(f"{at}.linear_1", merged, merged, bias=True)
-    t.linear(f"{at}.linear_2", text.hidden_size, merged, bias=True)
+    t.connector(at, merged, merged, text.hidden_size)
     return joined(text, model_type, "PaddleOCRVLForConditionalGeneration", t)
 
 

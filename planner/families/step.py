@@ -20,7 +20,7 @@ from tonnage.planner.model.recipe import Heads
 
 
 def _routed(fields: Fields, layers: int, first: int) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts: the config field ``moe_layers_enum`` lists those.
+    """Return for each layer whether it has routed experts: the config field ``moe_layers_enum`` lists them.
 
     The field is a list of layer indices, or a string of indices separated by commas. Without the field, all
     layers from ``first`` on have routed experts.
@@ -48,16 +48,12 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     query = fields.optional_integer("share_q_dim", limit="width") or size
     if fields.integer("num_attention_groups", 1, limit="heads") != 1:
         raise UnsupportedArchitecture(
-            "vLLM's class has one KV head whatever the file says", field="num_attention_groups"
+            "must be 1: vLLM's class always has one KV head", field="num_attention_groups"
         )
     dims = Heads(hidden, heads, 1, size)
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
-    count = fields.integer("moe_num_experts", limit="width")
-    chosen = fields.integer("moe_top_k", limit="width")
-    inner = fields.integer("moe_intermediate_size", limit="width")
-    shared = fields.integer("share_expert_dim", limit="width")
-    dense = fields.integer("intermediate_size", limit="width")
+    layers, vocab = common.layers_and_vocab(fields)
+    count, chosen, inner = common.widths(fields, "moe_num_experts", "moe_top_k", "moe_intermediate_size")
+    shared, dense = common.widths(fields, "share_expert_dim", "intermediate_size")
     tied = fields.boolean("tie_word_embeddings", False)
     routed = _routed(fields, layers, 1)
     fields.ignore("max_seq_len", "num_key_value_heads", "norm_expert_weight", "rope_theta", "layer_types")
@@ -65,7 +61,7 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     t.vocabulary("model.embed_tokens", vocab, hidden)
     for i, at in t.layers(layers, "model.layers"):
         own = f"{at}.self_attn"
-        # Tensor parallelism does not divide these tensors: every rank has them whole.
+        # Tensor parallelism does not divide q_proj, k_proj and v_proj: every rank has them whole.
         for name, rows in (("q_proj", query), ("k_proj", size), ("v_proj", size)):
             t.linear(f"{own}.{name}", rows, hidden)
         t.norm(f"{own}.inter_norm", query)
@@ -81,14 +77,14 @@ def step3(fields: Fields, model_type: str) -> Architecture:
     t.close("model.norm", "model.embed_tokens", vocab, hidden, tied)
     name = "max_position_embedding" if "max_position_embedding" in fields.config else "max_position_embeddings"
     return common.decoder(
-        fields, model_type, "Step3TextForCausalLM", t, dims, common.full_layers(layers, dims), layers=layers,
+        fields, model_type, "Step3TextForCausalLM", t, dims, layers=layers,
         inner=max(chosen * inner + shared, 0 if all(routed) else dense), vocab=vocab, rotary=Rotary(size, 1),
         experts=count, experts_per_token=chosen, max_model_len=fields.integer(name, 65536, limit="positions"),
         position_field=name,
     )  # fmt: skip
 
 
-# Names of Step 3.5's config fields, and those of Step 3.7's text model in transformers
+# Config field of Step 3.5 -> the same field's name in the config of Step 3.7's text model (transformers)
 _NAMES = {
     "num_attention_groups": "num_key_value_heads", "moe_num_experts": "num_experts",
     "moe_top_k": "num_experts_per_tok",
@@ -106,15 +102,13 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
     """
     if "moe_num_experts" not in fields.config:
         return step3p7(fields, model_type)
-    for name, only in _ONE_FORM.items():
-        if fields.raw(name) not in (None, only):
-            raise UnsupportedArchitecture(f"{shown(fields.raw(name))} is not supported", field=name)
+    common.only(fields, **_ONE_FORM)
     gated = fields.boolean("use_head_wise_attn_gate", False)
     layers = fields.integer("num_hidden_layers", limit="layers")
     routed = _routed(fields, layers, 1)
     config: dict[str, Any] = {_NAMES.get(name, name): value for name, value in fields.config.items()}
     kinds = config.get("layer_types")
-    if isinstance(kinds, list):  # config files also list the MTP draft layers
+    if isinstance(kinds, list):  # layer_types also lists the MTP draft layers
         config["layer_types"] = kinds[:layers]
     other = config.pop("attention_other_setting", None)
     if other is not None:
@@ -137,15 +131,17 @@ def _other(config: dict[str, Any], other: object) -> None:
     """Write the numbers of heads of the sliding layers into ``config``, under Step 3.7's field names.
 
     Raises:
-        UnsupportedArchitecture: ``other`` describes layers that are not sliding, or that differ from the
-            others in KV heads or head size.
+        UnsupportedArchitecture: ``other`` describes layers that are not sliding, or whose KV heads or head size
+            differ from those of the full layers.
     """
     known = {
         "attention_type": "sliding_attention", "num_attention_groups": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
     }  # fmt: skip
     if not isinstance(other, dict) or any(other.get(name, value) != value for name, value in known.items()):
-        raise UnsupportedArchitecture(f"{shown(other)} is not supported", field="attention_other_setting")
+        raise UnsupportedArchitecture(
+            f"{shown(other)} is not supported; it must state {shown(known)}", field="attention_other_setting"
+        )
     config["num_sliding_attention_heads"] = other.get("num_attention_heads")
 
 

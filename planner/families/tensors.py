@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Literal
 
 from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.model.architecture import Rotary
 from tonnage.planner.model.recipe import Attention, Experts, Heads, LatentAttention, Mlp, Norm, Recipe
 from tonnage.planner.model.tensor import Role, TensorSpec
 
@@ -33,14 +32,15 @@ class Tensors:
     Attributes:
         specs: the tensors so far.
         layer: model layer of the tensors added next, None outside the layers.
-        role: while set, the role of all tensors added, for towers and encoders (except buffers).
+        role: if set, role of every tensor added except buffers, such as ``vision`` while a tower is added.
         linear_class: class name of linear layers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role | None = None) -> None:
+        """Create an empty list; ``role`` is the role of the tensors added first, such as ``vision``."""
         self.specs: list[TensorSpec] = []
         self.layer: int | None = None
-        self.role: Role | None = None
+        self.role = role
         self.linear_class = "Linear"
 
     def add(
@@ -104,7 +104,10 @@ class Tensors:
         None.
         """
         if out < 1 or into < 1:  # a quotient of config values may have been rounded down to 0
-            raise ConfigError(f"the config gives it the shape [{out}, {into}]", field=f"{module}.weight")
+            raise ConfigError(
+                f"the config gives it the shape [{out}, {into}], whose sizes must be positive",
+                field=f"{module}.weight",
+            )
         dim = {"column": 0, "row": 1, None: None}[shard]
         module_class = module_class or self.linear_class
         shape, across = (out, into), dim
@@ -155,10 +158,14 @@ class Tensors:
             yield self.layer, f"{prefix}.{self.layer}"
         self.layer = None
 
-    def layer_norms(self, at: str, size: int) -> None:
-        """Add the RMSNorms before attention and before the MLP that most layers have, below module ``at``."""
-        self.norm(f"{at}.input_layernorm", size)
-        self.norm(f"{at}.post_attention_layernorm", size)
+    def norms(self, at: str, size: int, *names: str, kind: str = "rms") -> None:
+        """Add the parameters of the norms ``names``, each over ``size`` values, below module ``at``."""
+        for name in names:
+            self.norm(f"{at}.{name}", size, kind)
+
+    def layer_norms(self, at: str, size: int, kind: str = "rms") -> None:
+        """Add the norms before attention and before the MLP that most layers have, below module ``at``."""
+        self.norms(at, size, "input_layernorm", "post_attention_layernorm", kind=kind)
 
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
         """Add the model's final norm and its output head, which may be tied to the table ``embedding``."""
@@ -185,14 +192,16 @@ class Tensors:
         out: str = "o_proj",
         qk_norm: str = "none",
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        gated: bool = False,
     ) -> None:
         """Add separate q, k, v and output projections under ``at``, and norms of q and k.
 
-        ``qk_norm`` is ``head`` (one weight of head size), ``full`` (a weight over all heads) or ``none``.
+        ``qk_norm`` is ``head`` (one weight of head size), ``full`` (a weight over all heads) or ``none``. With
+        ``gated``, the q projection has twice the rows, because it also computes a gate of the output.
         """
         kv_rows, value_rows = dims.kv_heads * dims.head_size, dims.kv_heads * dims.value_size
         for name, rows, kv in (
-            ("q_proj", dims.heads * dims.head_size, (0, 0)),
+            ("q_proj", dims.heads * dims.head_size * (2 if gated else 1), (0, 0)),
             ("k_proj", kv_rows, (kv_rows, dims.kv_heads)),
             ("v_proj", value_rows, (value_rows, dims.kv_heads)),
         ):
@@ -247,6 +256,15 @@ class Tensors:
         up, down = names
         self.linear(f"{at}.{up}", inner * (2 if fused_gate else 1), hidden, "mlp", bias=bias, shard="column")
         self.linear(f"{at}.{down}", hidden, inner, "mlp", bias=bias, shard="row")
+
+    def connector(
+        self, at: str, into: int, middle: int, out: int, *, bias: bool = True,
+        names: tuple[str, str] = ("linear_1", "linear_2"),
+    ) -> None:  # fmt: skip
+        """Add two linear layers below module ``at``: [middle, into], then [out, middle]."""
+        first, second = names
+        self.linear(f"{at}.{first}", middle, into, bias=bias)
+        self.linear(f"{at}.{second}", out, middle, bias=bias)
 
     def experts(
         self,
@@ -314,32 +332,28 @@ class Tensors:
         self.correction_bias(f"{at}.gate.e_score_correction_bias", (count,), dtype)
         self.experts(f"{at}.experts", count, hidden, inner)
 
+    def conv1d(self, module: str, channels: int, kernel: int, *, bias: bool = False) -> None:
+        """Add a convolution along the sequence, separate for each channel: weight and, with ``bias``, bias."""
+        self.add(f"{module}.weight", (channels, 1, kernel), "mixer", "Conv1d", shard=0)
+        if bias:
+            self.add(f"{module}.bias", (channels,), "mixer", "Conv1d", shard=0)
+
     def short_conv(self, at: str, hidden: int, kernel: int, bias: bool) -> None:
         """Add the tensors of LFM's gated convolution along the sequence, below module ``at``."""
-        self.add(f"{at}.conv.weight", (hidden, 1, kernel), "mixer", "Conv1d", shard=0)
-        if bias:
-            self.add(f"{at}.conv.bias", (hidden,), "mixer", "Conv1d", shard=0)
+        self.conv1d(f"{at}.conv", hidden, kernel, bias=bias)
         self.linear(f"{at}.in_proj", 3 * hidden, hidden, "mixer", bias=bias, shard="column")
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
-        """Add the inverse frequencies of a rotary table over ``dim`` values of a head.
+        """Add the inverse frequencies of a rotary table over ``dim`` values of a head, and their copy, in fp32.
 
-        They are added once for each given name prefix.
+        Each name prefix in ``prefixes`` gets its own buffers. Source: transformers 5.19, *RotaryEmbedding.
         """
-        self.specs.extend(rotary_buffers(Rotary(dim, 1), prefixes))
-
-
-def rotary_buffers(rotary: Rotary, prefixes: tuple[str, ...]) -> Iterator[TensorSpec]:
-    """Yield the rotary buffers ``inv_freq`` and its copy ``original_inv_freq``, in fp32.
-
-    Source: transformers 5.19, *RotaryEmbedding.
-    """
-    for prefix in prefixes:
-        for name in ("inv_freq", "original_inv_freq"):
-            # arange(0, dim, 2) has dim / 2 entries, rounded up.
-            shape = ((rotary.dim + 1) // 2,)
-            yield TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
+        shape = ((dim + 1) // 2,)  # arange(0, dim, 2) has dim / 2 entries, rounded up.
+        for prefix in prefixes:
+            for name in ("inv_freq", "original_inv_freq"):
+                spec = TensorSpec(f"{prefix}{name}", shape, "buffer", "RotaryEmbedding", dtype="float32")
+                self.specs.append(spec)
 
 
 def tensors_of(recipe: Recipe) -> Tensors:
@@ -389,7 +403,8 @@ def tensors_of(recipe: Recipe) -> Tensors:
 def _norm(t: Tensors, at: str, norm: Norm | None, kv_heads: int = 0) -> None:
     """Add the tensors of ``norm`` below module ``at``; do nothing if ``norm`` is None.
 
-    If the norm's weight has a row per head, tensor parallelism divides it like ``kv_heads`` KV heads.
+    If the norm's weight has a row per head, tensor parallelism divides its rows like those of ``kv_heads`` KV
+    heads.
     """
     if norm is None:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.gemma4_towers import linear
 from tonnage.planner.families.tensors import Tensors
@@ -29,9 +29,15 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
         t.add(f"{module}.bias", shape[:1], "vision", name)
 
 
-def _sizes(f: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``."""
-    limits = {"num_hidden_layers": "layers", "num_global_layers": "layers", "num_attention_heads": "heads"}
+def sizes(f: Fields, defaults: Mapping[str, int | None]) -> dict[str, int]:
+    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``.
+
+    A field with the default None is required.
+    """
+    limits = {
+        "num_hidden_layers": "layers", "num_global_layers": "layers", "depth": "layers",
+        "num_attention_heads": "heads", "num_heads": "heads", "num_key_value_heads": "heads",
+    }  # fmt: skip
     return {k: f.integer(k, v, limit=limits.get(k, "width")) for k, v in defaults.items()}
 
 
@@ -39,8 +45,26 @@ def _encoder_layer(t: Tensors, at: str, hidden: int, inner: int, norms: tuple[st
     """Add the tensors of a layer of CLIP or SigLIP: q, k, v, out_proj, fc1, fc2 with biases; two LayerNorms."""
     t.attention(f"{at}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True, out="out_proj")
     t.plain_mlp(f"{at}.mlp", hidden, inner, bias=True, names=("fc1", "fc2"))
-    for name in norms:
-        t.norm(f"{at}.{name}", hidden, "layer")
+    t.norms(at, hidden, *norms, kind="layer")
+
+
+def _embeddings(t: Tensors, at: str, v: Mapping[str, int], places: int, bias: bool) -> None:
+    """Add the embeddings of patches and of ``places`` positions of a CLIP or SigLIP tower.
+
+    ``v`` holds the tower's sizes; ``bias`` is whether the patch embedding has a bias.
+    """
+    shape = (v["hidden_size"], v["num_channels"], v["patch_size"], v["patch_size"])
+    conv(t, f"{at}.embeddings.patch_embedding", shape, bias)
+    t.embedding(f"{at}.embeddings.position_embedding", places, v["hidden_size"])
+    t.buffer(f"{at}.embeddings.position_ids", (1, places), "VisionEmbeddings", "int64")
+
+
+def _encoder(t: Tensors, at: str, v: Mapping[str, int]) -> None:
+    """Add the layers of a CLIP or SigLIP tower with the sizes ``v``, and the norm after them."""
+    hidden, norms = v["hidden_size"], ("layer_norm1", "layer_norm2")
+    for i in range(v["num_hidden_layers"]):
+        _encoder_layer(t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], norms)
+    t.norm(f"{at}.post_layernorm", hidden, "layer")
 
 
 SIGLIP = {
@@ -56,21 +80,10 @@ LLAVA_CLIP = {
 
 def siglip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = SIGLIP) -> int:
     """Add the tensors of a SigLIP vision tower below module ``at`` and return its hidden size."""
-    v = _sizes(Fields(config), defaults)
+    v = sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
-    conv(
-        t,
-        f"{at}.embeddings.patch_embedding",
-        (hidden, v["num_channels"], v["patch_size"], v["patch_size"]),
-        True,
-    )
-    t.embedding(f"{at}.embeddings.position_embedding", side * side, hidden)
-    t.buffer(f"{at}.embeddings.position_ids", (1, side * side), "VisionEmbeddings", "int64")
-    for i in range(v["num_hidden_layers"]):
-        _encoder_layer(
-            t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
-        )
-    t.norm(f"{at}.post_layernorm", hidden, "layer")
+    _embeddings(t, at, v, side * side, True)
+    _encoder(t, at, v)
     # the pooling head has one learned query, which attends to the patches
     if Fields(config).boolean("vision_use_head", True):
         head = f"{at}.head"
@@ -89,23 +102,12 @@ def clip(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, 
     A CLIP tower is a SigLIP tower with a class token, a norm before the layers and no bias in the patch
     embedding.
     """
-    v = _sizes(Fields(config), defaults)
+    v = sizes(Fields(config), defaults)
     hidden, side = v["hidden_size"], v["image_size"] // v["patch_size"]
     t.add(f"{at}.embeddings.class_embedding", (hidden,), "vision", "CLIPVisionEmbeddings")
-    conv(
-        t,
-        f"{at}.embeddings.patch_embedding",
-        (hidden, v["num_channels"], v["patch_size"], v["patch_size"]),
-        False,
-    )
-    t.embedding(f"{at}.embeddings.position_embedding", side * side + 1, hidden)
-    t.buffer(f"{at}.embeddings.position_ids", (1, side * side + 1), "VisionEmbeddings", "int64")
+    _embeddings(t, at, v, side * side + 1, False)
     t.norm(f"{at}.pre_layrnorm", hidden, "layer")
-    for i in range(v["num_hidden_layers"]):
-        _encoder_layer(
-            t, f"{at}.encoder.layers.{i}", hidden, v["intermediate_size"], ("layer_norm1", "layer_norm2")
-        )
-    t.norm(f"{at}.post_layernorm", hidden, "layer")
+    _encoder(t, at, v)
     return hidden
 
 
@@ -115,25 +117,47 @@ PIXTRAL = {
 }  # fmt: skip
 
 
-def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
-    """Add the tensors of a Pixtral vision tower below module ``at`` and return its hidden size.
-
-    The tower is a Llama-like transformer over image patches, without biases.
-    """
-    v = _sizes(Fields(config), defaults)
-    hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
-    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+def pixtral_layers(t: Tensors, at: str, v: Mapping[str, int]) -> None:
+    """Add the patch embedding, its norm and the layers of a Pixtral tower with the sizes ``v``."""
+    hidden = v["hidden_size"]
     conv(t, f"{at}.patch_conv", (hidden, v["num_channels"], v["patch_size"], v["patch_size"]), False)
     t.norm(f"{at}.ln_pre", hidden)
     for i in range(v["num_hidden_layers"]):
         here = f"{at}.transformer.layers.{i}"
         t.attention(f"{here}.attention", Heads(hidden, 1, 1, hidden))
         t.gated_mlp(f"{here}.feed_forward", hidden, v["intermediate_size"])
-        t.norm(f"{here}.attention_norm", hidden)
-        t.norm(f"{here}.ffn_norm", hidden)
+        t.norms(here, hidden, "attention_norm", "ffn_norm")
+
+
+def pixtral(t: Tensors, at: str, config: Mapping[str, Any], defaults: Mapping[str, int] = PIXTRAL) -> int:
+    """Add the tensors of a Pixtral vision tower below module ``at`` and return its hidden size.
+
+    The tower is a Llama-like transformer over image patches, without biases.
+    """
+    v = sizes(Fields(config), defaults)
+    hidden, heads, side = v["hidden_size"], v["num_attention_heads"], v["image_size"] // v["patch_size"]
+    common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_attention_heads")
+    pixtral_layers(t, at, v)
     name = f"{at}.patch_positional_embedding.inv_freq"
     t.buffer(name, (side * side, hidden // heads), "PixtralRotaryEmbedding", "float32")
     return hidden
+
+
+def qwen_sizes(f: Fields, tower: Tower) -> tuple[int, int, int, int, int]:
+    """Return (hidden size, MLP inner size, image channels, frames per patch, side of a patch in pixels).
+
+    ``f`` is the vision config of Qwen2-VL to Qwen3.5. Sizes missing in it have the defaults of its class.
+    """
+    new = tower == "qwen3"
+    if tower == "qwen2":
+        hidden = f.integer("embed_dim", 1280, limit="width")
+        inner = hidden * f.integer("mlp_ratio", 4, limit="width")
+    else:
+        hidden = f.integer("hidden_size", 1152 if new else 3584, limit="width")
+        inner = f.integer("intermediate_size", 4304 if new else 3420, limit="width")
+    channels = f.integer("in_channels" if "in_channels" in f.config else "in_chans", 3, limit="width")
+    frames = f.integer("temporal_patch_size", 2, limit="width")
+    return hidden, inner, channels, frames, f.integer("patch_size", 16 if new else 14, limit="width")
 
 
 def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepstack: bool = True) -> None:
@@ -153,19 +177,9 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     old = tower == "qwen2"
     gated = tower == "qwen2_5"
     new = not old and not gated
-    hidden = f.integer(
-        "embed_dim" if old else "hidden_size", 1280 if old else 3584 if gated else 1152, limit="width"
-    )
+    hidden, inner, channels, frames, patch = qwen_sizes(f, tower)
     depth = f.integer("depth", 27 if new else 32, limit="layers")
-    channels = f.integer("in_channels" if "in_channels" in config else "in_chans", 3, limit="width")
-    patch = f.integer("patch_size", 16 if new else 14, limit="width")
-    frames = f.integer("temporal_patch_size", 2, limit="width")
     merged = hidden * f.integer("spatial_merge_size", 2, limit="width") ** 2
-    inner = (
-        hidden * f.integer("mlp_ratio", 4, limit="width")
-        if old
-        else f.integer("intermediate_size", 3420 if gated else 4304, limit="width")
-    )
     norm = "rms" if gated else "layer"
     conv(t, f"{at}.patch_embed.proj", (hidden, channels, frames, patch, patch), new)
     if new:
@@ -174,8 +188,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     common.divisible(hidden, heads, "vision_config.hidden_size", "vision_config.num_heads")
     for i in range(depth):
         here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden, norm)
-        t.norm(f"{here}.norm2", hidden, norm)
+        t.norms(here, hidden, "norm1", "norm2", kind=norm)
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True, shard="column")
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True, shard="row")
         if gated:
@@ -187,7 +200,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
-            listed = [8, 16, 24]  # default of Qwen3VLVisionConfig
+            listed = [8, 16, 24]  # Qwen3VLVisionConfig's default
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(
                 f"{shown(listed)} is not a list of layer indices", field="deepstack_visual_indexes"
@@ -206,73 +219,6 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     t.rotary(hidden // heads // 2, f"{at}.rotary_pos_emb.")
 
 
-def ocr2(t: Tensors, config: Mapping[str, Any]) -> int:
-    """Add the tensors of DeepSeek-OCR-2's vision tower and return its output width.
-
-    The tower is SAM ViT-B, three convolutions and a Qwen2-0.5B whose 256 (or 144) learned queries read the
-    image. All sizes are constants in the model's remote code (deepencoderv2).
-    """
-    if config.get("model_name") != "deepencoderv2":
-        raise UnsupportedArchitecture(
-            f"{shown(config.get('model_name'))} is not supported; only deepencoderv2 is",
-            field="vision_config.model_name",
-        )
-    sam(t, 896)
-    at, dims = "model.qwen2_model", Heads(896, 14, 2, 64)
-    for i in range(24):
-        here = f"{at}.model.model.layers.{i}"
-        t.attention(f"{here}.self_attn", dims, bias=True)
-        t.gated_mlp(f"{here}.mlp", dims.hidden, 4864)
-        t.norm(f"{here}.input_layernorm", dims.hidden)
-        t.norm(f"{here}.post_attention_layernorm", dims.hidden)
-    t.norm(f"{at}.model.model.norm", dims.hidden)
-    t.embedding(f"{at}.query_768", 144, dims.hidden)
-    t.embedding(f"{at}.query_1024", 256, dims.hidden)
-    return dims.hidden
-
-
-def ocr(t: Tensors, config: Mapping[str, Any]) -> int:
-    """Add the tensors of DeepSeek-OCR's vision tower and return its output width.
-
-    CLIP-L reads the output of SAM ViT-B, and the outputs of both are concatenated. The remote code
-    (deeplip_b_l) fixes all sizes.
-    """
-    if config.get("model_name") != "deeplip_b_l":
-        raise UnsupportedArchitecture(
-            f"{shown(config.get('model_name'))} is not supported; only deeplip_b_l is",
-            field="vision_config.model_name",
-        )
-    sam(t, 1024)
-    before = len(t.specs)
-    hidden = clip(t, "model.vision_model", {}, {**LLAVA_CLIP, "image_size": 224})
-    t.specs[before:] = [spec for spec in t.specs[before:] if ".post_layernorm." not in spec.name]
-    return 2 * hidden
-
-
-def sam(t: Tensors, width: int) -> None:
-    """Add the tensors of SAM ViT-B and three convolutions, the last of which has ``width`` outputs."""
-    at, hidden, layers, size = "model.sam_model", 768, 12, 64
-    conv(t, f"{at}.patch_embed.proj", (hidden, 3, 16, 16), True)
-    t.add(f"{at}.pos_embed", (1, 64, 64, hidden), "vision", "ImageEncoderViT")
-    for i in range(layers):
-        here = f"{at}.blocks.{i}"
-        t.norm(f"{here}.norm1", hidden, "layer")
-        t.norm(f"{here}.norm2", hidden, "layer")
-        t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
-        t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
-        # patches per side in a layer with full or with windowed attention
-        places = 64 if i in (2, 5, 8, 11) else 14
-        for side in "hw":
-            t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")
-        t.plain_mlp(f"{here}.mlp", hidden, 4 * hidden, bias=True, names=("lin1", "lin2"))
-    for name, out, into, kernel in (
-        ("neck.0", 256, hidden, 1), ("neck.2", 256, 256, 3), ("net_2", 512, 256, 3), ("net_3", width, 512, 3),
-    ):  # fmt: skip
-        conv(t, f"{at}.{name}", (out, into, kernel, kernel), False)
-    t.norm(f"{at}.neck.1", 256, "layer")
-    t.norm(f"{at}.neck.3", 256, "layer")
-
-
 GEMMA4 = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
     "patch_size": 16, "position_embedding_size": 10_240,
@@ -282,7 +228,7 @@ GEMMA4 = {
 def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Gemma 4's vision tower and return its hidden size."""
     f = Fields(config)
-    v = _sizes(f, GEMMA4)
+    v = sizes(f, GEMMA4)
     hidden, heads = v["hidden_size"], v["num_attention_heads"]
     size = f.integer("head_dim", 64, limit="width")
     kv_heads = f.integer("num_key_value_heads", heads, limit="heads")
@@ -296,13 +242,11 @@ def gemma4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             linear(t, f"{here}.self_attn.{name}_proj", rows * size, hidden, clipped, bias)
         linear(t, f"{here}.self_attn.o_proj", hidden, heads * size, clipped, bias)
-        t.norm(f"{here}.self_attn.q_norm", size)
-        t.norm(f"{here}.self_attn.k_norm", size)
+        t.norms(f"{here}.self_attn", size, "q_norm", "k_norm")
         for name in ("gate", "up"):
             linear(t, f"{here}.mlp.{name}_proj", v["intermediate_size"], hidden, clipped)
         linear(t, f"{here}.mlp.down_proj", hidden, v["intermediate_size"], clipped)
-        for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            t.norm(f"{here}.{name}_layernorm", hidden)
+        t.norms(here, hidden, *common.FOUR_NORMS)
     if f.boolean("standardize", False):
         t.buffer(f"{at}.std_bias", (hidden,), "Gemma4VisionModel", None, "model")
         t.buffer(f"{at}.std_scale", (hidden,), "Gemma4VisionModel", None, "model")
@@ -316,7 +260,7 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     There are separate position tables for tiles. A second, gated transformer follows the first one.
     """
     f = Fields(config)
-    v = _sizes(
+    v = sizes(
         f, {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_global_layers": 8,
             "num_channels": 3, "image_size": 448, "patch_size": 14, "max_num_tiles": 4},
     )  # fmt: skip
@@ -335,8 +279,7 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     for name in ("pre", "post"):
         t.add(f"{at}.{name}_tile_positional_embedding.gate", (1,), "vision", "AspectRatioEmbedding")
         t.embedding(f"{at}.{name}_tile_positional_embedding.embedding", count, v["max_num_tiles"] * hidden)
-    t.norm(f"{at}.layernorm_pre", hidden, "layer")
-    t.norm(f"{at}.layernorm_post", hidden, "layer")
+    t.norms(at, hidden, "layernorm_pre", "layernorm_post", kind="layer")
     for part, layers in (
         ("transformer", v["num_hidden_layers"]),
         ("global_transformer", v["num_global_layers"]),
@@ -345,8 +288,7 @@ def mllama(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
             here = f"{at}.{part}.layers.{i}"
             t.attention(f"{here}.self_attn", Heads(hidden, 1, 1, hidden))
             t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
-            t.norm(f"{here}.input_layernorm", hidden, "layer")
-            t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+            t.layer_norms(here, hidden, "layer")
             if part == "global_transformer":
                 t.add(f"{here}.gate_attn", (1,), "vision", "VisionEncoderLayer")
                 t.add(f"{here}.gate_ffn", (1,), "vision", "VisionEncoderLayer")
@@ -363,20 +305,18 @@ LLAMA4 = {
 def llama4(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     """Add the tensors of Llama 4's vision tower and return the width that the projector reads."""
     f = Fields(config)
-    v = _sizes(f, LLAMA4)
+    v = sizes(f, LLAMA4)
     hidden, patch = v["hidden_size"], v["patch_size"]
     t.add(f"{at}.class_embedding", (hidden,), "vision", "Llama4VisionModel")
     places = (v["image_size"] // patch) ** 2 + 1
     t.add(f"{at}.positional_embedding_vlm", (places, hidden), "vision", "Llama4VisionModel")
     t.linear(f"{at}.patch_embedding.linear", hidden, v["num_channels"] * patch * patch)
-    t.norm(f"{at}.layernorm_pre", hidden, "layer")
-    t.norm(f"{at}.layernorm_post", hidden, "layer")
+    t.norms(at, hidden, "layernorm_pre", "layernorm_post", kind="layer")
     for i in range(v["num_hidden_layers"]):
         here = f"{at}.model.layers.{i}"
         t.attention(f"{here}.self_attn", Heads(hidden, 1, 1, hidden), bias=True, out_bias=True)
         t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc1", "fc2"))
-        t.norm(f"{here}.input_layernorm", hidden, "layer")
-        t.norm(f"{here}.post_attention_layernorm", hidden, "layer")
+        t.layer_norms(here, hidden, "layer")
     t.linear(f"{at}.vision_adapter.mlp.fc1", v["projector_input_dim"], v["intermediate_size"])
     t.linear(f"{at}.vision_adapter.mlp.fc2", v["projector_output_dim"], v["projector_output_dim"])
     common.divisible(hidden, v["num_attention_heads"], "vision_config.hidden_size", "num_attention_heads")
@@ -413,8 +353,7 @@ def moonvit(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     t.buffer(f"{here}.time_position_embeddings", (frames, hidden), "VisionPositionEmbeddings", "float32")
     for i in range(layers):
         here = f"{at}.layers.{i}"
-        t.norm(f"{here}.norm1", hidden, "layer")
-        t.norm(f"{here}.norm2", hidden, "layer")
+        t.norms(here, hidden, "norm1", "norm2", kind="layer")
         for name in ("q_proj", "k_proj", "v_proj"):
             t.linear(f"{here}.attn.{name}", hidden, hidden, bias=True, shard="column")
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True, shard="row")
@@ -430,7 +369,7 @@ def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     Sources: remote code modeling_kimi_vl.py; vLLM 0.32.0, models/moonvit.py.
     """
     f = Fields(config)
-    v = _sizes(
+    v = sizes(
         f, {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
             "patch_size": 14, "init_pos_emb_height": 64, "init_pos_emb_width": 64},
     )  # fmt: skip
@@ -440,8 +379,7 @@ def moonvit_2d(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     t.add(f"{at}.patch_embed.pos_emb.weight", places, "vision", "Learnable2DInterpPosEmb")
     for i in range(v["num_hidden_layers"]):
         here = f"{at}.encoder.blocks.{i}"
-        t.norm(f"{here}.norm0", hidden, "layer")
-        t.norm(f"{here}.norm1", hidden, "layer")
+        t.norms(here, hidden, "norm0", "norm1", kind="layer")
         t.plain_mlp(f"{here}.mlp", hidden, v["intermediate_size"], bias=True, names=("fc0", "fc1"))
         t.linear(f"{here}.wqkv", 3 * hidden, hidden, bias=True, shard="column")
         t.linear(f"{here}.wo", hidden, hidden, bias=True, shard="row")
@@ -461,7 +399,7 @@ def minimax(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     The tower has CLIP layers with rotary positions, and a patch embedding over two frames.
     """
     f = Fields(config)
-    v = _sizes(f, MINIMAX)
+    v = sizes(f, MINIMAX)
     hidden, patch = v["hidden_size"], v["patch_size"]
     conv(t, f"{at}.embeddings.proj", (hidden, v["num_channels"], v["temporal_patch_size"], patch, patch), False)
     t.norm(f"{at}.pre_layrnorm", hidden, "layer")
@@ -479,12 +417,13 @@ def step(t: Tensors, at: str, config: Mapping[str, Any]) -> int:
     The layers have learned scales, and two strided convolutions follow the layers.
     """
     f = Fields(config)
-    v = _sizes(
+    v = sizes(
         f, {"hidden_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 16,
             "num_channels": 3, "image_size": 728, "patch_size": 14},
     )  # fmt: skip
     hidden, patch = v["hidden_size"], v["patch_size"]
-    inner = f.share("mlp_ratio", 8960 / 1536, hidden)  # the class reads mlp_ratio, not intermediate_size
+    # transformers' class reads mlp_ratio, not intermediate_size
+    inner = f.share("mlp_ratio", 8960 / 1536, hidden)
     places = (v["image_size"] // patch) ** 2
     conv(t, f"{at}.embeddings.patch_embedding", (hidden, v["num_channels"], patch, patch), False)
     t.embedding(f"{at}.embeddings.position_embedding", places, hidden)

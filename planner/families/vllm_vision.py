@@ -6,17 +6,16 @@ Only the text model has a KV cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
-from tonnage.planner.families import towers
+from tonnage.planner.errors import ConfigError
+from tonnage.planner.families import common, towers
 from tonnage.planner.families.family import RENAMED, Family
-from tonnage.planner.families.multimodal import joined, text_of
+from tonnage.planner.families.multimodal import joined, text_of, vision_of
 from tonnage.planner.families.registry import build_text
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 
 _TOP = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "image_token_index", "image_token_len",
@@ -35,25 +34,16 @@ _STEP3 = {
 }  # fmt: skip
 
 
-def _sizes(fields: Fields, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``."""
-    config = Fields(fields.mapping("vision_config") or {})
-    limits = {"num_hidden_layers": "layers", "num_attention_heads": "heads"}
-    return {
-        name: config.integer(name, size, limit=limits.get(name, "width")) for name, size in defaults.items()
-    }
-
-
 def dots(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of dots.ocr: a Qwen2 model, whose fields are at the top level, and a tower."""
-    vision = fields.mapping("vision_config") or {}
+    vision = vision_of(fields)
     own = ("architectures", "vision_config", "model_type", "image_token_id", "video_token_id", "auto_map")
     text = build_text({k: v for k, v in fields.config.items() if k not in own}, "qwen2")
     fields.ignore(*fields.config)
-    v = _sizes(fields, _DOTS)
-    width, bias = v["embed_dim"], Fields(vision).boolean("use_bias", False)
-    t = Tensors()
-    t.role, at = "vision", "vision_tower"
+    f = Fields(vision)
+    v = towers.sizes(f, _DOTS)
+    width, bias = v["embed_dim"], f.boolean("use_bias", False)
+    t, at = Tensors("vision"), "vision_tower"
     shape = (width, v["num_channels"], v["patch_size"], v["patch_size"])
     towers.conv(t, f"{at}.patch_embed.patchifier.proj", shape, True)
     t.norm(f"{at}.patch_embed.patchifier.norm", width)
@@ -64,7 +54,7 @@ def dots(fields: Fields, model_type: str) -> Architecture:
         t.linear(f"{here}.attn.proj", width, width, bias=bias, shard="row")
         t.norm(f"{here}.norm2", width)
         t.gated_mlp(f"{here}.mlp", width, v["intermediate_size"], bias=bias, names=("fc1", "fc3", "fc2"))
-    if Fields(vision).boolean("post_norm", True):
+    if f.boolean("post_norm", True):
         t.norm(f"{at}.post_trunk_norm", width)
     t.role, merged = "projector", width * v["spatial_merge_size"] ** 2
     t.norm(f"{at}.merger.ln_q", width, "layer")
@@ -72,21 +62,18 @@ def dots(fields: Fields, model_type: str) -> Architecture:
     t.linear(f"{at}.merger.mlp.2", v["hidden_size"], merged, bias=True, shard="row")
     if v["hidden_size"] != text.hidden_size:
         raise ConfigError(
-            f"{v['hidden_size']} is not the text's {text.hidden_size}", field="vision_config.hidden_size"
+            f"{v['hidden_size']} is not the text model's hidden size, {text.hidden_size}",
+            field="vision_config.hidden_size",
         )
     return joined(text, model_type, "DotsOCRForCausalLM", t, "model.")
 
 
 def step3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of the multimodal Step 3 from its checked config."""
-    config = fields.mapping("text_config")
-    if config is None:
-        raise ConfigError("missing", field="text_config")
-    text = build_text(config, "step3_text")
-    v = _sizes(fields, _STEP3)
+    text = text_of(fields, "step3_text", fields.mapping("text_config"), tie=False)
+    v = towers.sizes(Fields(vision_of(fields)), _STEP3)
     hidden, out = v["hidden_size"], v["output_hidden_size"]
-    t = Tensors()
-    t.role, at = "vision", "vision_model"
+    t, at = Tensors("vision"), "vision_model"
     t.add(f"{at}.embeddings.class_embedding", (1, hidden), "vision", "VisionEmbeddings")
     shape = (hidden, v["num_channels"], v["patch_size"], v["patch_size"])
     towers.conv(t, f"{at}.embeddings.patch_embedding", shape, True)
@@ -109,23 +96,14 @@ def step3(fields: Fields, model_type: str) -> Architecture:
 
 def eagle(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Eagle 2.5: SigLIP, pixel shuffling and a Qwen2 model."""
-    config = fields.mapping("text_config")
-    text = text_of(fields, "qwen2", config, either=True)
-    t = Tensors()
-    t.role = "vision"
-    tower = {"vision_use_head": False, **(fields.mapping("vision_config") or {})}
-    if fields.raw("select_layer") not in (None, -1):
-        raise UnsupportedArchitecture(
-            f"{shown(fields.raw('select_layer'))} is not supported", field="select_layer"
-        )
+    text = text_of(fields, "qwen2", fields.mapping("text_config"), either=True)
+    t = Tensors("vision")
+    tower = {"vision_use_head": False, **vision_of(fields)}
+    common.only(fields, select_layer=-1, downsample_ratio=0.5)  # -1 selects the vision tower's last layer
     hidden = towers.siglip(t, "vision_model.vision_model", tower)
-    ratio = fields.raw("downsample_ratio")
-    if ratio not in (None, 0.5):
-        raise UnsupportedArchitecture(f"{shown(ratio)} is not supported; only 0.5 is", field="downsample_ratio")
     t.role, merged = "projector", 4 * hidden
     t.norm("mlp1.0", merged, "layer")
-    t.linear("mlp1.1", text.hidden_size, merged, bias=True)
-    t.linear("mlp1.3", text.hidden_size, text.hidden_size, bias=True)
+    t.connector("mlp1", merged, text.hidden_size, text.hidden_size, names=("1", "3"))
     return joined(text, model_type, "Eagle2_5_VLForConditionalGeneration", t, "language_model.model.")
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tonnage.planner.errors import ConfigError, UnsupportedArchitecture
+from tonnage.planner.errors import ConfigError
 from tonnage.planner.families import common
 from tonnage.planner.families.family import RENAMED, Family
 from tonnage.planner.families.mamba import TIME_STEP, Mamba2, auto, chunk_of
 from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture, CacheLayer, StateTensor
-from tonnage.planner.model.fields import Fields, shown
+from tonnage.planner.model.fields import Fields
 from tonnage.planner.model.recipe import Heads
 
 
@@ -25,8 +25,7 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
     twice as wide as the hidden size.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     inner = fields.integer("intermediate_size", 14848, limit="width")
     heads = fields.integer("num_attention_heads", 16, limit="heads")
     kv_heads = fields.integer("num_key_value_heads", 16, limit="heads")
@@ -41,31 +40,26 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     bias = fields.boolean("mamba_proj_bias", False)
     conv_bias = fields.boolean("mamba_conv_bias", True)
-    kinds = _zamba_kinds(fields, layers)
+    hybrid = _hybrids(fields, layers)
     fields.ignore("attn_layer_period", "attn_layer_offset")
     per_head = mixed // mamba_heads
-    dims = Heads(width, heads, kv_heads, size)
+    dims = Heads(hidden, heads, kv_heads, size)
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
     cache = []
     first: str | None = None
-    for i, kind in enumerate(kinds):
-        t.layer = i
-        at = f"model.layers.{i}"
-        if kind == "hybrid":
+    for i, at in t.layers(layers, "model.layers"):
+        if hybrid[i]:
             begin = len(t.specs)
             shared = f"{at}.shared_transf"
-            kv = kv_heads * size
-            for name, rows in (("q_proj", heads * size), ("k_proj", kv), ("v_proj", kv)):
-                t.linear(f"{shared}.self_attn.{name}", rows, width, shard="column")
-            t.linear(f"{shared}.self_attn.o_proj", hidden, heads * size, shard="row")
+            _shared_attention(t, shared, dims, width)
             t.gated_mlp(f"{shared}.feed_forward", hidden, inner)
             t.norm(f"{shared}.input_layernorm", width)
             t.norm(f"{shared}.pre_ff_layernorm", hidden)
             first = _tie(t, begin, shared, first)
             t.linear(f"{at}.linear", hidden, hidden, "mixer")
             cache.append(CacheLayer(i, "full", None, kv_heads, size))
-        here = f"{at}.mamba_decoder" if kind == "hybrid" else at
+        here = f"{at}.mamba_decoder" if hybrid[i] else at
         m = f"{here}.mamba"
         for name, shape in (
             ("x_proj_weight", (mamba_heads, rank + 2 * state, per_head)),
@@ -74,9 +68,7 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
             ("D", (mamba_heads, per_head)),
         ):  # fmt: skip
             t.add(f"{m}.{name}", shape, "mixer", "ZambaMambaMixer", shard=0)
-        t.add(f"{m}.conv1d.weight", (mixed, 1, kernel), "mixer", "Conv1d", shard=0)
-        if conv_bias:
-            t.add(f"{m}.conv1d.bias", (mixed,), "mixer", "Conv1d", shard=0)
+        t.conv1d(f"{m}.conv1d", mixed, kernel, bias=conv_bias)
         t.linear(f"{m}.in_proj", 2 * mixed, hidden, "mixer", bias=bias, shard="column")
         t.linear(f"{m}.out_proj", hidden, mixed, "mixer", bias=bias, shard="row")
         t.norm(f"{here}.input_layernorm", hidden)
@@ -87,23 +79,26 @@ def zamba(fields: Fields, model_type: str) -> Architecture:
         cache.append(CacheLayer(i, "state", None, 0, 0, states=states))
     t.close("model.final_layernorm", "model.embed_tokens", vocab, hidden, tied)
     return common.decoder(
-        fields, model_type, "ZambaForCausalLM", t, Heads(hidden, heads, kv_heads, size), tuple(cache),
-        layers=layers, inner=max(inner, dims.hidden), vocab=vocab,
+        fields, model_type, "ZambaForCausalLM", t, dims, tuple(cache), layers=layers, inner=max(inner, width),
+        vocab=vocab,
     )  # fmt: skip
 
 
-def _zamba_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
-    """Return the kind of each layer, mamba or hybrid, from the config field ``layers_block_type``."""
-    listed = fields.raw("layers_block_type")
+def _hybrids(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is hybrid (has attention too), by ``layers_block_type``."""
+    words = {"mamba": False, "linear_attention": False, "hybrid": True}
+    listed = fields.listed("layers_block_type", layers, words)
     if listed is None:
         raise ConfigError("missing", field="layers_block_type", hint="which layers are hybrid")
-    names = {"mamba": "mamba", "linear_attention": "mamba", "hybrid": "hybrid"}
-    known = isinstance(listed, list) and all(isinstance(kind, str) and kind in names for kind in listed)
-    if not known or len(listed) != layers:
-        raise ConfigError(
-            f"{shown(listed)} is not a list of mamba or hybrid for {layers} layers", field="layers_block_type"
-        )
-    return tuple(names[kind] for kind in listed)
+    return listed
+
+
+def _shared_attention(t: Tensors, at: str, dims: Heads, width: int) -> None:
+    """Add the attention projections of a shared block, which read vectors of ``width`` values."""
+    q, kv = dims.heads * dims.head_size, dims.kv_heads * dims.head_size
+    for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+        t.linear(f"{at}.self_attn.{name}", rows, width, shard="column")
+    t.linear(f"{at}.self_attn.o_proj", dims.hidden, q, shard="row")
 
 
 def _tie(t: Tensors, begin: int, here: str, first: str | None) -> str:
@@ -129,8 +124,7 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
     has its own low-rank adapters on the block.
     """
     hidden = fields.integer("hidden_size", limit="width")
-    layers = fields.integer("num_hidden_layers", limit="layers")
-    vocab = fields.integer("vocab_size", limit="vocab")
+    layers, vocab = common.layers_and_vocab(fields)
     heads = fields.integer("num_attention_heads", 32, limit="heads")
     kv_heads = fields.integer("num_key_value_heads", heads, limit="heads")
     size = fields.integer("attention_head_dim", 2 * hidden // heads, limit="width")
@@ -147,33 +141,25 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
         fields.integer("mamba_d_state", 64, limit="width"), fields.integer("mamba_d_conv", 4, limit="width"),
         mixed, bias, fields.boolean("use_conv_bias", True), chunk=chunk_of(fields),
     )  # fmt: skip
-    if fields.boolean("use_shared_attention_adapter", False):
-        raise UnsupportedArchitecture(
-            "true is not supported: adapters on shared attention are unknown to the planner",
-            field="use_shared_attention_adapter",
-        )
-    kinds = _zamba_kinds(fields, layers)
+    unknown = "adapters on shared attention are unknown to the planner"
+    common.refuse(fields, "use_shared_attention_adapter", why=unknown)
+    hybrid = _hybrids(fields, layers)
     fields.ignore("mamba_headdim", "kv_channels", "num_query_groups", "hybrid_layer_ids", "use_long_context")
     rope = fields.boolean("use_mem_rope", False)
-    hybrids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    dims = Heads(hidden, heads, kv_heads, size)
+    hybrids = [i for i in range(layers) if hybrid[i]]
     firsts: dict[int, str] = {}
     t = Tensors()
     t.vocabulary("model.embed_tokens", vocab, hidden)
     cache = []
-    for i, kind in enumerate(kinds):
-        t.layer = i
-        at = f"model.layers.{i}"
-        if kind == "hybrid":
+    for i, at in t.layers(layers, "model.layers"):
+        if hybrid[i]:
             block = hybrids.index(i) % blocks
             begin = len(t.specs)
             shared = f"{at}.shared_transformer"
-            kv = kv_heads * size
-            for name, rows in (("q_proj", heads * size), ("k_proj", kv), ("v_proj", kv)):
-                t.linear(f"{shared}.self_attn.{name}", rows, width, shard="column")
-            t.linear(f"{shared}.self_attn.o_proj", hidden, heads * size, shard="row")
+            _shared_attention(t, shared, dims, width)
             ff = f"{shared}.feed_forward"
-            t.linear(f"{ff}.gate_up_proj", 2 * inner, hidden, "mlp", bias=bias, shard="column")
-            t.linear(f"{ff}.down_proj", hidden, inner, "mlp", bias=bias, shard="row")
+            t.plain_mlp(ff, hidden, inner, bias=bias, names=("gate_up_proj", "down_proj"), fused_gate=True)
             for k in range(len(hybrids)):
                 if k % blocks == block:
                     t.linear(f"{ff}.gate_up_proj_adapter_list.{k}.0", rank, hidden, "mlp")
@@ -183,7 +169,7 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
             firsts[block] = _tie(t, begin, shared, firsts.get(block))
             t.linear(f"{at}.linear", hidden, hidden, "mixer")
             cache.append(CacheLayer(i, "full", None, kv_heads, size))
-        here = f"{at}.mamba_decoder" if kind == "hybrid" else at
+        here = f"{at}.mamba_decoder" if hybrid[i] else at
         mixer.add(t, f"{here}.mamba")
         t.norm(f"{here}.input_layernorm", hidden)
         cache.append(mixer.cache(i))
@@ -191,9 +177,8 @@ def zamba2(fields: Fields, model_type: str) -> Architecture:
     if rope:
         t.rotary(size, "model.rotary_emb.")
     return common.decoder(
-        fields, model_type, "Zamba2ForCausalLM", t, Heads(hidden, heads, kv_heads, size), tuple(cache),
-        layers=layers, inner=inner, vocab=vocab,
-    )  # fmt: skip
+        fields, model_type, "Zamba2ForCausalLM", t, dims, tuple(cache), layers=layers, inner=inner, vocab=vocab
+    )
 
 
 _family = partial(Family, ignored=TIME_STEP)

@@ -23,9 +23,9 @@ _PAGED: dict[Paged, str] = {
     "own attention": "cpmant gpt_neox_japanese openai-gpt reformer xglm",
     "page sizes": "gemma4_unified_text",
 }
-_TOWERS = "its towers and connectors have no adapter"
+_TOWERS = "the planner cannot build its towers and connectors"
 _NO_TEXT = "it generates no text"
-_ENCODER = "its encoder has no adapter"
+_ENCODER = "the planner cannot build its encoder"
 # Model type, new in transformers 5.23 (models/<family>/) -> reason why the planner cannot build it from its
 # config. With that version installed, types that generate text are planned from transformers' modules.
 _REFUSED = {
@@ -38,7 +38,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         ("muse_spark", "muse_spark_text"),
-        "experts of another width than the model, gates on residuals and two towers have no adapter",
+        "the planner cannot build experts of another width than the model, gates on residuals and two towers",
     ),
     **dict.fromkeys(
         ("unlimited_ocr", "unlimited_ocr_text"),
