@@ -177,7 +177,8 @@ class Flag:
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # commas separate several values
+            # The text may be a list of values separated by commas.
+            words = [word.strip().lower() for word in text.split(",")]
             return ",".join(usual.get(word, word) for word in words)
         return text
 

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft of speculative decoding (a model, or the checkpoint's MTP layers) as one rank holds it.
+    """The draft (a draft model, or the checkpoint's MTP layers) for speculative decoding, on one rank.
 
     Attributes:
         part: the part of the draft's tensors that one rank holds.
@@ -285,7 +285,7 @@ class Plan:
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """Return how many requests of the given lengths the KV pool holds at once if they share no prefix.
+        """Return how many requests of one length the KV pool holds at once if they share no prefix.
 
         Args:
             prompt_tokens: tokens of each prompt.
@@ -346,7 +346,7 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # rounded as printed, both bounds look equal, so print the number alone
+            if gib(low) == gib(high):  # Both bounds round to the same text, so print it once.
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 

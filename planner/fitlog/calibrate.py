@@ -22,7 +22,7 @@ _TERMS = {
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
-    """Add the memory figures of start-up logs to a calibration file, and return its number of logs.
+    """Add the memory figures of start-up logs to a calibration file; return how many logs the file then has.
 
     If the file already has an entry from the same log, the new entry replaces it.
 
@@ -46,7 +46,7 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
         os.replace(beside, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()  # A partial file may exist, for example on a full disk.
+            beside.unlink()  # remove the partial file that a full disk may leave
         raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
     return len({entry["log"] for entry in entries})
 

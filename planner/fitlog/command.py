@@ -143,7 +143,8 @@ def _print(comparison: Comparison) -> None:
 def _print_rows(shown: Sequence[Row]) -> None:
     """Print the comparison of a start-up log's memory terms with the plan as a table.
 
-    Terms that are compared with values from the log's own KV pool, not from the plan, follow below a title.
+    The figures that were computed from the bytes of the KV pool in the log, not from the planned pool, are the
+    last lines of the table, below a title.
     """
     several = len({row.rank for row in shown}) > 1
     titles = ["", *(["rank"] if several else []), "planned", "interval", "logged", "differs", "plan"]

@@ -45,16 +45,16 @@ _ASSUMED = (
     "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-# Reported memory sizes belong to one GPU type if they differ by less than these bytes. Reports of the same GPU
-# type differ by 0.01 GiB.
+# Two memory sizes, in bytes, that drivers report are of the same GPU type if they differ by less than this.
+# Reports of the same GPU type differ by 0.01 GiB.
 _SAME_MEMORY = 0.02 * GiB
-# A GPU's nominal memory size differs from the size that its driver reports by less than this share, except for
-# the T4 (NOMINAL_RESERVE).
+# A GPU's nominal memory size differs from the size that its driver reports by less than this fraction, except
+# for the T4 (NOMINAL_RESERVE).
 _NOMINAL = 0.02
 FITTED = ("activation_bytes", "non_torch_bytes", "cuda_graph_bytes")
 """Terms that only a run of the engine determines, by their names in a log."""
-_ENDLESS = 1 << 50  # bytes that stand for a device with unknown memory
-# Logged weights may differ by this share from the size computed from files alone (0.1 % in
+_ENDLESS = 1 << 50  # bytes that stand for a device with unknown memory.
+# Logged weights may differ by this fraction from the size computed from the model's files alone (0.1 % in
 # tests/data/field_reports.jsonl).
 _EXACT = 0.001
 # A larger ratio of logged to planned weights means another checkpoint or another format.
@@ -127,7 +127,7 @@ class Comparison:
 
     @property
     def shown(self) -> tuple[Row, ...]:
-        """Return the rows of compared memory terms as printed, with ranks of equal figures in one row."""
+        """Return the comparisons of memory terms to print; ranks with equal figures share one row."""
         if len({row.rank for row in self.ranks}) < 2:
             return self.rows
         by_rank = {row.term for row in self.ranks}
@@ -191,7 +191,7 @@ def word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of compared memory terms, with one row for all ranks with the same figures."""
+    """Return `rows` with one row in place of those of several ranks that have the same figures."""
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: list(dict.fromkeys(r.term for r in rows)).index(row.term)):
         out.setdefault((row.term, row.planned, row.logged), []).append(row)
@@ -305,8 +305,8 @@ def _size(
 ) -> tuple[Size, bool]:
     """Return the memory plan for a log's flags, and whether its KV pool can be compared with the log.
 
-    If the log names neither the GPU nor its memory, the plan takes the pool size from the log, which makes such
-    a comparison useless. Notes are appended to `notes`.
+    If the log names neither the GPU nor its memory, the plan takes the size of the KV pool from the log, so the
+    pool cannot be compared. Notes are appended to `notes`.
     """
     sizer, sized = Sizer(source), True
     engine = engine_of(flags.engine)
@@ -318,7 +318,9 @@ def _size(
             what = f"prints a pool of {gib(pool)}" if pool else "prints no pool"
             if "weights_bytes" not in found.figures:
                 raise DeploymentError(
-                    f"the GPU must be known, because the log {what}", field="--gpu", hint="or --device-memory"
+                    f"the GPU must be known, because the log {what}",
+                    field="--gpu",
+                    hint="give --gpu or --device-memory",
                 )
             hint = _gpu_hint(candidates, found)
             notes.append(f"the pool is not compared: the log {what}, and the GPU is not known ({hint})")
@@ -345,7 +347,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
-    # the engine sizes its pool without regard to the device's memory
+    # Such an engine sizes its KV pool by the context length, not by the device's memory.
     if engine_of(flags.engine).sized_by_context:
         if flags.max_model_len is None:
             raise DeploymentError(
@@ -380,7 +382,7 @@ def _option_notes(found: StartLog, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _logged(name: str, said: Mapping[str, str]) -> Any:
-    """Return the parsed value of a flag in a start-up log, or None if it is absent or invalid."""
+    """Return the parsed value of the flag `name` in a log's flags `said`; None if absent or invalid."""
     flag, text = flags_of(Deployment)[name], said.get(_OTHER_NAMES.get(name, name))
     if text is None or text in ("None", "null"):
         return None
@@ -456,7 +458,8 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         "non_torch_bytes": (stage.rank.framework_bytes, *bounds.get("framework_bytes", (0, 0))),
         "cuda_graph_bytes": (stage.rank.cuda_graph_bytes, *bounds.get("cuda_graph_bytes", (0, 0))),
     }
-    if (beside := stage.runtime.beside) is not None:  # graphs that --gpu-memory-utilization leaves out
+    # CUDA graphs outside the budget of --gpu-memory-utilization
+    if (beside := stage.runtime.beside) is not None:
         planned["cuda_graph_bytes"] = beside.value, beside.low, beside.high
     graphs = figures.get("graph_estimate_bytes", figures.get("cuda_graph_bytes"))
     for name, (value, lower, upper) in planned.items():
@@ -478,7 +481,7 @@ def _pool(size: Size, stage: Stage, logged: float) -> tuple[float, float, float,
 
 
 def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
-    """Yield rows that compare the number of KV blocks, tokens and sequences of the pool, plan with log.
+    """Yield comparisons of the KV pool's numbers of blocks, tokens and sequences in the log with the plan.
 
     Each figure in the log is compared twice: with the plan, and with the figure computed from the bytes of the
     logged pool.
@@ -528,7 +531,8 @@ def _held(size: Size, engine: Engine, pools: Mapping[str, tuple[float, float]], 
         int(pool + sign * rounding) // _stage(size, rank).block_bytes
         for rank, (pool, rounding) in pools.items()
     )
-    if given is not None and size.chosen.device_memory != _ENDLESS:  # The flag gives the exact pool size.
+    # --kv-cache-memory-bytes sets the exact pool size.
+    if given is not None and size.chosen.device_memory != _ENDLESS:
         blocks = size.held.num_blocks
     return engine.capacity(size.pool, size.chosen, max(1, blocks))
 
@@ -555,7 +559,7 @@ def _deciding(found: StartLog) -> str:
 
 def _missing(engine: Engine, found: StartLog, size: Size) -> tuple[str, ...]:
     if found.failure is not None:
-        return ()  # The start failed before the engine logged these memory terms.
+        return ()  # A failed start may have stopped before any memory term was logged.
     said = {name for rank in found.ranks.values() for name in rank.figures} | set(found.figures)
     out = [
         f"{name} ({how})" if how else name
@@ -592,6 +596,6 @@ def _headline(found: StartLog, model: str) -> str:
     engine = engine_of(found.engine or "vllm").title
     ranks = f", {len(found.ranks)} ranks" if len(found.ranks) > 1 else ""
     named = found.model or model
-    # The headline says under which model's name the plan was computed, if the log's name differs.
+    # If the log has another name for the model, the headline also has the name under which it was planned.
     other = "" if named == model else f", planned as {model}"
     return f"{engine}{' ' + found.version if found.version else ''}, {named}{ranks}{other}"

@@ -44,7 +44,8 @@ _RANK_FIGURES = (
     "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
     "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
 )  # fmt: skip
-_LEAST = ("tokens", "num_blocks", "max_concurrency")  # figures of which the smallest over all replicas counts
+# If replicas log different values of these figures, the smallest counts.
+_LEAST = ("tokens", "num_blocks", "max_concurrency")
 
 
 @dataclass(slots=True)

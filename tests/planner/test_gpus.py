@@ -257,7 +257,7 @@ def test_misspelled_gpu_name_gets_suggestion():
 
 
 def test_gpu_count_in_a_flag_for_one_gpu_is_rejected_with_a_hint():
-    with pytest.raises(DeploymentError, match=r"--gpu h100-80g --tensor-parallel-size 8; of train --gpus 8"):
+    with pytest.raises(DeploymentError, match=r"h100-80g --tensor-parallel-size 8; for tonnage train --gpus 8"):
         find_gpu("8xH100")
     with pytest.raises(DeploymentError, match="not in the catalogue"):
         find_gpu("8xh1000")
