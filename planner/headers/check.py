@@ -64,7 +64,7 @@ def check_tensors(
         name = spec.name
         if found_format is not None and found_format.kind.suffix is not None:
             name = spec.module + found_format.kind.suffix
-        # Of two tied tensors, a checkpoint may store either one; transformers' tie_weights accepts both.
+        # A checkpoint may store either of two tied tensors; transformers' tie_weights accepts both cases.
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
         )
@@ -114,8 +114,9 @@ def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: 
     each = spec.elements // spec.shape[0] // spec.matrices
     if not packed and not any(prod(t.shape) == each for t in stored):
         raise CheckpointError(
-            f"no expert matrix of {spec.module} has the {each:,} elements config.json gives",
+            f"no expert matrix of {spec.module} has {each:,} elements, as config.json requires",
             field="safetensors",
+            hint="config.json and the weights do not belong together",
         )
 
 

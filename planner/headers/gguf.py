@@ -109,7 +109,7 @@ class _Cursor:
     def array(self, depth: int) -> list[Any] | GGUFArray:
         """Read a metadata array; an array longer than `longest` items becomes a GGUFArray."""
         if depth > _MAX_DEPTH:
-            raise self.fail("arrays nested too deeply")
+            raise self.fail(f"a metadata array is nested more than {_MAX_DEPTH} levels deep")
         kind, length = self.scalar(4), self.scalar(10)
         if kind in _SCALARS:
             size = struct.calcsize(_SCALARS[kind])
@@ -119,7 +119,7 @@ class _Cursor:
             return [self.scalar(kind) for _ in range(length)]
         # Each item takes at least one byte, so an array cannot have more items than there are bytes left.
         if length > len(self.data) - self.at:
-            raise self.fail(f"a metadata array states {length:,} items, more than the file can hold,")
+            raise self.fail(f"a metadata array claims {length:,} items, more than the file has bytes; stopped")
         if kind == _STRING and length > self.longest:
             self.skip_strings(length)
             return GGUFArray(length)
@@ -173,7 +173,10 @@ def _read(cursor: _Cursor, size: int) -> GGUFHeader:
         raise CheckpointError(f"GGUF version {version} is not 2 or 3", field=cursor.where)
     tensor_count, metadata_count = cursor.scalar(10), cursor.scalar(10)
     if tensor_count > _MAX_TENSORS or metadata_count > _MAX_METADATA:
-        raise cursor.fail(f"the header claims {tensor_count:,} tensors and {metadata_count:,} metadata entries")
+        raise cursor.fail(
+            f"the header claims {tensor_count:,} tensors and {metadata_count:,} metadata entries; at most "
+            f"{_MAX_TENSORS:,} and {_MAX_METADATA:,} are read; stopped"
+        )
     metadata: dict[str, Any] = {}
     for _ in range(metadata_count):
         key = cursor.string()

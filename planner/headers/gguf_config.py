@@ -111,7 +111,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         shape = wanted.pop(name, None)
         if shape is None:
             raise CheckpointError(
-                f"{tensor.name[:80]} has no place in a {architecture.model_type} model", field="gguf"
+                f"the file has {tensor.name[:80]}, which a {architecture.model_type} model lacks", field="gguf"
             )
         if shape != tensor.shape:
             raise CheckpointError(

@@ -42,8 +42,9 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     """Run `tonnage plan` or `tonnage train` and return (exit code, standard output, standard error)."""
     argv = list(argv)
     if argv:
-        with suppress(TonnageError):  # The command that is run next reports the error.
-            keep(resolve_model(argv[0]))  # The model is kept, so that a long header is parsed only once.
+        with suppress(TonnageError):  # The command below meets the same error and reports it.
+            # Keep the config and the header, so that a long header is parsed only once.
+            keep(resolve_model(argv[0]))
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = import_module(_COMMANDS[command]).run(argv)

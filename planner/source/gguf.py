@@ -100,7 +100,7 @@ def _tag(gguf: str) -> str:
 
 
 def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
-    """Return the name of the GGUF file that a model's tag or path selects, or the names of its shards.
+    """Return the file that a model's GGUF tag or path selects among `names`, or all shards of that file.
 
     Raises:
         ModelNotFound: no file has this tag.
@@ -161,8 +161,8 @@ def _fetched(model: HubModel) -> ModelSource:
 def _names(model: HubModel, remote: Remote) -> list[str]:
     """Return the names of a model's GGUF files on the hub.
 
-    If the model names a single file that is not a shard, it is the only one. Otherwise the names are chosen
-    from the hub's list of files.
+    If the user named one file and it is not a shard, the result is this file. Otherwise `_choose` selects from
+    all files of the repository.
     """
     if model.gguf.lower().endswith(".gguf") and _SHARD.search(model.gguf) is None:
         return [model.gguf]
