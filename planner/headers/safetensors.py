@@ -113,7 +113,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
         or len(offsets) != 2
         or offsets[0] > offsets[1]
     ):
-        raise wrong("shape is not a list of sizes, or data_offsets is not [begin, end] in bytes")
+        raise wrong("shape is not a list of sizes, or data_offsets are not two integers in order")
     bits = prod(shape) * SAFETENSORS_BITS[dtype]
     nbytes = offsets[1] - offsets[0]
     if bits != 8 * nbytes:

@@ -244,7 +244,7 @@ def _text(version: Version) -> str:
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if the engine's version is unknown to the planner, or if no rule depends on it."""
+    """Return a note if the planner does not know the engine's version, or no memory rule depends on it."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):
@@ -293,7 +293,7 @@ def _device_memory(deployment: Deployment) -> int:
     if gpu.device == deployment.device:
         return gpu.memory_bytes
     raise DeploymentError(
-        "is required: this machine has no such GPU",
+        f"is required: this machine has no GPU for --device {deployment.device}",
         field="--device-memory",
         hint="for example --device-memory 80GiB, or --gpu h100-80g",
     )

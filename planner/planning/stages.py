@@ -61,7 +61,8 @@ class Stage:
     def runtime_terms(self) -> list[Term]:
         """Return the estimates of framework, activation and CUDA graph bytes as memory terms of the plan."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # reported as a memory term, but not counted in the used bytes
+        # The plan reports these CUDA graphs, but does not count them as used bytes.
+        if self.runtime.beside is not None:
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
@@ -129,7 +130,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         return architecture
     if architecture.via == "meta":
         raise DeploymentError(
-            f"{architecture.model_type} has no adapter: how its layers are divided is not known",
+            f"it is not known how the layers of {architecture.model_type} are divided between ranks",
             field="--tensor-parallel-size", hint="plan it for one GPU",
         )  # fmt: skip
     sizes = parallel.Parallel(

@@ -147,7 +147,7 @@ def sum_weights(
             held = sum(quantization.loaded_parts(tensor, kernels).values())
         total += held
         if held:
-            # Scales and code books are counted together with the quantized values.
+            # Scales and code books are counted in the bytes of the weight that they belong to.
             stored = tensor.dtype or dtype if found is None else found.kind.stored_as or quantization.scheme
             key = (stored, quantization.scheme if converted else "none")
             formats[key] = formats.get(key, 0) + held

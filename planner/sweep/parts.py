@@ -62,7 +62,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int, stages: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return (flags of a combination with the engine's defaults filled in, notes on changed values)."""
+        """Return (flags of a combination with the engine's defaults filled in, notes on values it changed)."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(

@@ -57,9 +57,9 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
         print(f"Not shown for width: {', '.join(left_out)} (--csv, --json and --html have them)", file=file)
 
 
-# Columns to leave out on a narrow terminal, in this order; the first ones can be derived from other columns.
+# Columns to leave out on a narrow terminal, in this order. Other columns imply the first ones.
 _DISPENSABLE = ("tokens", "weights", "at least", "pool")
-# column -> value; a column is omitted if all rows have its value
+# Column -> a value; the column is omitted if all rows have this value.
 _FIXED = {"format": "as is", "KV": "auto"}
 
 

@@ -44,7 +44,7 @@ from tonnage.planner.sweep.speed import SPEEDS, work_of
 from tonnage.planner.sweep.table import price_lines
 from tonnage.planner.units import GiB, ceil_div, gib, parse_count
 
-_SHOWN = 12  # maximum number of GPU layouts printed as text without --top
+_SHOWN = 12  # maximum number of GPU layouts printed as text without --top.
 # For requests of a given length, max_model_len is rounded up to a multiple of this number of tokens.
 _ROUND = 1024
 
@@ -133,7 +133,7 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
 def _print_need(
     rows: Sequence[SweepRow], given: object, wanted: int, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Print the KV pool size that `wanted` requests need, by the rows with the fewest tensor-parallel ranks.
+    """Print the KV pool size that `wanted` requests need, from the rows with the fewest tensor-parallel ranks.
 
     `given` is the user's --max-model-len, or None.
     """

@@ -93,14 +93,14 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # an engine version between `since` and `until` may reject the flags
+        except TonnageError:  # The engine version between `since` and `until` rejects the flags.
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # a difference that no known change of the engine explains
+    if found != known:  # no known change of the engine explains these differences between the plans
         steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before

@@ -246,7 +246,7 @@ def test_device_cuda_without_gpu_name_uses_this_machine():
     if here.device == "cuda":
         assert make_plan("demo", asked).rank.total_bytes == here.memory_bytes
         return
-    with pytest.raises(DeploymentError, match="no such GPU") as caught:
+    with pytest.raises(DeploymentError, match="no GPU for --device cuda") as caught:
         make_plan("demo", asked)
     assert caught.value.field == "--device-memory"
 
