@@ -236,7 +236,7 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     """
     model = args.model or found.model
     if model is None:
-        raise DeploymentError("the log does not name its model", field="--model", hint=f"{name} needs it")
+        raise DeploymentError("the log does not name its model", field="--model", hint=f"give it for {name}")
     try:
         source = resolve_model(model)
     except ModelNotFound as error:

@@ -83,7 +83,7 @@ def read_log(path: Path) -> StartLog:
     """
     try:
         if path.stat().st_size > MAX_LOG_BYTES:
-            raise ConfigError("is larger than a start-up log can be", field=str(path))
+            raise ConfigError(f"is larger than {MAX_LOG_BYTES:,} bytes, the limit of a log", field=str(path))
         text = path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(path)) from None

@@ -170,7 +170,7 @@ def _read(cursor: _Cursor, size: int) -> GGUFHeader:
     cursor.skip(4)
     version = cursor.scalar(4)
     if version not in (2, 3):
-        raise CheckpointError(f"GGUF version {version} is not 2 or 3", field=cursor.where)
+        raise CheckpointError(f"GGUF version {version} is not supported, only 2 and 3", field=cursor.where)
     tensor_count, metadata_count = cursor.scalar(10), cursor.scalar(10)
     if tensor_count > _MAX_TENSORS or metadata_count > _MAX_METADATA:
         raise cursor.fail(

@@ -63,7 +63,7 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
 
     for key in _REFUSED:
         if get(key):
-            raise UnsupportedArchitecture(f"{shown(get(key))} is not planned yet", field=f"{name}.{key}")
+            raise UnsupportedArchitecture(f"{shown(get(key))} is not supported", field=f"{name}.{key}")
     config: dict[str, Any] = {"model_type": model_type, "architectures": [known.class_name]}
     for key, field in _KEYS.items():
         value = get(key)

@@ -89,12 +89,12 @@ def _of_address(address: str) -> HubModel:
     words = [unquote(word) for word in path.split("/") if word]
     repo = "/".join(words[:2])
     if re.fullmatch(_REPO, repo, re.ASCII) is None or words[0] in _OTHER_KINDS:
-        what = f"one of its {words[0]}" if words and words[0] in _OTHER_KINDS else "no model"
-        raise ModelNotFound(f"that page of the hub is {what}", field="model", hint=_HINT)
+        other = f", but one of its {words[0]}" if words and words[0] in _OTHER_KINDS else ""
+        raise ModelNotFound(f"the address names no model of the hub{other}", field="model", hint=_HINT)
     if len(words) == 2 or (modelscope() and words[2:] in ([tab] for tab in _TABS)):
         return _model(repo, "main")
     if words[2] not in _ROUTES or len(words) == 3:
-        raise ModelNotFound(f"the address is a page of {repo} without its files", field="model", hint=_HINT)
+        raise ModelNotFound(f"that page of {repo} shows none of its files", field="model", hint=_HINT)
     refs = _REFS.fullmatch("/".join(words[3:]))
     revision, file = (refs[1], refs[2] or "") if refs else (words[3], "/".join(words[4:]))
     if file.lower().endswith(".gguf"):

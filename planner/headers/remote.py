@@ -186,7 +186,8 @@ class Remote:
         with answer, _as_model_not_found(name):
             if answer.status != 206:
                 raise CheckpointError(
-                    "the server does not answer range requests; weights are not read", field=name
+                    "the server does not support range requests, so the file's header cannot be read alone",
+                    field=name,
                 )
             total = _bytes((answer.headers.get("Content-Range") or "").rpartition("/")[2])
             data: bytes = answer.read(count + 1)

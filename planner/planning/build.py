@@ -44,7 +44,7 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
 
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
-    """Return the memory plan of the model whose files `source` names, for `deployment`.
+    """Return the memory plan of the model `source` for the flags `deployment`.
 
     Pass the same `sizer` for several plans of one source, so that its weights are summed once. The function
     raises the errors that `make_plan` raises.
@@ -206,7 +206,7 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
 def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     """Return the plan's id: 16 hex digits of a SHA-256 over everything that determines the plan.
 
-    This is the config, the tensor headers, the flags, the planner's rules and the engine version.
+    The hash covers the config, the tensor headers, the flags, the planner's rules and the engine version.
     """
     content: list[object] = [asdict(flags), PLANNER_RULES, flags.engine, flags.engine_version]
     index = sizer.source.index

@@ -103,8 +103,8 @@ def complete(
 ) -> Resolved:
     """Return the deployment with every flag checked against model and other flags, and no flag left at None.
 
-    `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache that the
-    checkpoint requests, or None.
+    `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache format
+    that the checkpoint requests, or None.
 
     Raises:
         DeploymentError: a flag is invalid; the error names the flag and its value.
@@ -167,9 +167,9 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
     """
     if engine.lora_ranks and flags.max_lora_rank not in engine.lora_ranks:
         raise DeploymentError(
-            f"{engine.title} supports no LoRA rank {flags.max_lora_rank}",
+            f"{engine.title} does not support the LoRA rank {flags.max_lora_rank}",
             field="--max-lora-rank",
-            hint=f"one of {', '.join(map(str, engine.lora_ranks))}; an adapter of a smaller rank fits",
+            hint=f"use one of {', '.join(map(str, engine.lora_ranks))}; an adapter may have a smaller rank",
         )
     if not engine.divides and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
         raise DeploymentError(
@@ -182,6 +182,7 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
             f"{flags.decode_context_parallel_size} does not divide --tensor-parallel-size "
             f"{flags.tensor_parallel_size}",
             field="--decode-context-parallel-size",
+            hint="choose a divisor",
         )
 
 

@@ -113,6 +113,7 @@ def eagle_draft(
         raise DeploymentError(
             f"the draft's vocabulary of {made.vocab_size:,} is not the model's {model.vocab_size:,}",
             field=_FIELD,
+            hint="name a draft that was made for this model",
         )
     embedding = next(tensor for tensor in made.tensors if tensor.role == "embedding")
     names = {tensor.name for tensor in tensors or ()}
@@ -178,6 +179,7 @@ def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Archit
         raise DeploymentError(
             f"the draft reads hidden states of {width:,} values, the model's have {model.hidden_size:,}",
             field=_FIELD,
+            hint="name a draft that was made for this model",
         )
     out = []
     if inner.get("use_aux_hidden_state", True):

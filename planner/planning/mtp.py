@@ -184,7 +184,7 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
     if stated is not None and (
         isinstance(stated, bool) or not isinstance(stated, int) or not 0 <= stated <= 64
     ):
-        raise DeploymentError(f"{stated!r:.40} is not a number of draft layers", field=names[0])
+        raise DeploymentError(f"{stated!r:.40} is not a number of draft layers (0 to 64)", field=names[0])
     if known is None:
         why = "is not planned" if stated else f"does not exist in {architecture.model_type} models"
         raise DeploymentError(
@@ -210,7 +210,7 @@ def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
     if (compress and not family.plain) or not like:
         raise DeploymentError(
-            f"draft layers of {architecture.model_type} with this kind of attention are not supported",
+            f"the attention of the draft layers of {architecture.model_type} is not supported",
             field=FIELD, hint="leave it out",
         )  # fmt: skip
     return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
