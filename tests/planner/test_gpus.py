@@ -312,6 +312,6 @@ def test_gpu_auto_selects_the_cpu_on_a_machine_without_a_gpu(
 
 def test_gpu_auto_error_quotes_a_driver_that_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = _install_nvml(monkeypatch, nvmlDeviceGetMemoryInfo=_fail)
-    with pytest.raises(DeploymentError, match="does not report its memory: no answer"):
+    with pytest.raises(DeploymentError, match="does not report the memory of the GPU: no answer"):
         find_gpu("auto")
     assert closed == ["closed"]
