@@ -7,18 +7,11 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.fitlog.compare import Comparison, Row
+from tonnage.planner.fitlog.compare import FITTED
+from tonnage.planner.fitlog.comparison import Comparison, Row
 from tonnage.planner.planning.calibration import FORMAT, Entry, read_calibration
-
-# Name of a memory term in a log -> name of the same term in a plan
-_TERMS = {
-    "non_torch_bytes": "framework_bytes",
-    "activation_bytes": "activation_bytes",
-    "cuda_graph_bytes": "cuda_graph_bytes",
-}
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
@@ -57,11 +50,11 @@ def _entries(comparison: Comparison) -> list[Entry]:
         return []
     by_rank: dict[str, list[Row]] = {}
     for row in comparison.ranks:
-        if row.term in _TERMS:
+        if row.term in FITTED:
             by_rank.setdefault(row.rank, []).append(row)
-    out = []
+    out: list[Entry] = []
     for rank, rows in by_rank.items():
-        entry: dict[str, Any] = {
+        out.append({
             "log": f"{comparison.model} {comparison.digest}",
             "rank": rank,
             "engine": flags.engine,
@@ -70,7 +63,6 @@ def _entries(comparison: Comparison) -> list[Entry]:
             "device_memory": flags.device_memory,
             "ranks": [flags.tensor_parallel_size, flags.pipeline_parallel_size],
             "shape": list(comparison.shape),
-            "terms": {_TERMS[r.term]: {"planned": int(r.planned), "logged": int(r.logged)} for r in rows},
-        }
-        out.append(entry)
+            "terms": {FITTED[r.term]: {"planned": int(r.planned), "logged": int(r.logged)} for r in rows},
+        })  # fmt: skip
     return out

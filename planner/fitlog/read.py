@@ -148,10 +148,7 @@ class _Reader:
             name, process = engine.log_rank(record)
             if name or process:
                 break
-        key = self._rank(name, process)
-        if key not in self._ranks:
-            self._ranks[key] = LogFigures(flags=self._flags)
-        out = self._ranks[key]
+        out = self._ranks.setdefault(self._rank(name, process), LogFigures(flags=self._flags))
         for engine in self._engines:
             engine.read_log_line(record, out)
             self._ready = self._ready or engine.log_is_ready(record)
