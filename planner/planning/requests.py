@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -87,11 +88,8 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
     quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is
     within max_model_len.
     """
-    counted: dict[tuple[int, int], int] = {}
-    for pair in lengths:
-        counted[pair] = counted.get(pair, 0) + 1
     limit = plan.deployment.max_model_len or 0
-    within = {pair: count for pair, count in counted.items() if sum(pair) <= limit and min(pair) > 0}
+    within = {pair: count for pair, count in Counter(lengths).items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
         plan.hold(*lengths[0])  # raises an error: the model has no law, or no request is within max_model_len
     law, total = plan.kv_cache.law, sum(within.values())
