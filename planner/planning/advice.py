@@ -9,12 +9,11 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.parallel import accepted_ranks
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.flags import MAX_BYTES
 from tonnage.planner.model.capacity import at_most
 from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
-from tonnage.planner.units import ceil_div, gib
+from tonnage.planner.units import MAX_BYTES, ceil_div, gib
 
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
