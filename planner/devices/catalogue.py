@@ -179,8 +179,8 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
         return local_gpu()
     if wanted in _by_name():
         return _by_name()[wanted]
+    every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
     if wanted in ("list", "help", "all"):
-        every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
         raise DeploymentError(f"{name!r} is not the name of a GPU", field=field, hint=f"one of {every}")
     count, cross, one = wanted.partition("x")
     if cross and count.isdigit() and one in _by_name():
@@ -195,7 +195,6 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
     found = get_close_matches(name.lower(), known, 6, 0.5)
     close = ", ".join(list(dict.fromkeys(known[one] for one in found))[:3])
     give = "give --device-memory with the total that its driver reports"
-    every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
     hint = f"did you mean {close}? For another GPU {give}" if close else f"{give}, or one of {every}"
     raise DeploymentError(f"{name[:60]!r} is not in the catalogue", field=field, hint=hint)
 
