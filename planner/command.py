@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from tonnage.planner.api import plan_or_advise
@@ -24,7 +24,7 @@ from tonnage.planner.planning.requests import parse_request, with_requests, with
 from tonnage.planner.plans import Plan
 from tonnage.planner.screen import Screen
 from tonnage.planner.source.resolve import resolve_model
-from tonnage.planner.sweep.choices import one_of, read_choices
+from tonnage.planner.sweep.choices import Choices, one_of, read_choices
 from tonnage.planner.units import parse_count
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -247,15 +247,15 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     """
     if args.trace is not None and trace is None:
         raise DeploymentError(
-                "is read only by the command tonnage", field="--trace", hint="run tonnage plan in a shell"
-            )
+            "is read only by the command tonnage", field="--trace", hint="run tonnage plan in a shell"
+        )
     _check_trace(args)
     many = args.sweep or args.target_concurrency is not None
     choices = read_choices(args)
     if args.compare is not None or trace is not None:
         one_of(choices)
     if args.target_concurrency is not None:
-        one_of(choices.of_models)
+        one_of(Choices(choices.models))
     deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
@@ -317,9 +317,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     elif args.json:
         result = plan_to_dict(plan)
         if args.explain:
-            result["terms"] = [
-                {"name": t.name, "value": t.value, "formula": t.formula, "source": t.source} for t in plan.terms
-            ]
+            result["terms"] = [asdict(term) for term in plan.terms]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
         # lazy import, needed only for --markdown and --csv

@@ -47,11 +47,6 @@ class Choices:
         """Return whether the user gave more than one value for any flag."""
         return max(map(len, self.lists)) > 1
 
-    @property
-    def of_models(self) -> Choices:
-        """Return a copy of the choices with the models only, without GPUs, quantizations and KV dtypes."""
-        return Choices(self.models)
-
 
 def read_choices(args: argparse.Namespace) -> Choices:
     """Read the comma-separated values of options; leave only the first value of each option in `args`.

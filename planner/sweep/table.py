@@ -100,7 +100,9 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
     for place, (prompt, output) in enumerate(lengths):
         columns.append((f"{prompt}+{output}", "right", where_it_fits(_at_once(place))))
     if not lengths:
-        columns.append(("sequences", "right", where_it_fits(_sequences)))
+        columns.append(
+            ("sequences", "right", where_it_fits(lambda row: _of(row.sequences, row.max_concurrency)))
+        )
     columns += [
         ("at least", "right", where_it_fits(lambda row: _count(row.least_sequences))),
         ("USD/h", "right", _price),
@@ -140,10 +142,6 @@ def _at_once(place: int) -> Callable[[SweepRow], str]:
     The requests have the length with index `place` in the list of requested lengths.
     """
     return lambda row: _of(row.requests[place], row.requests_held[place])
-
-
-def _sequences(row: SweepRow) -> str:
-    return _of(row.sequences, row.max_concurrency)
 
 
 def _of(running: float, held: float) -> str:
