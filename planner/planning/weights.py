@@ -171,9 +171,7 @@ def sum_weights(
     )
 
 
-def as_stored(
-    held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str = "the GGUF header"
-) -> HeldWeights:
+def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str) -> HeldWeights:
     """Return the weights `held` of a rank, for an engine that keeps the tensor types of the GGUF file.
 
     `known_from` says in the plan's terms where the tensor types are known from, such as the GGUF header.
