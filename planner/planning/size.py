@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import Support, support
@@ -177,7 +178,8 @@ class Sizer:
         try:
             model = self.resolve(deployment)
             staged = stage_model(model)
-            filled = fill_pool(model.chosen, staged.pool, staged.stages)
+            engine = engine_of(model.chosen.flags.engine)
+            filled = fill_pool(engine, model.chosen, staged.pool, staged.stages)
             return judge_size(model, staged, filled, asked=deployment.max_model_len is not None)
         except EngineRefusal as error:
             engine = engine_of(deployment.engine)
@@ -264,30 +266,28 @@ def stage_model(model: ResolvedModel) -> StagedModel:
     tier = engine.tier_bytes(chosen, pool)
     added = Added(lora_bytes(architecture, flags), draft.weights, draft.high, tier)
     held = [(weights, runtime_of(part, chosen)) for part, weights in model.parts]
-    stages = build_stages(architecture, held, chosen, pool, added)
+    stages = build_stages(engine, architecture, held, chosen, pool, added)
     heaviest = max(stage.loaded_bounds[0] for stage in stages)
     return StagedModel(engine.adjust_pool(architecture, chosen, pool, heaviest), stages, flags)
 
 
-def fill_pool(chosen: Resolved, pool: PoolSpec, stages: list[Stage]) -> FilledPool:
+def fill_pool(engine: Engine, chosen: Resolved, pool: PoolSpec, stages: list[Stage]) -> FilledPool:
     """Fill the KV pool with as many blocks as the stage with the least free memory can hold."""
-    engine = engine_of(chosen.flags.engine)
     num_blocks = min(
         engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
         for stage in stages
     )
-    ends = [_block_bounds(chosen, pool, stage) for stage in stages]
+    ends = [_block_bounds(engine, chosen, pool, stage) for stage in stages]
     fewest, most = (engine.capacity(pool, chosen, min(counts)) for counts in zip(*ends, strict=True))
     stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
     return FilledPool(engine.capacity(pool, chosen, num_blocks), (fewest, most), stages)
 
 
-def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
+def _block_bounds(engine: Engine, chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
     """Return the fewest and the most KV blocks that fit on a pipeline stage.
 
     The range covers the different totals of device memory that drivers may report.
     """
-    engine = engine_of(chosen.flags.engine)
     framework = stage.runtime.framework.high
     bounds = [
         engine.block_bounds(end, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds, framework)

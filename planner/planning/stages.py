@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines import parallel
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
@@ -161,12 +162,13 @@ def _with_index(runtime: Runtime, index: int) -> Runtime:
 
 
 def build_stages(
-    architecture: Architecture, held: Sequence[tuple[HeldWeights, Runtime]], chosen: Resolved, pool: PoolSpec,
-    added: Added,
+    engine: Engine, architecture: Architecture, held: Sequence[tuple[HeldWeights, Runtime]], chosen: Resolved,
+    pool: PoolSpec, added: Added,
 ) -> list[Stage]:  # fmt: skip
     """Build every pipeline stage from the weights and the engine's runtime memory of one of its ranks.
 
     Args:
+        engine: the engine.
         architecture: the whole model.
         held: for each pipeline stage, the weights and the runtime memory of one rank.
         chosen: the complete flags.
@@ -176,7 +178,7 @@ def build_stages(
     Raises:
         UnsupportedArchitecture: a stage would have no layer with a KV cache.
     """
-    index = engine_of(chosen.flags.engine).index_bytes(chosen, pool)
+    index = engine.index_bytes(chosen, pool)
     sizes = _block_bytes(pool, architecture, chosen.flags)
     # The draft model is on the last pipeline stage (v1/worker/gpu/model_runner.py).
     before = replace(added, draft=0, draft_high=0)

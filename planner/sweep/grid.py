@@ -119,7 +119,7 @@ def _row(
         notes: notes to store in the row.
     """
     pool = engine.adjust_pool(architecture, chosen, pool, max(stage.loaded_bounds[0] for stage in stages))
-    filled = fill_pool(chosen, pool, stages)
+    filled = fill_pool(engine, chosen, pool, stages)
     held, (least, most) = filled.held, filled.bounds
     stage = max(filled.stages, key=lambda one: one.rank.used_bytes)
     rank, whole_pool = stage.rank, sum(one.rank.kv_pool_bytes for one in filled.stages)

@@ -102,7 +102,7 @@ class Parts:
         memory = zip(held, self._runtime(chosen, scheme), strict=True)
         pool = self.pool(chosen)
         added = replace(added, tier=self.engine.tier_bytes(chosen, pool))
-        return build_stages(self.architecture, list(memory), chosen, pool, added)
+        return build_stages(self.engine, self.architecture, list(memory), chosen, pool, added)
 
     def _weights(self, chosen: Resolved, scheme: str) -> tuple[list[HeldWeights], Added]:
         """Return the weights of one rank per pipeline stage, and the bytes of LoRA slots and draft model."""
