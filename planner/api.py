@@ -57,12 +57,12 @@ def plan(model: str, **fields: Any) -> Plan:
         TypeError: a keyword is no field of `Deployment`.
     """
     fields, flags = canonical_values(fields), flags_of(Deployment)
-    for name in fields.keys() & flags.keys():  # a Python caller may pass a value of any type
+    for name in fields.keys() & flags.keys():  # a Python caller's value may have any type
         flags[name].check(fields[name], "--" + name.replace("_", "-"))
     return plan_or_advise(resolve_model(model), deployment_of(fields, model), engine_given="engine" in fields)
 
 
-@lru_cache(1)  # The planner in a browser plans the same model again with other flags.
+@lru_cache(1)  # because the web page plans the same model many times with different flags
 def _sizer_of(source: ModelSource) -> Sizer:
     """Return the `Sizer` of a model, which sums the bytes of its weights and sizes its plans.
 

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=epilog or None,
-            # With an explicit width argparse does not import shutil and its compressors (5 ms).
+            # An explicit width spares argparse the import of shutil and its compressors, which takes 5 ms.
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_width()),
             allow_abbrev=False,
             add_help=False,
@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
             if word in ("-h", "--help") or word.startswith("--help="):
                 print(self.help_about(word.partition("=")[2]), end="")
                 raise SystemExit(0)
-        # If the command takes several models, their names may stand before and after options.
+        # Only the intermixed parser of argparse accepts several model names before and after options.
         many = any(action.nargs in ("*", "+") for action in self._get_positional_actions())
         parse = self.parse_known_intermixed_args if many else self.parse_known_args
         found, rest = parse(words, namespace)
@@ -83,7 +83,8 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
-            found.words = (*self.prog.split(), *_without_token(words))  # the HTML page shows the command line
+            # The HTML page quotes the command line.
+            found.words = (*self.prog.split(), *_without_token(words))
         return found
 
     def format_help(self) -> str:
@@ -99,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
             raise DeploymentError(rest, field=field, hint=self._listed())
-        if rest:  # argparse names MODEL twice if the command accepts several models.
+        if rest:  # argparse may name a missing MODEL twice; keep it once.
             message = f"{about}: {', '.join(dict.fromkeys(rest.split(', ')))}"
         raise DeploymentError(message, hint=self._listed())
 
@@ -149,7 +150,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise DeploymentError(f"unexpected argument {word[:80]!r}", hint=self._listed())
-        if name in self._option_string_actions:  # the word is a valid option, but follows `--`
+        if name in self._option_string_actions:  # A valid option that follows `--` is not parsed.
             raise DeploymentError("must come before the --", field=name)
         close = self._option_for(name)
         guess = f"did you mean {close}? " if close else ""
@@ -205,5 +206,5 @@ def _without_token(words: Sequence[str]) -> list[str]:
 def _width() -> int:
     try:
         return max(60, min(110, os.get_terminal_size().columns - 2))
-    except OSError:  # A pipe or file has no width.
+    except OSError:  # Only a terminal has a width, a pipe or file has none.
         return 100

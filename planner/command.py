@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from tonnage.planner.api import plan_or_advise
@@ -24,7 +24,7 @@ from tonnage.planner.planning.requests import parse_request, with_requests, with
 from tonnage.planner.plans import Plan
 from tonnage.planner.screen import Screen
 from tonnage.planner.source.resolve import resolve_model
-from tonnage.planner.sweep.choices import one_of, read_choices
+from tonnage.planner.sweep.choices import Choices, one_of, read_choices
 from tonnage.planner.units import parse_count
 
 FITS, DOES_NOT_FIT = 0, 1
@@ -229,7 +229,7 @@ def run(argv: list[str]) -> int:
     try:
         args = parser().parse_args(argv)
         return answer(args)
-    except SystemExit as stop:  # argparse has printed --help
+    except SystemExit as stop:  # argparse exits after it printed --help.
         return int(stop.code or 0)
     except TonnageError as error:
         return refused(error)
@@ -246,29 +246,31 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
         TonnageError: the model or the options are not supported.
     """
     if args.trace is not None and trace is None:
-        raise DeploymentError("only the command tonnage can read traces", field="--trace")
+        raise DeploymentError(
+            "is read only by the command tonnage", field="--trace", hint="run tonnage plan in a shell"
+        )
     _check_trace(args)
     many = args.sweep or args.target_concurrency is not None
     choices = read_choices(args)
     if args.compare is not None or trace is not None:
         one_of(choices)
     if args.target_concurrency is not None:
-        one_of(choices.of_models)
+        one_of(Choices(choices.models))
     deployment = deployment_of(given(args, Deployment), args.model)
     _check_outputs(args, choices.several)
     if args.compare is not None:
-        # lazy import: a single plan does not need the sweep modules
+        # lazy import, needed only for --compare
         from tonnage.planner.sweep.versions import run_compare
 
         return run_compare(resolve_model(args.model), deployment, args)
     if many or choices.several:
         if args.target_concurrency is not None:
-            # lazy import: a single plan does not need the sweep modules
+            # lazy import, needed only for --target-concurrency
             from tonnage.planner.sweep.target import run_target
 
             wanted = parse_count(args.target_concurrency, "--target-concurrency")
             return run_target(choices, deployment, wanted, args)
-        # lazy import: a single plan does not need the sweep modules
+        # lazy import, needed only for a table of plans
         from tonnage.planner.sweep.command import run_sweep
 
         return run_sweep(choices, deployment, args)
@@ -289,7 +291,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if trace is not None:
         plan = with_trace(plan, *trace)
     if args.html:
-        from tonnage.planner.markup import write_page  # lazy import, only for this output
+        from tonnage.planner.markup import write_page  # lazy import, needed only for --html
 
         write_page(args.html, "Memory plan", plan.html(), args.words, plan.facts())
     _print(plan, args)
@@ -299,11 +301,11 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
 def _print(plan: Plan, args: argparse.Namespace) -> None:
     settings = None
     if args.emit:
-        from tonnage.planner.output.emit import emit  # lazy import, only for this output
+        from tonnage.planner.output.emit import emit  # lazy import, needed only for --emit
 
-        settings = emit(plan, args.emit)  # before all output, because it may raise an error
+        settings = emit(plan, args.emit)  # computed before anything is printed, because it may raise an error
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
-        # another program reads stdout, so the note goes to stderr
+        # Another program may read these output formats from stdout, so the note goes to stderr.
         apart = args.emit or args.serve_line or args.markdown or args.csv
         Screen(sys.stderr if apart else sys.stdout).print(line)
     if settings is not None:
@@ -315,12 +317,10 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
     elif args.json:
         result = plan_to_dict(plan)
         if args.explain:
-            result["terms"] = [
-                {"name": t.name, "value": t.value, "formula": t.formula, "source": t.source} for t in plan.terms
-            ]
+            result["terms"] = [asdict(term) for term in plan.terms]
         print(json.dumps(result, indent=2))
     elif args.markdown or args.csv:
-        # lazy import, only for this output
+        # lazy import, needed only for --markdown and --csv
         from tonnage.planner.output.tables import plan_table, print_table
 
         print_table(plan_table(plan), sys.stdout, markdown=args.markdown)

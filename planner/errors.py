@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-# Characters of the longest error text. Names in messages come from files and may be a megabyte long; Tonnage's
-# own longest message has 700 characters.
+# Maximum number of characters of an error text. Names in messages come from files and may be a megabyte long;
+# Tonnage's own longest message has 700 characters.
 LONGEST_TEXT = 4_000
 
 
@@ -46,7 +46,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # With the leading "--" all options are similar.
+    return name.lower().replace("_", "-").lstrip("-")  # A leading "--" would make all options similar.
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:

@@ -20,10 +20,9 @@ from typing import Any
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.planner.model.dtypes import SPELLINGS
-from tonnage.planner.units import GiB, MiB, parse_count, parse_size
+from tonnage.planner.units import MAX_BYTES, GiB, MiB, parse_count, parse_size
 
 MAX_COUNT = 1 << 31
-MAX_BYTES = 1 << 60  # one EiB, the largest accepted size
 _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (int, float), "bool": (bool,), "tuple[str, ...]": (tuple,), "str": (str,),
 }  # fmt: skip
@@ -177,7 +176,8 @@ class Flag:
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            words = [word.strip().lower() for word in text.split(",")]  # commas separate several values
+            # The text may be a list of values separated by commas.
+            words = [word.strip().lower() for word in text.split(",")]
             return ",".join(usual.get(word, word) for word in words)
         return text
 
@@ -251,21 +251,13 @@ class Flag:
     def add_to(self, parser: argparse._ActionsContainer, default: Any = None) -> None:
         """Add the flag's option to a parser, which stores `default` if the command line lacks the option."""
         names = (self.option, self.short) if self.short else (self.option,)
-        if self.kind == "bool":
-            parser.add_argument(
-                *names,
-                dest=self.name,
-                action=argparse.BooleanOptionalAction,
-                default=default,
-                help=self.help_line,
-            )
-            return
-        metavar = self.metavar or "|".join(self.choices) or _METAVARS.get(self.unit)
-        if not metavar:
-            metavar = "N" if self.kind == "int" else self.name.rsplit("_", 1)[-1].upper()
-        parser.add_argument(
-            *names, dest=self.name, type=self.read, metavar=metavar, default=default, help=self.help_line
-        )
+        parsing: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if self.kind != "bool":
+            metavar = self.metavar or "|".join(self.choices) or _METAVARS.get(self.unit)
+            if not metavar:
+                metavar = "N" if self.kind == "int" else self.name.rsplit("_", 1)[-1].upper()
+            parsing = {"type": self.read, "metavar": metavar}
+        parser.add_argument(*names, dest=self.name, default=default, help=self.help_line, **parsing)
 
 
 @cache
@@ -318,7 +310,6 @@ def check_values(record: Any) -> None:
     """Raise DeploymentError for the first flag of the dataclass instance `record` whose value is invalid."""
     for name, found in flags_of(record.__class__).items():
         value = getattr(record, name)
-
         if value is not found.default:  # Default values are valid, so skip their check to save time.
             found.check(value)
 

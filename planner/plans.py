@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft of speculative decoding (a model, or the checkpoint's MTP layers) as one rank holds it.
+    """The draft (a draft model, or the checkpoint's MTP layers) for speculative decoding, on one rank.
 
     Attributes:
         part: the part of the draft's tensors that one rank holds.
@@ -114,9 +114,9 @@ class ModelInfo:
     active_parameters: int
     attention: str
     via: Literal["adapter", "headers", "index", "gguf", "meta"]
+    dtype: str
     max_model_len: int
     vocab_size: int
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class Plan:
         return at_most(self.kv_cache.max_concurrency, self.deployment.max_num_seqs)
 
     def hold(self, prompt_tokens: int, output_tokens: int) -> RequestCapacity:
-        """Return how many requests of the given lengths the KV pool holds at once if they share no prefix.
+        """Return how many requests of one length the KV pool holds at once if they share no prefix.
 
         Args:
             prompt_tokens: tokens of each prompt.
@@ -346,7 +346,7 @@ class Plan:
             if name not in self.intervals:
                 return "exact"
             low, high = map(int, self.intervals[name])
-            if gib(low) == gib(high):  # rounded as printed, both bounds look equal, so print the number alone
+            if gib(low) == gib(high):  # Both bounds round to the same text, so print it once.
                 return f"{gib(low)}, within {(high - low) / MiB:,.1f} MiB"
             return f"{gib(low)} to {gib(high)}"
 
@@ -356,20 +356,20 @@ class Plan:
             ("activations", rank.activation_bytes, bounds("activation_bytes")),
             ("framework", rank.framework_bytes, bounds("framework_bytes")),
         ]
-        if rank.cuda_graph_bytes:
-            rows.append(("CUDA graphs", rank.cuda_graph_bytes, bounds("cuda_graph_bytes")))
-        if rank.lora_bytes:
-            rows.append(("LoRA slots", rank.lora_bytes, "exact"))
-        if rank.draft_bytes:
-            rows.append(("draft model", rank.draft_bytes, bounds("draft_bytes")))
-        if rank.kv_tier_bytes:
-            rows.append(("KV tier", rank.kv_tier_bytes, "exact"))
-        rows.append(("free", rank.free_bytes, ""))
-        several = len(self.ranks) * self.deployment.data_parallel_size > 1
+        optional = (
+            ("CUDA graphs", rank.cuda_graph_bytes, bounds("cuda_graph_bytes")),
+            ("LoRA slots", rank.lora_bytes, "exact"),
+            ("draft model", rank.draft_bytes, bounds("draft_bytes")),
+            ("KV tier", rank.kv_tier_bytes, "exact"),
+        )
         count = len(self.ranks) * self.deployment.data_parallel_size
         whose = "each" if all(other == rank for other in self.ranks) else "the fullest"
-        rows.append(("device", rank.total_bytes, f"{whose} of {count} GPUs" if several else ""))
-        return rows
+        return [
+            *rows,
+            *(row for row in optional if row[1]),
+            ("free", rank.free_bytes, ""),
+            ("device", rank.total_bytes, f"{whose} of {count} GPUs" if count > 1 else ""),
+        ]
 
     def capacity_lines(self) -> list[str]:
         """Return lines of text about the KV pool: blocks, tokens, concurrent sequences and layer groups."""

@@ -31,7 +31,7 @@ class Screen:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        # lines are wrapped only on a terminal, because another program reads whole lines
+        # Lines are wrapped only on a terminal. In a pipe or file, another program expects whole lines.
         self._wraps = file.isatty()
         # A set NO_COLOR turns off colours (no-color.org).
         self._styled = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -42,7 +42,7 @@ class Screen:
 
         Words are never broken, so that options and paths can be copied.
         """
-        import textwrap  # lazy import: JSON output does not need it
+        import textwrap  # lazy import, not needed for JSON output
 
         plain = printable(text)
         if not self._wraps:

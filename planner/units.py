@@ -21,7 +21,7 @@ _FACTORS = {
     "tb": 10**12,
 }
 _SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
-_MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typing error
+MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typing error
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -63,7 +63,7 @@ def parse_size(text: str, field: str) -> int:
     # The size is computed in integers: a float loses bytes, and fractions.Fraction takes 10 ms to import.
     decimals = match[2] or ""
     size = int(match[1] + decimals) * factor // int("1" + "0" * len(decimals))
-    if not 0 < size <= _MAX_BYTES:
+    if not 0 < size <= MAX_BYTES:
         raise DeploymentError(f"{text[:40]!r} is not between 1 byte and 1 EiB", field=field)
     return size
 

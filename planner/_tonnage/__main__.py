@@ -4,5 +4,5 @@ import sys
 
 from tonnage.server.cli import main
 
-if __name__ == "__main__":  # Spawned processes import this file under another name.
+if __name__ == "__main__":  # Spawned processes import this file and must not run the command.
     sys.exit(main())

@@ -141,7 +141,7 @@ def _gpu(entry: dict[str, Any]) -> Gpu:
         bandwidth=_scaled(entry.get("memory_gb_per_s"), 1e9),
         flops=_scaled(entry.get("dense_16bit_tflops"), 1e12),
         fp8_flops=_scaled(entry.get("dense_fp8_tflops"), 1e12),
-        # Data sheets state the link's bandwidth as the sum of both directions.
+        # Data sheets state the sum of both directions of the link between GPUs; `link` is one direction.
         link=_scaled(entry.get("link_gb_per_s"), 1e9 / 2),
         mesh=entry.get("link_mesh"),
         memory_bounds=(int(low * GiB), int(high * GiB)),
@@ -179,14 +179,15 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
         return local_gpu()
     if wanted in _by_name():
         return _by_name()[wanted]
+    every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
     if wanted in ("list", "help", "all"):
-        every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
-        raise DeploymentError(f"{name!r} is no GPU", field=field, hint=f"one of {every}")
+        raise DeploymentError(f"{name!r} is not the name of a GPU", field=field, hint=f"one of {every}")
     count, cross, one = wanted.partition("x")
     if cross and count.isdigit() and one in _by_name():
         raise DeploymentError(
             f"{name[:60]!r} names {count} GPUs; here --gpu names one", field=field,
-            hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; of train --gpus {count}",
+            hint=f"--gpu {_by_name()[one].name} --tensor-parallel-size {count}; "
+            f"for tonnage train --gpus {count}",
         )  # fmt: skip
     from difflib import get_close_matches  # lazy import, only for an error message
 
@@ -194,13 +195,12 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
     found = get_close_matches(name.lower(), known, 6, 0.5)
     close = ", ".join(list(dict.fromkeys(known[one] for one in found))[:3])
     give = "give --device-memory with the total that its driver reports"
-    every = ", ".join(("cpu", "auto", *(gpu.name for gpu in catalogue())))
     hint = f"did you mean {close}? For another GPU {give}" if close else f"{give}, or one of {every}"
     raise DeploymentError(f"{name[:60]!r} is not in the catalogue", field=field, hint=hint)
 
 
 def gpu_named(name: str | None) -> Gpu | None:
-    """Return the GPU of the catalogue with this name, or None for any other device."""
+    """Return the GPU of the catalogue whose name or alias is `name`, or None for any other device."""
     return _by_name().get(_plain(name)) if name else None
 
 
@@ -280,7 +280,7 @@ def local_gpu() -> Gpu:
         total = int(memory.total - memory.reserved)
     except pynvml.NVMLError as error:
         raise DeploymentError(
-            f"the NVIDIA driver does not report its memory: {error}", field="--gpu",
+            f"the NVIDIA driver does not report the memory of the GPU: {error}", field="--gpu",
             hint="name the GPU, or give --device-memory",
         ) from None  # fmt: skip
     finally:

@@ -59,6 +59,6 @@ def _limits(cgroup: Path, own: Path) -> list[int]:
                 text = (folder / name).read_text().strip()
             except OSError:
                 continue
-            if text.isdigit() and int(text) > 0:  # the file's content "max" means no limit
+            if text.isdigit() and int(text) > 0:  # A cgroup file with the text "max" sets no limit.
                 found.append(int(text))
     return found

@@ -18,7 +18,6 @@ from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import ceil_div
 
 FIELD = "--price"
-GIVEN = "--price"  # source that is shown for a price given by the user
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
         given: GPU name -> USD per hour of one GPU; these prices replace the price lists.
     """
     if given and gpu in given:
-        return Cost(given[gpu] * gpus, GIVEN)
+        return Cost(given[gpu] * gpus, FIELD)
 
     def usd(line: Price) -> float:
         return line.usd * line.together * ceil_div(gpus, line.together)

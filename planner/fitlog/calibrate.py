@@ -7,22 +7,15 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.fitlog.compare import Comparison, Row
+from tonnage.planner.fitlog.compare import FITTED
+from tonnage.planner.fitlog.comparison import Comparison, Row
 from tonnage.planner.planning.calibration import FORMAT, Entry, read_calibration
-
-# Name of a memory term in a log -> name of the same term in a plan
-_TERMS = {
-    "non_torch_bytes": "framework_bytes",
-    "activation_bytes": "activation_bytes",
-    "cuda_graph_bytes": "cuda_graph_bytes",
-}
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
-    """Add the memory figures of start-up logs to a calibration file, and return its number of logs.
+    """Add the memory figures of start-up logs to a calibration file; return how many logs the file then has.
 
     If the file already has an entry from the same log, the new entry replaces it.
 
@@ -46,7 +39,7 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
         os.replace(beside, path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()  # A partial file may exist, for example on a full disk.
+            beside.unlink()  # remove the partial file that a full disk may leave
         raise DeploymentError(f"{path}: {error.strerror}", field="--calibrate") from None
     return len({entry["log"] for entry in entries})
 
@@ -57,11 +50,11 @@ def _entries(comparison: Comparison) -> list[Entry]:
         return []
     by_rank: dict[str, list[Row]] = {}
     for row in comparison.ranks:
-        if row.term in _TERMS:
+        if row.term in FITTED:
             by_rank.setdefault(row.rank, []).append(row)
-    out = []
+    out: list[Entry] = []
     for rank, rows in by_rank.items():
-        entry: dict[str, Any] = {
+        out.append({
             "log": f"{comparison.model} {comparison.digest}",
             "rank": rank,
             "engine": flags.engine,
@@ -70,7 +63,6 @@ def _entries(comparison: Comparison) -> list[Entry]:
             "device_memory": flags.device_memory,
             "ranks": [flags.tensor_parallel_size, flags.pipeline_parallel_size],
             "shape": list(comparison.shape),
-            "terms": {_TERMS[r.term]: {"planned": int(r.planned), "logged": int(r.logged)} for r in rows},
-        }
-        out.append(entry)
+            "terms": {FITTED[r.term]: {"planned": int(r.planned), "logged": int(r.logged)} for r in rows},
+        })  # fmt: skip
     return out

@@ -13,14 +13,15 @@ from tonnage.planner.arguments import Parser, refused
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import TonnageError
 from tonnage.planner.fitlog.calibrate import keep
-from tonnage.planner.fitlog.compare import ASKED, FITTED, OF_LOGGED_POOL, Comparison, Row, compare, word
+from tonnage.planner.fitlog.compare import FITTED, compare
+from tonnage.planner.fitlog.comparison import OF_LOGGED_POOL, Comparison, Row, word
+from tonnage.planner.fitlog.log_flags import ASKED
 from tonnage.planner.fitlog.read import read_log
 from tonnage.planner.flags import add_flags
 from tonnage.planner.headers.hub import add_token_flag
 from tonnage.planner.screen import Screen, aligned
 from tonnage.planner.units import gib
 
-OK = 0
 _LEAST_LOGS = 3  # leave-one-out validation needs at least two other logs
 
 
@@ -65,7 +66,7 @@ def run(argv: list[str]) -> int:
         if kept is not None:
             out["calibration"] = {"file": args.calibrate, "starts": kept}
         print(json.dumps(out, indent=2))
-        return OK
+        return 0
     for comparison in compared:
         _print(comparison)
     if refit:
@@ -76,7 +77,7 @@ def run(argv: list[str]) -> int:
         print(f"No refit: {_LEAST_LOGS} logs with the same term are needed.")
     if kept is not None:
         print(f"{args.calibrate}: {kept} start{'s' if kept > 1 else ''}; tonnage plan --calibration reads it")
-    return OK
+    return 0
 
 
 def refit_terms(compared: Sequence[Comparison]) -> dict[str, tuple[float, float, float]]:
@@ -143,15 +144,15 @@ def _print(comparison: Comparison) -> None:
 def _print_rows(shown: Sequence[Row]) -> None:
     """Print the comparison of a start-up log's memory terms with the plan as a table.
 
-    Terms that are compared with values from the log's own KV pool, not from the plan, follow below a title.
+    The figures that were computed from the bytes of the KV pool in the log, not from the planned pool, are the
+    last lines of the table, below a title.
     """
+    if not shown:
+        return
     several = len({row.rank for row in shown}) > 1
     titles = ["", *(["rank"] if several else []), "planned", "interval", "logged", "differs", "plan"]
     lines: list[list[str]] = [titles]
-    own: list[int] = []
     for row in shown:
-        if row.term.endswith(OF_LOGGED_POOL):
-            own.append(len(lines))
         share = f"{100 * (row.planned - row.logged) / row.logged:+.2f}%" if row.logged else ""
         between = "exact" if row.exact else f"{_shown(row, row.low)} to {_shown(row, row.high)}"
         lines.append([
@@ -159,11 +160,10 @@ def _print_rows(shown: Sequence[Row]) -> None:
             _shown(row, row.planned), between, _shown(row, row.logged), share,
             row.verdict.removeprefix("planned "),
         ])  # fmt: skip
-    if not shown:
-        return
     table = aligned(lines, [place for place, title in enumerate(titles) if title not in ("", "rank", "plan")])
+    own = next((place for place, row in enumerate(shown, 1) if row.term.endswith(OF_LOGGED_POOL)), None)
     for place, line in enumerate(table):
-        if own and place == own[0]:
+        if place == own:
             print("Computed from the pool in the log:")
         print(line)
 

@@ -44,7 +44,8 @@ _RANK_FIGURES = (
     "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
     "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
 )  # fmt: skip
-_LEAST = ("tokens", "num_blocks", "max_concurrency")  # figures of which the smallest over all replicas counts
+# If replicas log different values of these figures, the smallest counts.
+_LEAST = ("tokens", "num_blocks", "max_concurrency")
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ def read_log(path: Path) -> StartLog:
     """
     try:
         if path.stat().st_size > MAX_LOG_BYTES:
-            raise ConfigError("is larger than a start-up log can be", field=str(path))
+            raise ConfigError(f"is larger than {MAX_LOG_BYTES:,} bytes, the limit of a log", field=str(path))
         text = path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", field=str(path)) from None
@@ -147,10 +148,7 @@ class _Reader:
             name, process = engine.log_rank(record)
             if name or process:
                 break
-        key = self._rank(name, process)
-        if key not in self._ranks:
-            self._ranks[key] = LogFigures(flags=self._flags)
-        out = self._ranks[key]
+        out = self._ranks.setdefault(self._rank(name, process), LogFigures(flags=self._flags))
         for engine in self._engines:
             engine.read_log_line(record, out)
             self._ready = self._ready or engine.log_is_ready(record)

@@ -64,7 +64,7 @@ def check_tensors(
         name = spec.name
         if found_format is not None and found_format.kind.suffix is not None:
             name = spec.module + found_format.kind.suffix
-        # Of two tied tensors, a checkpoint may store either one; transformers' tie_weights accepts both.
+        # A checkpoint may store either of two tied tensors; transformers' tie_weights accepts both cases.
         tensor = _find(found, name) or next(
             (t for alias in tied.get(name, ()) if (t := _find(found, alias))), None
         )
@@ -75,17 +75,16 @@ def check_tensors(
         if tensor is None and (not strict or spec.role in (*TOWER_ROLES, "encoder", "router")):
             continue
         if tensor is None:
-            raise CheckpointError(
-                f"{name} is not in the checkpoint ({len(found)} tensors)",
-                field="safetensors",
-                hint="config.json and the weights do not belong together",
-            )
+            raise _mismatch(f"{name} is not in the checkpoint ({len(found)} tensors)")
         if shapes and not packed and tensor.shape != spec.shape and spec.role not in TOWER_ROLES:
-            raise CheckpointError(
-                f"{spec.name} is {list(tensor.shape)} in the checkpoint but {list(spec.shape)} by config.json",
-                field="safetensors",
-                hint="config.json and the weights do not belong together",
-            )
+            stored, wanted = list(tensor.shape), list(spec.shape)
+            raise _mismatch(f"{spec.name} is {stored} in the checkpoint but {wanted} by config.json")
+
+
+def _mismatch(message: str) -> CheckpointError:
+    """Return the error for a checkpoint that does not match its config.json."""
+    hint = "config.json and the weights do not belong together"
+    return CheckpointError(message, field="safetensors", hint=hint)
 
 
 def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[HeaderTensor]]:
@@ -101,22 +100,17 @@ def _experts_by_module(tensors: tuple[HeaderTensor, ...]) -> dict[str, list[Head
 def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: bool) -> None:
     """Raise CheckpointError if a checkpoint's experts in one layer have a wrong number or matrix size."""
     if stored is None:
-        raise CheckpointError(f"{spec.module} has no experts in the checkpoint", field="safetensors")
+        raise _mismatch(f"{spec.module} has no experts in the checkpoint")
     if len(spec.shape) != 3 or spec.name.endswith("_bias"):
         return
     numbers = {t.name.partition(".experts.")[2].partition(".")[0] for t in stored}
     if len(numbers) != spec.shape[0]:
-        raise CheckpointError(
-            f"{spec.module} has {len(numbers)} experts in the checkpoint but {spec.shape[0]} by config.json",
-            field="safetensors",
-            hint="config.json and the weights do not belong together",
+        raise _mismatch(
+            f"{spec.module} has {len(numbers)} experts in the checkpoint but {spec.shape[0]} by config.json"
         )
     each = spec.elements // spec.shape[0] // spec.matrices
     if not packed and not any(prod(t.shape) == each for t in stored):
-        raise CheckpointError(
-            f"no expert matrix of {spec.module} has the {each:,} elements config.json gives",
-            field="safetensors",
-        )
+        raise _mismatch(f"no expert matrix of {spec.module} has {each:,} elements, as config.json requires")
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:

@@ -27,7 +27,6 @@ _SCALARS = {
 }
 # maximum items of a metadata array that is kept; vocabularies are longer, per-layer arrays much shorter
 _KEPT_ITEMS = 4096
-_MAX_TENSORS = MAX_TENSORS
 _MAX_HEADER = 100_000_000  # maximum bytes of a header; vocabulary and merges of 256,000 tokens take 12 MB
 _MAX_DIMENSIONS = 4  # ggml's limit on the dimensions of a tensor (GGML_MAX_DIMS)
 _MAX_METADATA = 10_000  # maximum number of metadata entries; published files have about 50
@@ -109,7 +108,7 @@ class _Cursor:
     def array(self, depth: int) -> list[Any] | GGUFArray:
         """Read a metadata array; an array longer than `longest` items becomes a GGUFArray."""
         if depth > _MAX_DEPTH:
-            raise self.fail("arrays nested too deeply")
+            raise self.fail(f"a metadata array is nested more than {_MAX_DEPTH} levels deep")
         kind, length = self.scalar(4), self.scalar(10)
         if kind in _SCALARS:
             size = struct.calcsize(_SCALARS[kind])
@@ -119,7 +118,9 @@ class _Cursor:
             return [self.scalar(kind) for _ in range(length)]
         # Each item takes at least one byte, so an array cannot have more items than there are bytes left.
         if length > len(self.data) - self.at:
-            raise self.fail(f"a metadata array states {length:,} items, more than the file can hold,")
+            raise self.fail(
+                f"the header is truncated: an array states {length:,} items, more than bytes follow"
+            )
         if kind == _STRING and length > self.longest:
             self.skip_strings(length)
             return GGUFArray(length)
@@ -170,10 +171,13 @@ def _read(cursor: _Cursor, size: int) -> GGUFHeader:
     cursor.skip(4)
     version = cursor.scalar(4)
     if version not in (2, 3):
-        raise CheckpointError(f"GGUF version {version} is not 2 or 3", field=cursor.where)
+        raise CheckpointError(f"GGUF version {version} is not supported, only 2 and 3", field=cursor.where)
     tensor_count, metadata_count = cursor.scalar(10), cursor.scalar(10)
-    if tensor_count > _MAX_TENSORS or metadata_count > _MAX_METADATA:
-        raise cursor.fail(f"the header claims {tensor_count:,} tensors and {metadata_count:,} metadata entries")
+    if tensor_count > MAX_TENSORS or metadata_count > _MAX_METADATA:
+        raise cursor.fail(
+            f"the header claims {tensor_count:,} tensors and {metadata_count:,} metadata entries; at most "
+            f"{MAX_TENSORS:,} and {_MAX_METADATA:,} are read; stopped"
+        )
     metadata: dict[str, Any] = {}
     for _ in range(metadata_count):
         key = cursor.string()

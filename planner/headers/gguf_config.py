@@ -63,7 +63,7 @@ def config_from_gguf(header: GGUFHeader, where: str) -> dict[str, Any]:
 
     for key in _REFUSED:
         if get(key):
-            raise UnsupportedArchitecture(f"{shown(get(key))} is not planned yet", field=f"{name}.{key}")
+            raise UnsupportedArchitecture(f"{shown(get(key))} is not supported", field=f"{name}.{key}")
     config: dict[str, Any] = {"model_type": model_type, "architectures": [known.class_name]}
     for key, field in _KEYS.items():
         value = get(key)
@@ -111,7 +111,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
         shape = wanted.pop(name, None)
         if shape is None:
             raise CheckpointError(
-                f"{tensor.name[:80]} has no place in a {architecture.model_type} model", field="gguf"
+                f"the file has {tensor.name[:80]}, which a {architecture.model_type} model lacks", field="gguf"
             )
         if shape != tensor.shape:
             raise CheckpointError(

@@ -50,7 +50,7 @@ def gguf_tensors(architecture: Architecture, kind: str) -> tuple[HeaderTensor, .
 
     Args:
         architecture: the model.
-        kind: a key of FILE_TYPES.
+        kind: a GGUF file type such as Q4_K_M, a key of FILE_TYPES.
 
     Raises:
         UnsupportedArchitecture: the tensors of the model's GGUF file are not known.
@@ -140,7 +140,7 @@ def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> 
         return "Q8_0" if eight else None
     if category == "down" and falcon and kind in ("Q3_K_M", "Q3_K_L", "Q4_K_M", "Q4_K_S"):
         raise UnsupportedArchitecture(
-            f"{kind} of {architecture.model_type} is not planned", field="--quantization"
+            f"the GGUF type {kind} is not planned for {architecture.model_type}", field="--quantization"
         )
     if category == "down":
         found = {"Q2_K": "Q3_K", "Q3_K_L": "Q5_K", "Q3_K_M": "Q5_K" if layer < layers // 16 else "Q4_K"}

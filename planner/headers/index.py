@@ -72,7 +72,7 @@ def read_folder(folder: Path) -> Checkpoint:
 
 def _read(index: Path) -> bytes:
     try:
-        if not index.is_file():  # reading a pipe may block, and a device has no end
+        if not index.is_file():  # Reading a pipe may block, and a device file may have no end.
             raise CheckpointError("is not a regular file", field=INDEX)
         with index.open("rb") as file:
             text = file.read(MAX_INDEX_BYTES + 1)

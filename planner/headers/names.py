@@ -89,8 +89,8 @@ def _of_address(address: str) -> HubModel:
     words = [unquote(word) for word in path.split("/") if word]
     repo = "/".join(words[:2])
     if re.fullmatch(_REPO, repo, re.ASCII) is None or words[0] in _OTHER_KINDS:
-        what = f"one of its {words[0]}" if words and words[0] in _OTHER_KINDS else "no model"
-        raise ModelNotFound(f"that page of the hub is {what}", field="model", hint=_HINT)
+        other = f", but one of its {words[0]}" if words and words[0] in _OTHER_KINDS else ""
+        raise ModelNotFound(f"the address names no model of the hub{other}", field="model", hint=_HINT)
     if len(words) == 2 or (modelscope() and words[2:] in ([tab] for tab in _TABS)):
         return _model(repo, "main")
     if words[2] not in _ROUTES or len(words) == 3:
@@ -100,7 +100,7 @@ def _of_address(address: str) -> HubModel:
     if file.lower().endswith(".gguf"):
         return _model(repo, revision, file)
     if file not in ("", "config.json"):
-        raise ModelNotFound(f"that page of {repo} shows a part of it, {file}", field="model", hint=_HINT)
+        raise ModelNotFound(f"the address is of {repo}'s file {file}, not the model", field="model", hint=_HINT)
     return _model(repo, revision)
 
 

@@ -36,10 +36,12 @@ from tonnage.planner.headers.safetensors import MAX_HEADER_BYTES, parse_header
 from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
-_TIMEOUT_SECONDS = 10.0  # timeout of one HTTP response
-# bytes of the first request for a safetensors header; most are shorter, a longer one takes a second request
+_TIMEOUT_SECONDS = 10.0  # The timeout applies to one HTTP response.
+# Bytes that the first request for a safetensors header reads. Most headers are shorter; a longer one takes a
+# second request.
 _FIRST_BYTES = 1 << 16
-# each shard takes two requests; models with more shards are planned from config.json and the index
+# Maximum number of shards whose headers are fetched, with two requests each. A model with more shards is
+# planned from config.json and the index.
 _MAX_SHARDS = 64
 _THREADS = 8
 # Hosts to which huggingface.co, its mirrors and ModelScope redirect requests for large files (LFS, Xet storage)
@@ -184,12 +186,13 @@ class Remote:
         with answer, _as_model_not_found(name):
             if answer.status != 206:
                 raise CheckpointError(
-                    "the server does not answer range requests; weights are not read", field=name
+                    "the server does not support range requests, so the file's header cannot be read alone",
+                    field=name,
                 )
             total = _bytes((answer.headers.get("Content-Range") or "").rpartition("/")[2])
             data: bytes = answer.read(count + 1)
         if total is None or len(data) > count:
-            raise CheckpointError("the server's answer is not the range asked for", field=name)
+            raise CheckpointError("the server did not send the requested range of bytes", field=name)
         return data, total
 
     def _get(self, name: str, span: str | None, address: str | None = None) -> Any:

@@ -34,7 +34,7 @@ def read_header(path: Path) -> tuple[HeaderTensor, ...]:
     """
     where = path.name
     try:
-        if not path.is_file():  # reading a pipe may block
+        if not path.is_file():  # Only a regular file is read, because reading a pipe may block.
             raise CheckpointError("is not a regular file", field=where)
         size = size_of(path, path.stat().st_size)
         with path.open("rb") as file:
@@ -102,7 +102,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
         return CheckpointError(f"{name[:80]}: {what}", field=where)
 
     if not isinstance(entry, dict):
-        raise wrong("its entry in the header is not an object")
+        raise wrong("the tensor's entry in the header is not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_BITS:
         raise wrong(f"dtype {str(dtype)[:40]!r} is not known")
@@ -113,7 +113,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
         or len(offsets) != 2
         or offsets[0] > offsets[1]
     ):
-        raise wrong("shape or data_offsets are not lists of non-negative integers in order")
+        raise wrong("shape is not a list of sizes, or data_offsets are not two integers in order")
     bits = prod(shape) * SAFETENSORS_BITS[dtype]
     nbytes = offsets[1] - offsets[0]
     if bits != 8 * nbytes:

@@ -17,21 +17,13 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     All sizes are integers in bytes. `bytes_per_token` is None if it is not constant (sliding windows); `groups`
     then has the figures of each group of layers.
     """
-    cache, layout = plan.kv_cache, plan.kv_cache.layout
+    cache, layout, model = plan.kv_cache, plan.kv_cache.layout, asdict(plan.model)
+    del model["path"], model["active_parameters"]
     return {
         "schema_version": plan.schema_version,
         "plan_id": plan.plan_id,
         "revision": plan.revision,
-        "model": {
-            "id": plan.model.id,
-            "architecture": plan.model.architecture,
-            "parameters": plan.model.parameters,
-            "attention": plan.model.attention,
-            "via": plan.model.via,
-            "dtype": plan.model.dtype,
-            "max_model_len": plan.model.max_model_len,
-            "vocab_size": plan.model.vocab_size,
-        },
+        "model": model,
         "deployment": asdict(plan.deployment),
         "ranks": [_rank(rank) for rank in plan.ranks],
         "worst_rank": plan.worst_rank,

@@ -21,7 +21,7 @@ class Table:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return a plan as a table: memory components of the fullest rank, then the KV pool's capacity."""
+    """Return a plan as a table: memory of the rank that uses the most, then the KV pool's capacity."""
     rows: list[tuple[object, ...]] = [(name, size, note) for name, size, note in plan.memory_rows()]
     cache = plan.kv_cache
     rows += [

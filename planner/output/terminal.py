@@ -24,7 +24,7 @@ def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:
 
 
 def for_this_cpu(plan: Plan, gpu: str | None, device: str | None, memory: int | None) -> str | None:
-    """Return the line of text that says that the plan is for a CPU because no GPU was given.
+    """Return a line of text that says that a plan is for the CPU because the user named no GPU.
 
     Returns None for a plan on another device, or if a GPU or device was given.
 
@@ -60,7 +60,7 @@ def _terms(plan: Plan) -> list[str]:
 
 
 def _draw(plan: Plan, explain: bool, file: TextIO) -> None:
-    """Print a plan: memory of the fullest rank as a table with bars, KV pool capacity, and verdict.
+    """Print a plan: a table with bars of the most used rank's memory, KV pool capacity, and verdict.
 
     With `explain`, also print every memory term with its formula.
     """

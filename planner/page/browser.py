@@ -42,8 +42,9 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     """Run `tonnage plan` or `tonnage train` and return (exit code, standard output, standard error)."""
     argv = list(argv)
     if argv:
-        with suppress(TonnageError):  # The command that is run next reports the error.
-            keep(resolve_model(argv[0]))  # The model is kept, so that a long header is parsed only once.
+        with suppress(TonnageError):  # The command below meets the same error and reports it.
+            # Keep the config and the header, so that a long header is parsed only once.
+            keep(resolve_model(argv[0]))
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = import_module(_COMMANDS[command]).run(argv)
@@ -53,6 +54,9 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
 def choices() -> str:
     """Return as JSON the entries of each selection list on the web page, such as models and GPUs."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
+    newest = {name: engine_of(name).newest for name in ENGINES}
+    # Engines without versions are left out.
+    versions = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
         {
@@ -60,7 +64,7 @@ def choices() -> str:
             "models": sorted(str(path.parent) for path in Path().glob("*/*/config.json")),
             "gpus": gpus,
             "engines": [name for name in ENGINES if name != "hf"] + ["hf"],
-            "versions": _versions(),
+            "versions": versions | {"vllm": releases()},
             "quantization": sorted(flag_formats()),
             "kv_cache_dtype": _KV_CACHE_DTYPES,
             "dtype": ["bfloat16", "float16", "float32"],
@@ -139,10 +143,3 @@ def costs(gpus: int) -> str:
     """Return as JSON the lowest listed hourly price in USD of `gpus` GPUs, and its source, by GPU type."""
     found = {gpu.name: cost_of(gpu.name, gpus) for gpu in catalogue()}
     return json.dumps({name: None if cost is None else [cost.usd, cost.source] for name, cost in found.items()})
-
-
-def _versions() -> dict[str, list[str]]:
-    """Return the versions of each engine that the web page offers, without engines that have no versions."""
-    newest = {name: engine_of(name).newest for name in ENGINES}
-    found = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
-    return found | {"vllm": releases()}

@@ -44,7 +44,8 @@ def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> No
             if kept:
                 _keep(made)
             (folder / "pyodide").mkdir(parents=True, exist_ok=True)
-            for path in [path for path in made.rglob("*") if path.is_file()]:  # Other files stay in the folder.
+            # Files of other names stay in the folder.
+            for path in [path for path in made.rglob("*") if path.is_file()]:
                 os.replace(path, folder / path.relative_to(made))
     except OSError as error:
         raise PageError(f"cannot be written: {error.strerror}", field=_FIELD, hint=str(folder)) from None
@@ -78,7 +79,7 @@ def planner_files() -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.suffix in (".py", ".json") and _DATA not in path.parents and "_tonnage" not in path.parts
     }
-    # the folder in a wheel, and in a checkout
+    # The file tonnage/__init__.py lies beside the planner in a wheel, and in _tonnage in a checkout.
     for first in (root.parent / "__init__.py", root / "_tonnage" / "__init__.py"):
         if first.is_file():
             files["tonnage/__init__.py"] = first.read_bytes()

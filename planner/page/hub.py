@@ -40,7 +40,7 @@ class BrowserResponse:
 
 
 class _Pending(Exception):
-    """Signal that the browser has not yet made an HTTP request for a required model file."""
+    """Signal that a required model file is missing until the browser has made an HTTP request for it."""
 
 
 class _NoRange(Exception):

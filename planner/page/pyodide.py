@@ -72,7 +72,7 @@ def checked(folder: Path) -> Path:
             raise PageError(
                 f"{folder / name}: {error.strerror}",
                 field="--pyodide",
-                hint=f"the npm package pyodide {VERSION}",
+                hint=f"give a folder with the npm package pyodide {VERSION}",
             ) from None
         if hashlib.sha256(content).hexdigest() != digest:
             raise PageError(f"{folder / name} is not the file of Pyodide {VERSION}", field="--pyodide")

@@ -1,4 +1,4 @@
-"""Advice for a plan that does not fit: changes of one flag that make it fit; and commands that serve a plan."""
+"""Advice on a plan that does not fit (changes of one flag that make it fit), and commands that serve it."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.parallel import accepted_ranks
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import TonnageError
-from tonnage.planner.flags import MAX_BYTES
 from tonnage.planner.model.capacity import at_most
 from tonnage.planner.planning.size import Size, Sizer
 from tonnage.planner.plans import Plan
 from tonnage.planner.source.resolve import ModelSource
-from tonnage.planner.units import ceil_div, gib
+from tonnage.planner.units import MAX_BYTES, ceil_div, gib
 
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
 _NODE = 8  # GPUs of one machine
-_MOST_STAGES = 32  # maximum number of pipeline stages of an advised layout
-# Advice on another weight format or parallel size must sum the weights again, at 10 us per tensor. Published
-# models have at most 2,201 tensors (DeepSeek-V4-Pro). For a file with more tensors than this limit, advice only
-# suggests changes that leave the weights unchanged.
+_MOST_STAGES = 32  # maximum number of pipeline stages of an advised layout.
+# Maximum number of tensors of a model for which advice sums the weights again, at 10 us per tensor, as another
+# weight format or parallel size requires. Published models have at most 2,201 tensors (DeepSeek-V4-Pro).
 _MOST_TENSORS = 10_000
 
 
 def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> tuple[str, ...]:
     """Return changes of a single flag, each of which makes the model fit.
 
-    Flags that leave the weights unchanged come first, then other weight formats, then more memory. The last
-    entry is the smallest layout of GPUs that fits, unless an earlier entry is that layout. Each entry is one
-    line of text: the flag, how many sequences run at once, and their length in tokens. The result is empty if
-    the engine refuses the flags themselves. A `sizer` from an earlier plan of `source` saves summing the
-    weights again.
+    Each change is one line of text: the flag, how many sequences then run at once, and their length in tokens.
+    Changes that leave the weights as they are come first, then other weight formats, then more memory. The last
+    line is the smallest layout of GPUs that fits, unless an earlier line has it. The result is empty if the
+    engine refuses `deployment` even before memory counts.
+
+    Args:
+        source: the model.
+        deployment: the flags of the plan that does not fit.
+        sizer: the `Sizer` of an earlier plan of `source`, which has summed the weights already; or None.
     """
     sizer = sizer or Sizer(source)
     out: list[str] = []
@@ -71,7 +73,7 @@ def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
     if not partial or chosen.tensor_parallel_size * chosen.pipeline_parallel_size > 1:
         return None
     found, low, high = None, 2, chosen.n_gpu_layers or now.architecture.layers + 1
-    while low < high:  # find the largest number of layers by bisection: memory grows with it
+    while low < high:  # Bisection is possible because memory grows with the number of layers on the GPU.
         middle = (low + high) // 2
         try:
             size = sizer.size(replace(flags, n_gpu_layers=middle))
@@ -85,7 +87,7 @@ def _most_layers(now: Size, flags: Deployment, sizer: Sizer) -> str | None:
 
 
 def smallest_layout(flags: Deployment, sizer: Sizer) -> str | None:
-    """Return a line of advice with the layout that needs the fewest GPUs of this kind; None if no layout fits.
+    """Return advice with the layout that needs the fewest GPUs of the plan's kind; None if no layout fits.
 
     For at most 8 GPUs (one machine), every combination of tensor and pipeline parallel size is tried. For more
     GPUs, each pipeline stage is a whole machine. The result is also None for engines that do not divide a
@@ -145,7 +147,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # reduce by factors of 4, because smaller steps hardly change the memory
+    for seqs in (256, 64, 16):  # Smaller steps hardly change the memory.
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (

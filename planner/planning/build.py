@@ -11,12 +11,12 @@ from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.errors import printable
 from tonnage.planner.flags import flags_of
 from tonnage.planner.model.architecture import Architecture
+from tonnage.planner.planning.calibration import calibration_notes, read_calibration
 from tonnage.planner.planning.checkpoint import against_index
 from tonnage.planner.planning.deployment import memory_notes, version_notes
 from tonnage.planner.planning.files import auto_dtype
 from tonnage.planner.planning.host import host_memory, host_terms
 from tonnage.planner.planning.size import Size, Sizer, request_law
-from tonnage.planner.planning.stages import Stage
 from tonnage.planner.planning.terms import (
     environment_notes,
     kv_terms,
@@ -24,7 +24,7 @@ from tonnage.planner.planning.terms import (
     quantization_notes,
     quantized_terms,
 )
-from tonnage.planner.plans import KVCachePlan, ModelInfo, Plan, RankPlan, Resolved, Term
+from tonnage.planner.plans import KVCachePlan, ModelInfo, Plan
 from tonnage.planner.source.resolve import ModelSource, resolve_model
 
 PLANNER_RULES = "1"
@@ -44,7 +44,7 @@ def make_plan(model: str, deployment: Deployment) -> Plan:
 
 
 def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None = None) -> Plan:
-    """Return the memory plan of the model whose files `source` names, for `deployment`.
+    """Return the memory plan of the model `source` for the flags `deployment`.
 
     Pass the same `sizer` for several plans of one source, so that its weights are summed once. The function
     raises the errors that `make_plan` raises.
@@ -53,6 +53,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
     size = sizer.size(deployment)
     architecture, chosen, pool, worst = size.architecture, size.chosen, size.pool, size.worst
     flags, held = chosen.flags, size.held
+    # bytes of CUDA graphs that the engine does not count in its memory budget
+    extra_graphs = 0 if worst.runtime.beside is None else worst.runtime.beside.value
     law, no_law = request_law(size)
     terms = (
         *worst.weights.loaded.terms,
@@ -62,10 +64,13 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
         *worst.weights.added_terms(),
         *kv_terms(pool, held.num_blocks, chosen, (size.bounds[0].num_blocks, size.bounds[1].num_blocks)),
     )
-    ranks = _every_rank(size.stages, flags)
-    files, file_notes = _against_index(source, architecture)
-    terms = (*terms, *files)
+    # All ranks of a pipeline stage hold the same bytes.
+    ranks = tuple(stage.rank for stage in size.stages for _ in range(flags.tensor_parallel_size))
     dtype = auto_dtype(source)
+    file_notes: tuple[str, ...] = ()
+    if source.index is not None:
+        files, file_notes = against_index(architecture, source.index, source.config, dtype)
+        terms = (*terms, *files)
     host, tiers = host_memory(source, dtype, architecture, chosen, size.stages, ranks, pool, held, size.bounds)
     if host is not None:
         terms = (*terms, *host_terms(host))
@@ -112,8 +117,8 @@ def plan_source(source: ModelSource, deployment: Deployment, sizer: Sizer | None
             *size.draft_notes,
             *version_notes(deployment, chosen),
             *engine_of(flags.engine).length_notes(chosen.max_model_len, architecture),
-            *engine_of(flags.engine).start_notes(architecture, chosen, worst.rank, _extra_graph_bytes(worst)),
-            *notes_of_calibration(chosen),
+            *engine_of(flags.engine).start_notes(architecture, chosen, worst.rank, extra_graphs),
+            *calibration_notes(chosen),
             *environment_notes(flags, deployment.gpu),
             *quantization_notes(source.config, deployment.quantization, flags.engine),
         ),
@@ -140,21 +145,6 @@ def _family_notes(architecture: Architecture) -> tuple[str, ...]:
     )
 
 
-def _extra_graph_bytes(stage: Stage) -> int:
-    """Return the bytes of CUDA graphs on one rank that the engine does not count in its memory budget."""
-    return 0 if stage.runtime.beside is None else stage.runtime.beside.value
-
-
-def notes_of_calibration(chosen: Resolved) -> tuple[str, ...]:
-    """Return notes about the calibration file that the plan uses, empty without --calibration."""
-    if chosen.flags.calibration is None:
-        return ()
-    # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
-    from tonnage.planner.planning.calibration import calibration_notes
-
-    return calibration_notes(chosen)
-
-
 def _margin_notes(size: Size) -> tuple[str, ...]:
     """Return a warning if the planned KV pool holds one sequence, but the pool's lower bound does not."""
     low = size.bounds[0]
@@ -164,22 +154,6 @@ def _margin_notes(size: Size) -> tuple[str, ...]:
         f"at the lower end of its interval the pool has {low.usable_blocks:,} usable blocks, and one sequence "
         f"of {size.chosen.max_model_len:,} tokens needs {low.blocks_per_sequence:,}: the engine may not start",
     )
-
-
-def _every_rank(stages: list[Stage], flags: Deployment) -> tuple[RankPlan, ...]:
-    """Return a RankPlan for each GPU of one replica; all ranks of a pipeline stage hold the same bytes."""
-    return tuple(stage.rank for stage in stages for _ in range(flags.tensor_parallel_size))
-
-
-def _against_index(source: ModelSource, architecture: Architecture) -> tuple[tuple[Term, ...], tuple[str, ...]]:
-    """Compare the planned weight bytes with the checkpoint's index (*.index.json), if no local files exist.
-
-    Returns:
-        Memory terms and notes from the comparison.
-    """
-    if source.index is None:
-        return (), ()
-    return against_index(architecture, source.index, source.config, auto_dtype(source))
 
 
 def _model_info(source: ModelSource, architecture: Architecture, flags: Deployment) -> ModelInfo:
@@ -206,16 +180,13 @@ def _model_info(source: ModelSource, architecture: Architecture, flags: Deployme
 def _plan_id(sizer: Sizer, flags: Deployment) -> str:
     """Return the plan's id: 16 hex digits of a SHA-256 over everything that determines the plan.
 
-    This is the config, the tensor headers, the flags, the planner's rules and the engine version.
+    The hash covers the config, the tensor headers, the flags, the planner's rules and the engine version.
     """
     content: list[object] = [asdict(flags), PLANNER_RULES, flags.engine, flags.engine_version]
     index = sizer.source.index
     if index is not None:
         content.append([sorted(index.files), index.total_bytes])
     if flags.calibration is not None:
-        # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
-        from tonnage.planner.planning.calibration import read_calibration
-
         content.append(read_calibration(flags.calibration))
     whole = sizer.hash()
     # The hash so far is of an unclosed JSON list: the model's id, config and tensors (`Sizer.hash`). The flags

@@ -18,7 +18,6 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
@@ -104,6 +103,8 @@ def shape_of(architecture: Architecture, flags: Deployment) -> list[object]:
 def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -> Runtime:
     """Return the memory terms `runtime`, corrected by the engine starts measured in the --calibration file.
 
+    Without --calibration, they are unchanged.
+
     Raises:
         DeploymentError: the file is not a calibration file.
     """
@@ -134,7 +135,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
 
 
 def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
-    """Return a note on how many engine starts of the calibration file apply to this plan."""
+    """Return a note on how many engine starts of the --calibration file apply to this plan, if there is one."""
     flags = chosen.flags
     if flags.calibration is None:
         return ()
@@ -166,6 +167,13 @@ def _minor(flags: Deployment) -> str:
     return ".".join(map(str, parse_version(flags.engine_version or "0")[:2]))
 
 
+def _median(values: list[float]) -> float:
+    """Return the median of a list that is not empty."""
+    from statistics import median  # lazy import, only for a calibrated plan, because it takes 4 ms
+
+    return median(values)
+
+
 def _measured(estimate: Estimate, entries: list[Entry]) -> Estimate:
     """Return `estimate` with the median of the framework bytes logged in `entries` as its value."""
     pairs = [entry["terms"].get("framework_bytes") for entry in entries]
@@ -181,7 +189,7 @@ def _scaled(estimate: Estimate, term: str, entries: list[Entry]) -> Estimate:
     pairs = [entry["terms"][term] for entry in entries if term in entry["terms"]]
     factors = [pair["logged"] / pair["planned"] for pair in pairs if pair["planned"] and pair["logged"] > 0]
     values = [estimate.value * factor for factor in factors]
-    said = f"{estimate.formula} x {median(factors):.3f}, median of {len(factors)} starts" if factors else ""
+    said = f"{estimate.formula} x {_median(factors):.3f}, median of {len(factors)} starts" if factors else ""
     return _around(estimate, values, said)
 
 
@@ -195,4 +203,4 @@ def _around(estimate: Estimate, values: list[float], formula: str) -> Estimate:
         return estimate
     beyond = (estimate.high - estimate.low) / 2 / (len(values) + 1)
     low, high = max(0, int(min(values) - beyond)), int(max(values) + beyond)
-    return Estimate(int(median(values)), low, high, formula, "tonnage fit-log --calibrate")
+    return Estimate(int(_median(values)), low, high, formula, "tonnage fit-log --calibrate")

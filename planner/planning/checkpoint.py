@@ -39,7 +39,7 @@ def checkpoint_size(
     """Return the bytes of all tensors in the checkpoint's files, computed from the config.
 
     `copies` are tied tensors, such as an output head tied to the embedding, that the files store a second time.
-    With None, the model family determines which tied tensors are stored.
+    If `copies` is None, the model family determines which tied tensors are stored.
     """
     total = sum(quantization.bytes_in_file(tensor, dtype) for tensor in architecture.tensors)
     total += _old_buffers(architecture, config, dtype)

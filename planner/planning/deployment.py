@@ -103,8 +103,8 @@ def complete(
 ) -> Resolved:
     """Return the deployment with every flag checked against model and other flags, and no flag left at None.
 
-    `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache that the
-    checkpoint requests, or None.
+    `dtype` is the dtype that --dtype auto selects for this checkpoint. `stored` is the KV cache format
+    that the checkpoint requests, or None.
 
     Raises:
         DeploymentError: a flag is invalid; the error names the flag and its value.
@@ -167,9 +167,9 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
     """
     if engine.lora_ranks and flags.max_lora_rank not in engine.lora_ranks:
         raise DeploymentError(
-            f"{engine.title} supports no LoRA rank {flags.max_lora_rank}",
+            f"{engine.title} does not support the LoRA rank {flags.max_lora_rank}",
             field="--max-lora-rank",
-            hint=f"one of {', '.join(map(str, engine.lora_ranks))}; an adapter of a smaller rank fits",
+            hint=f"use one of {', '.join(map(str, engine.lora_ranks))}; an adapter may have a smaller rank",
         )
     if not engine.divides and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
         raise DeploymentError(
@@ -182,6 +182,7 @@ def _check_engine(engine: Engine, flags: Deployment) -> None:
             f"{flags.decode_context_parallel_size} does not divide --tensor-parallel-size "
             f"{flags.tensor_parallel_size}",
             field="--decode-context-parallel-size",
+            hint="choose a divisor",
         )
 
 
@@ -244,7 +245,7 @@ def _text(version: Version) -> str:
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if the engine's version is unknown to the planner, or if no rule depends on it."""
+    """Return a note if the planner does not know the engine's version, or no memory rule depends on it."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):
@@ -293,7 +294,7 @@ def _device_memory(deployment: Deployment) -> int:
     if gpu.device == deployment.device:
         return gpu.memory_bytes
     raise DeploymentError(
-        "is required: this machine has no such GPU",
+        f"is required: this machine has no GPU for --device {deployment.device}",
         field="--device-memory",
         hint="for example --device-memory 80GiB, or --gpu h100-80g",
     )

@@ -35,8 +35,8 @@ _EAGLE3 = {
 _EAGLE = {"EagleLlamaForCausalLM": "llama"}
 _PLAIN = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 _CLASS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_AUX = 3  # number of target layers whose hidden states EAGLE-3 reads if the config does not list them
-# Config fields that only drafts have; removed before the draft's layers are built as those of a plain model.
+_AUX = 3  # number of target layers whose hidden states EAGLE-3 reads if the config does not list them.
+# Config fields that only drafts have. They are removed before the draft's layers are built as a plain model's.
 _OWN_FIELDS = (
     "draft_vocab_size", "target_hidden_size", "eagle_config", "num_aux_hidden_states", "norm_before_fc",
     "fc_norm", "norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids", "parallel_drafting",
@@ -98,7 +98,7 @@ def eagle_draft(
         third = stored == "eagle3"
         if family not in _CLASS:
             raise UnsupportedArchitecture(
-                f"drafts of {family!r:.40} layers are not supported", field="model_type"
+                f"drafts with {family!r:.40} layers are not supported", field="model_type"
             )
     else:
         outer = layer = config
@@ -113,6 +113,7 @@ def eagle_draft(
         raise DeploymentError(
             f"the draft's vocabulary of {made.vocab_size:,} is not the model's {model.vocab_size:,}",
             field=_FIELD,
+            hint="name a draft that was made for this model",
         )
     embedding = next(tensor for tensor in made.tensors if tensor.role == "embedding")
     names = {tensor.name for tensor in tensors or ()}
@@ -178,6 +179,7 @@ def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Archit
         raise DeploymentError(
             f"the draft reads hidden states of {width:,} values, the model's have {model.hidden_size:,}",
             field=_FIELD,
+            hint="name a draft that was made for this model",
         )
     out = []
     if inner.get("use_aux_hidden_state", True):
@@ -204,7 +206,7 @@ def _eagle3_tensors(made: Architecture, config: Mapping[str, Any], model: Archit
 
 
 def _joining_matrix(made: Architecture, into: int) -> TensorSpec:
-    """Return the draft's matrix `fc` [hidden, into], which maps `into` concatenated inputs to the hidden size.
+    """Return the draft's matrix `fc` [hidden, into], which maps `into` input values to its hidden size.
 
     Every rank holds it in full.
     """

@@ -61,13 +61,13 @@ def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> N
 
     The tiers must fit into the memory that the engine does not use, on each machine with its one GPU.
     """
-    # a machine with unified memory has one GPU
+    # A machine whose GPU shares the host's memory has one GPU, so each rank has a machine.
     taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks
     left = chosen.device_memory - chosen.limit
     if taken > left:
         raise DeploymentError(
-            f"takes {gib(taken)} of the memory that {chosen.flags.gpu} shares with its host; the engine's "
-            f"{gib(chosen.limit)} of {gib(chosen.device_memory)} leave {gib(left)}",
+            f"takes {gib(taken)} of the memory that {chosen.flags.gpu} shares with its host; the engine "
+            f"uses {gib(chosen.limit)} of {gib(chosen.device_memory)}, which leaves {gib(left)}",
             field="KV tier", hint="lower the tier's size or --gpu-memory-utilization",
         )  # fmt: skip
 

@@ -184,17 +184,17 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
     if stated is not None and (
         isinstance(stated, bool) or not isinstance(stated, int) or not 0 <= stated <= 64
     ):
-        raise DeploymentError(f"{stated!r:.40} is not a number of draft layers", field=names[0])
+        raise DeploymentError(f"{stated!r:.40} is not a number of draft layers (0 to 64)", field=names[0])
     if known is None:
         why = "is not planned" if stated else f"does not exist in {architecture.model_type} models"
         raise DeploymentError(
-            f"multi-token prediction {why}: config.json names {stated or 'no'} draft layers",
+            f"multi-token prediction {why}: config.json states {stated or 'no'} draft layers",
             field=FIELD, hint="leave it out, or name a draft model",
         )  # fmt: skip
     count = known.default_count if stated is None else stated
     if not count:
         raise DeploymentError(
-            f"the model has no multi-token prediction layers: config.json has no {known.count}, or 0",
+            f"the model has no multi-token prediction layers: {known.count} in config.json is missing or 0",
             field=FIELD, hint="leave it out, or name a draft model",
         )  # fmt: skip
     return min(count, known.max_count or count)
@@ -210,7 +210,7 @@ def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
     like = [layer for layer in architecture.cache_layers if layer.kind in kinds]
     if (compress and not family.plain) or not like:
         raise DeploymentError(
-            f"draft layers of {architecture.model_type} with this kind of attention are not supported",
+            f"the attention of the draft layers of {architecture.model_type} is not supported",
             field=FIELD, hint="leave it out",
         )  # fmt: skip
     return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
@@ -249,8 +249,8 @@ def _parts(config: Mapping[str, Any]) -> str:
     listed = config.get("mtp_hybrid_override_pattern") or config.get("mtp_layers_block_type") or "*E"
     if not isinstance(listed, (str, list)) or not all(str(kind) in _KINDS for kind in listed):
         raise DeploymentError(
-            f"{listed!r:.40}: vLLM builds only attention and experts", field="mtp_hybrid_override_pattern",
-            hint="leave the draft out",
+            f"{listed!r:.40} is not supported: vLLM builds only attention and experts",
+            field="mtp_hybrid_override_pattern", hint="leave the draft out",
         )  # fmt: skip
     return "".join(_KINDS[kind] for kind in listed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import ceil
@@ -72,7 +73,7 @@ def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestC
 
 
 def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
-    """Return the plan with `found` (how many requests its KV pool holds), terms and a note on the counting."""
+    """Return the plan with the capacities `found`, their `--explain` terms, and a note on the counting."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
     if note and note not in plan.notes:
@@ -87,13 +88,10 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
     quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is
     within max_model_len.
     """
-    counted: dict[tuple[int, int], int] = {}
-    for pair in lengths:
-        counted[pair] = counted.get(pair, 0) + 1
     limit = plan.deployment.max_model_len or 0
-    within = {pair: count for pair, count in counted.items() if sum(pair) <= limit and min(pair) > 0}
+    within = {pair: count for pair, count in Counter(lengths).items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        plan.hold(*lengths[0])  # every request is longer than max_model_len, so this raises the error
+        plan.hold(*lengths[0])  # raises an error: the model has no law, or no request is within max_model_len
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None
     held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())

@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any
 
 from tonnage.planner.deployment import Deployment
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolCapacity, PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.support import Support, support
@@ -28,7 +29,7 @@ from tonnage.planner.planning.deployment import complete, version_of
 from tonnage.planner.planning.files import auto_dtype, check_checkpoint, stored_format
 from tonnage.planner.planning.fit import judge
 from tonnage.planner.planning.speculative import Draft, add_draft, within_draft
-from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, held_parts
+from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, rank_architecture, runtime_of
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import as_stored, hold_weights
 from tonnage.planner.plans import Failure, Resolved
@@ -177,7 +178,8 @@ class Sizer:
         try:
             model = self.resolve(deployment)
             staged = stage_model(model)
-            filled = fill_pool(model, staged)
+            engine = engine_of(model.chosen.flags.engine)
+            filled = fill_pool(engine, model.chosen, staged.pool, staged.stages)
             return judge_size(model, staged, filled, asked=deployment.max_model_len is not None)
         except EngineRefusal as error:
             engine = engine_of(deployment.engine)
@@ -239,8 +241,13 @@ def parts_of(
 
     If the engine keeps the tensor types of a GGUF file, the bytes are those of these types. `stored_copies` are
     the tied tensors that `check_checkpoint` found in the files.
+
+    Raises:
+        DeploymentError: the parallel sizes do not divide a dimension of the model.
+        UnsupportedArchitecture: it is not known how the engine divides the model.
     """
-    parts = held_parts(architecture, quantization, flags, stored_copies)
+    shares = [rank_architecture(architecture, flags, stage) for stage in range(flags.pipeline_parallel_size)]
+    parts = [(part, hold_weights(part, quantization, flags, stored_copies)) for part in shares]
     engine = engine_of(flags.engine)
     if source.kind != "gguf" or not engine.keeps_gguf:
         return parts
@@ -258,38 +265,35 @@ def stage_model(model: ResolvedModel) -> StagedModel:
     flags = engine.shown_flags(chosen.flags, pool)
     tier = engine.tier_bytes(chosen, pool)
     added = Added(lora_bytes(architecture, flags), draft.weights, draft.high, tier)
-    stages = build_stages(architecture, model.parts, chosen, pool, added)
+    held = [(weights, runtime_of(part, chosen)) for part, weights in model.parts]
+    stages = build_stages(engine, architecture, held, chosen, pool, added)
     heaviest = max(stage.loaded_bounds[0] for stage in stages)
     return StagedModel(engine.adjust_pool(architecture, chosen, pool, heaviest), stages, flags)
 
 
-def fill_pool(model: ResolvedModel, staged: StagedModel) -> FilledPool:
+def fill_pool(engine: Engine, chosen: Resolved, pool: PoolSpec, stages: list[Stage]) -> FilledPool:
     """Fill the KV pool with as many blocks as the stage with the least free memory can hold."""
-    chosen, pool, stages = model.chosen, staged.pool, staged.stages
-    engine = engine_of(chosen.flags.engine)
     num_blocks = min(
         engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
         for stage in stages
     )
-    ends = [_block_bounds(chosen, pool, stage) for stage in stages]
+    ends = [_block_bounds(engine, chosen, pool, stage) for stage in stages]
     fewest, most = (engine.capacity(pool, chosen, min(counts)) for counts in zip(*ends, strict=True))
     stages = [stage.with_blocks(num_blocks, pool.apart) for stage in stages]
     return FilledPool(engine.capacity(pool, chosen, num_blocks), (fewest, most), stages)
 
 
-def _block_bounds(chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
+def _block_bounds(engine: Engine, chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
     """Return the fewest and the most KV blocks that fit on a pipeline stage.
 
     The range covers the different totals of device memory that drivers may report.
     """
-    engine = engine_of(chosen.flags.engine)
-    least, most = (
-        engine.block_bounds(
-            end, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds, stage.runtime.framework.high
-        )
-        for end in chosen.memory_ends
-    )
-    return least[0], most[1]
+    framework = stage.runtime.framework.high
+    bounds = [
+        engine.block_bounds(end, pool, stage.block_bytes, stage.used_bounds, stage.loaded_bounds, framework)
+        for end in ((chosen,) if chosen.memory_bounds is None else chosen.memory_ends)
+    ]
+    return bounds[0][0], bounds[-1][1]
 
 
 def judge_size(model: ResolvedModel, staged: StagedModel, filled: FilledPool, *, asked: bool) -> Size:

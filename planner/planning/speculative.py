@@ -83,6 +83,7 @@ def add_draft(source: ModelSource, architecture: Architecture, flags: Deployment
         raise DeploymentError(
             f"the draft's vocabulary of {other.vocab_size:,} is not the model's {architecture.vocab_size:,}",
             field="--speculative-model",
+            hint="name a draft with the model's tokenizer",
         )
     return _on_rank(architecture, other, quantization, flags)
 
@@ -122,7 +123,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     draft = _draft_source(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
-    elif _rotary_types(draft.config) <= _EXTENDED:  # vLLM extends the draft's rotary table
+    elif _rotary_types(draft.config) <= _EXTENDED:  # vLLM extends this draft, so it sets no limit.
         return None
     else:
         own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines import parallel
+from tonnage.planner.engines.base import Engine
 from tonnage.planner.engines.pool import PoolSpec
 from tonnage.planner.engines.registry import engine_of
 from tonnage.planner.engines.runtime.estimate import Estimate, Runtime
 from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.architecture import Architecture
-from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.model.tier import INDEX_GROWTH
-from tonnage.planner.planning.weights import HeldWeights, hold_weights
+from tonnage.planner.planning.calibration import calibrated
+from tonnage.planner.planning.weights import HeldWeights
 from tonnage.planner.plans import RankPlan, Resolved, Term
-from tonnage.planner.quantization.scheme import Quantization
 
 Part = tuple[Architecture, HeldWeights]
 """(the part of the model that one rank holds, the weights of that part)"""
@@ -61,7 +61,8 @@ class Stage:
     def runtime_terms(self) -> list[Term]:
         """Return the estimates of framework, activation and CUDA graph bytes as memory terms of the plan."""
         found = self._estimates()
-        if self.runtime.beside is not None:  # reported as a memory term, but not counted in the used bytes
+        # The plan reports these CUDA graphs, but does not count them as used bytes.
+        if self.runtime.beside is not None:
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
 
@@ -129,7 +130,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         return architecture
     if architecture.via == "meta":
         raise DeploymentError(
-            f"{architecture.model_type} has no adapter: how its layers are divided is not known",
+            f"it is not known how the layers of {architecture.model_type} are divided between ranks",
             field="--tensor-parallel-size", hint="plan it for one GPU",
         )  # fmt: skip
     sizes = parallel.Parallel(
@@ -142,37 +143,6 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         towers_everywhere=engine.towers_everywhere,
     )
     return parallel.rank_architecture(architecture, sizes, stage)
-
-
-def held_parts(
-    architecture: Architecture, quantization: Quantization, flags: Deployment,
-    stored_copies: tuple[TensorSpec, ...],
-) -> list[Part]:  # fmt: skip
-    """Return, for each pipeline stage, the part of the model that one rank holds and the bytes of its weights.
-
-    `stored_copies` are tied tensors that the checkpoint stores as copies (see `sum_weights`).
-
-    Raises:
-        DeploymentError: the parallel sizes do not divide a dimension of the model.
-        UnsupportedArchitecture: it is not known how the engine divides the model.
-    """
-    parts = [rank_architecture(architecture, flags, stage) for stage in range(flags.pipeline_parallel_size)]
-    return [(part, hold_weights(part, quantization, flags, stored_copies)) for part in parts]
-
-
-def build_stages(
-    architecture: Architecture, parts: list[Part], chosen: Resolved, pool: PoolSpec, added: Added
-) -> list[Stage]:
-    """Build every pipeline stage from the part of the model that one rank holds, and from the added bytes.
-
-    A draft model is on the last stage.
-
-    Raises:
-        UnsupportedArchitecture: a stage would have no layer with a KV cache.
-    """
-    index = engine_of(chosen.flags.engine).index_bytes(chosen, pool)
-    held = [(weights, _with_index(runtime_of(part, chosen), index)) for part, weights in parts]
-    return join_stages(architecture, held, chosen, pool, added)
 
 
 def _with_index(runtime: Runtime, index: int) -> Runtime:
@@ -191,34 +161,39 @@ def _with_index(runtime: Runtime, index: int) -> Runtime:
     return replace(runtime, framework=framework)
 
 
-def join_stages(
-    architecture: Architecture, held: Sequence[tuple[HeldWeights, Runtime]], chosen: Resolved, pool: PoolSpec,
-    added: Added,
+def build_stages(
+    engine: Engine, architecture: Architecture, held: Sequence[tuple[HeldWeights, Runtime]], chosen: Resolved,
+    pool: PoolSpec, added: Added,
 ) -> list[Stage]:  # fmt: skip
     """Build every pipeline stage from the weights and the engine's runtime memory of one of its ranks.
+
+    Args:
+        engine: the engine.
+        architecture: the whole model.
+        held: for each pipeline stage, the weights and the runtime memory of one rank.
+        chosen: the complete flags.
+        pool: geometry of the KV block pool.
+        added: bytes that LoRA slots, a draft model (on the last stage) and a KV tier add.
 
     Raises:
         UnsupportedArchitecture: a stage would have no layer with a KV cache.
     """
+    index = engine.index_bytes(chosen, pool)
     sizes = _block_bytes(pool, architecture, chosen.flags)
     # The draft model is on the last pipeline stage (v1/worker/gpu/model_runner.py).
     before = replace(added, draft=0, draft_high=0)
     each = [before] * (len(held) - 1) + [added]
-    return [
-        Stage(_rank(weights, runtime, chosen, more), weights, runtime, size, more.draft_high)
-        for (weights, runtime), size, more in zip(held, sizes, each, strict=True)
-    ]
+    stages = []
+    for (weights, runtime), size, more in zip(held, sizes, each, strict=True):
+        runtime = _with_index(runtime, index)
+        rank = _rank(weights, runtime, chosen, more)
+        stages.append(Stage(rank, weights, runtime, size, more.draft_high))
+    return stages
 
 
 def runtime_of(part: Architecture, chosen: Resolved) -> Runtime:
     """Return a rank's memory for framework, activations and CUDA graphs, calibrated if --calibration is set."""
-    runtime = engine_of(chosen.flags.engine).runtime_terms(part, chosen)
-    if chosen.flags.calibration is None:
-        return runtime
-    # lazy import: few plans are calibrated, and the module (with statistics) takes 4 ms to import
-    from tonnage.planner.planning.calibration import calibrated
-
-    return calibrated(runtime, part, chosen)
+    return calibrated(engine_of(chosen.flags.engine).runtime_terms(part, chosen), part, chosen)
 
 
 def _rank(weights: HeldWeights, runtime: Runtime, chosen: Resolved, added: Added) -> RankPlan:

@@ -123,35 +123,17 @@ def lora_bytes(architecture: Architecture, flags: Deployment) -> int:
 
 def other_terms(rank: RankPlan, flags: Deployment) -> list[Term]:
     """Return the memory terms of LoRA slots, draft weights and weights offloaded to the host, if not zero."""
-    terms = []
-    if rank.lora_bytes:
-        terms.append(
-            Term(
-                "lora_bytes", rank.lora_bytes,
-                f"{flags.max_loras} slots x rank {flags.max_lora_rank} x (in + out) of every linear layer",
-                "--max-loras, --max-lora-rank",
-            )
-        )  # fmt: skip
-    if rank.draft_bytes:
-        terms.append(
-            Term(
-                "draft_bytes", rank.draft_bytes, f"weights of {flags.speculative_model}", "--speculative-model"
-            )
-        )
-    if rank.kv_tier_bytes:
-        terms.append(
-            Term(
-                "kv_tier_bytes", rank.kv_tier_bytes,
-                f"whole blocks in {flags.kv_offloading_bytes:,} bytes of host memory", "--kv-offloading-size",
-            )
-        )  # fmt: skip
-    if rank.offloaded_bytes:
-        terms.append(
-            Term(
-                "offloaded_bytes", rank.offloaded_bytes, "weights kept in the host's memory", "--cpu-offload-gb"
-            )
-        )
-    return terms
+    lora = f"{flags.max_loras} slots x rank {flags.max_lora_rank} x (in + out) of every linear layer"
+    draft = f"weights of {flags.speculative_model}"
+    tier = f"whole blocks in {flags.kv_offloading_bytes:,} bytes of host memory"
+    offloaded = "weights kept in the host's memory"
+    terms = (
+        Term("lora_bytes", rank.lora_bytes, lora, "--max-loras, --max-lora-rank"),
+        Term("draft_bytes", rank.draft_bytes, draft, "--speculative-model"),
+        Term("kv_tier_bytes", rank.kv_tier_bytes, tier, "--kv-offloading-size"),
+        Term("offloaded_bytes", rank.offloaded_bytes, offloaded, "--cpu-offload-gb"),
+    )
+    return [term for term in terms if term.value]
 
 
 def quantized_terms(

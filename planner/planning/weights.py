@@ -147,7 +147,7 @@ def sum_weights(
             held = sum(quantization.loaded_parts(tensor, kernels).values())
         total += held
         if held:
-            # Scales and code books are counted together with the quantized values.
+            # Scales and code books are counted in the bytes of the weight that they belong to.
             stored = tensor.dtype or dtype if found is None else found.kind.stored_as or quantization.scheme
             key = (stored, quantization.scheme if converted else "none")
             formats[key] = formats.get(key, 0) + held
@@ -171,9 +171,7 @@ def sum_weights(
     )
 
 
-def as_stored(
-    held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str = "the GGUF header"
-) -> HeldWeights:
+def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str) -> HeldWeights:
     """Return the weights `held` of a rank, for an engine that keeps the tensor types of the GGUF file.
 
     `known_from` says in the plan's terms where the tensor types are known from, such as the GGUF header.

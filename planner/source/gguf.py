@@ -15,10 +15,10 @@ from tonnage.planner.headers import partial
 from tonnage.planner.headers.gguf import GGUFHeader, read_gguf
 from tonnage.planner.headers.gguf_config import config_from_gguf
 from tonnage.planner.headers.gguf_types import file_type, gguf_tensors
-from tonnage.planner.headers.hub import hub_cache, modelscope, offline
+from tonnage.planner.headers.hub import modelscope
 from tonnage.planner.headers.names import HubModel
 from tonnage.planner.model.fields import load_config
-from tonnage.planner.source.hub import shipped_models
+from tonnage.planner.source.hub import connect, shipped_models, snapshot_folder
 from tonnage.planner.source.model import ModelSource
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _tag(gguf: str) -> str:
 
 
 def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
-    """Return the name of the GGUF file that a model's tag or path selects, or the names of its shards.
+    """Return the file that a model's GGUF tag or path selects among `names`, or all shards of that file.
 
     Raises:
         ModelNotFound: no file has this tag.
@@ -125,12 +125,7 @@ def _choose(model: HubModel, names: Sequence[str]) -> list[str]:
 
 def _cached(model: HubModel) -> list[Path] | None:
     """Return the paths of a model's GGUF shards in huggingface_hub's cache, or None if there are none."""
-    folder = hub_cache() / ("models--" + model.repo.replace("/", "--"))
-    try:
-        commit = (folder / "refs" / model.revision).read_text().strip()
-    except OSError:
-        commit = model.revision
-    snapshot = folder / "snapshots" / commit
+    snapshot = snapshot_folder(model)
     names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*.gguf")] if snapshot.is_dir() else []
     try:
         return [snapshot / name for name in _choose(model, names)]
@@ -139,15 +134,7 @@ def _cached(model: HubModel) -> list[Path] | None:
 
 
 def _fetched(model: HubModel) -> ModelSource:
-    if offline():
-        raise HubUnreachable(
-            f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model",
-            hint="give the .gguf file",
-        )  # fmt: skip
-    # imported here, because it loads an HTTP client, which is slow
-    from tonnage.planner.headers.remote import Remote
-
-    remote = Remote(model)
+    remote = connect(model, "give the .gguf file")
     if modelscope() and not model.gguf.lower().endswith(".gguf"):
         raise ModelNotFound(
             "a tag such as :Q4_K_M is for the Hugging Face hub only", field="model", hint="give the .gguf file"
@@ -161,8 +148,8 @@ def _fetched(model: HubModel) -> ModelSource:
 def _names(model: HubModel, remote: Remote) -> list[str]:
     """Return the names of a model's GGUF files on the hub.
 
-    If the model names a single file that is not a shard, it is the only one. Otherwise the names are chosen
-    from the hub's list of files.
+    If the user named one file and it is not a shard, the result is this file. Otherwise `_choose` selects from
+    all files of the repository.
     """
     if model.gguf.lower().endswith(".gguf") and _SHARD.search(model.gguf) is None:
         return [model.gguf]

@@ -28,30 +28,39 @@ def cached_snapshot(model: HubModel) -> Path | None:
         revision = revision_of(model)
         folders = modelscope_caches(model.repo, revision)[: None if revision == "master" else 1]
         return next((folder for folder in folders if (folder / "config.json").exists()), None)
+    snapshot = snapshot_folder(model)
+    return snapshot if (snapshot / "config.json").exists() else None
+
+
+def snapshot_folder(model: HubModel) -> Path:
+    """Return the folder of a model's revision in huggingface_hub's cache, which may not exist."""
     folder = hub_cache() / ("models--" + model.repo.replace("/", "--"))
     try:
         commit = (folder / "refs" / model.revision).read_text().strip()
     except OSError:
-        commit = model.revision if re.fullmatch(r"[0-9a-f]{40}", model.revision) else ""
-    snapshot = folder / "snapshots" / commit
-    return snapshot if commit and (snapshot / "config.json").exists() else None
+        commit = model.revision
+    return folder / "snapshots" / commit
 
 
-def fetch(model: HubModel) -> tuple[dict[str, Any], Checkpoint]:
-    """Return a model's config.json and tensor headers (or checkpoint index), fetched from the hub.
+def connect(model: HubModel, hint: str) -> Remote:
+    """Return a connection to a model's files on the hub, without sending a request yet.
+
+    Args:
+        model: the model's name and revision.
+        hint: advice in the error message if access to the hub is disabled.
 
     Raises:
-        HubUnreachable: the hub does not answer, or access to it is disabled.
-        ModelNotFound: the model cannot be fetched; the message says what was tried and what to do.
+        HubUnreachable: access to the hub is disabled.
+        ModelNotFound: the hub token is invalid.
     """
     if offline():
         raise HubUnreachable(
-            f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=_HINT
+            f"{model} is not in the local hub cache and HF_HUB_OFFLINE is set", field="model", hint=hint
         )
     # imported here, because it loads an HTTP client, which is slow
     from tonnage.planner.headers.remote import Remote
 
-    return read(model, Remote(model))
+    return Remote(model)
 
 
 def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict[str, Any], Checkpoint]:
@@ -112,7 +121,7 @@ def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple
         ModelNotFound: the model cannot be fetched.
     """
     try:
-        return *fetch(model), ()
+        return *read(model, connect(model, _HINT)), ()
     except HubUnreachable as error:
         shipped = shipped_models()
         if (path := shipped.get(str(model))) is None:

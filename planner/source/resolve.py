@@ -72,12 +72,12 @@ def resolve_model(model: str) -> ModelSource:
     if model == "demo":
         return _demo()
     if not model or "\0" in model:
-        raise ModelNotFound(f"{model!r} is not the name of a model", field="model")
+        raise ModelNotFound(f"{model!r} is not the name of a model", field="model", hint=_HINT)
     try:
         return _local(Path(model).expanduser(), model) or _hub(model)
     except OSError as error:  # for example a missing permission, or a name that is too long
         raise ModelNotFound(f"{model[:120]!r}: {error.strerror}", field="model", hint=_HINT) from None
-    except RuntimeError as error:  # The user in a path ~user does not exist.
+    except RuntimeError as error:  # In a path such as ~name/model, the user `name` does not exist.
         raise ModelNotFound(f"{model[:120]!r}: {error}", field="model", hint=_HINT) from None
 
 
@@ -105,7 +105,7 @@ def _hub(model: str) -> ModelSource:
     from tonnage.planner.source.hub import (
         cached_snapshot,
         fetch_or_shipped,
-    )  # loads an HTTP client, slow to import
+    )  # imported here, because it loads an HTTP client, which is slow
 
     name, snapshot = str(named), cached_snapshot(named)
     if snapshot is None:
@@ -138,13 +138,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config.get("quantization_config") is None and beside.is_file():
         found = load_config(beside).get("quantization")
         if not isinstance(found, dict):
-            raise ConfigError("has no quantization object", field=beside.name)
+            raise ConfigError("the field `quantization` is missing or not an object", field=beside.name)
         config["quantization_config"] = {"quant_method": "modelopt", **found}
     if "max_seq_length" not in config and family_of(config.get("model_type")).files.sentence_length:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break
-    for name in ("preprocessor_config", "video_preprocessor_config"):  # These files limit image sizes.
+    # The image processor's files limit image sizes.
+    for name in ("preprocessor_config", "video_preprocessor_config"):
         if "vision_config" in config and (beside := folder / f"{name}.json").is_file():
             config[name] = load_config(beside)
     return config
@@ -174,7 +175,7 @@ def _file(path: Path, model: str) -> ModelSource:
             f"{model} is a file but not a .gguf or a config.json", field="model",
             hint="give the model's folder instead",
         )  # fmt: skip
-    from tonnage.planner.headers.gguf import read_gguf  # imported here, because only this format needs them
+    from tonnage.planner.headers.gguf import read_gguf  # imported here, because only GGUF needs it
     from tonnage.planner.headers.gguf_config import config_from_gguf
 
     header = read_gguf(path)

@@ -47,11 +47,6 @@ class Choices:
         """Return whether the user gave more than one value for any flag."""
         return max(map(len, self.lists)) > 1
 
-    @property
-    def of_models(self) -> Choices:
-        """Return a copy of the choices with the models only, without GPUs, quantizations and KV dtypes."""
-        return Choices(self.models)
-
 
 def read_choices(args: argparse.Namespace) -> Choices:
     """Read the comma-separated values of options; leave only the first value of each option in `args`.
@@ -108,7 +103,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     formats = tuple("as is" if name == UNQUANTIZED else name for name in choices.quantizations)
     for name in formats:
         if name != "as is":
-            quantized_to(name)  # raises an error for an unknown GPU name
+            quantized_to(name)  # raises an error for an unknown quantization
     caches = choices.kv_cache_dtypes or (deployment.kv_cache_dtype,)
     base = Grid(tuple(every), formats or ("as is",), caches, (ranks,))
     if whole is not None:
@@ -120,7 +115,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     if not choices.gpus:
         return [base]
     found = []
-    # One grid per GPU keeps the order of --gpu. A GPU that was given in two spellings occurs once.
+    # One grid per GPU keeps the order of --gpu. dict.fromkeys drops a GPU that was given in two spellings.
     for gpu, count in dict.fromkeys((find_gpu(name), count) for name, count in choices.gpus):
         sizes = base.tensor_parallel_sizes if count is None else (count,)
         found.append(replace(base, gpus=(gpu,), tensor_parallel_sizes=sizes))
@@ -132,7 +127,7 @@ def _parts(text: str, name: str) -> list[str]:
     flag = flags_of(Deployment)[name]
     parts = [part.strip() for part in text.split(",")] if text else []
     if parts and not all(parts):
-        raise DeploymentError(f"{text[:60]!r} has an empty name", field=flag.option)
+        raise DeploymentError(f"{text[:60]!r} has an empty name between commas", field=flag.option)
     return list(dict.fromkeys(flag.read(part) for part in parts))
 
 
@@ -141,5 +136,5 @@ def _counted(text: str) -> tuple[str, int | None]:
     if match is None:
         return text, None
     if not int(match[1]):
-        raise DeploymentError(f"{text[:60]!r} names no GPU; give at least one", field="--gpu")
+        raise DeploymentError(f"{text[:60]!r} asks for 0 GPUs; give at least one", field="--gpu")
     return match[2], int(match[1])

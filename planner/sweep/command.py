@@ -191,20 +191,18 @@ def _print_all(
     rows: list[SweepRow], found: int, by: str | None, lengths: Sequence[tuple[int, int]],
     prices: dict[str, float],
 ) -> None:  # fmt: skip
+    screen = Screen(sys.stdout)
     if rows:
         if len({row.model for row in rows}) == 1:
             print(f"{escaped(rows[0].model)}:")
         print("GiB of one GPU; prices of all GPUs and of each certain sequence")
-    if rows:
         print_rows(rows, lengths, sys.stdout)
     for why, count in Counter(row.refused or row.unsupported or row.stops for row in rows).items():
-        if not why:
-            continue
-        Screen(sys.stdout).print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")
+        if why:
+            screen.print(f"{count:,} {'row' if count == 1 else 'rows'}: {why}")
     if len(rows) < found:
         order = "" if by is None else f" by {by}"
         print(f"... the first {len(rows):,} of {found:,}{order} (--sort, --top; --json lists all)")
-    screen = Screen(sys.stdout)
     for line in (*length_lines(rows, lengths), *notes_of(rows), *price_lines(rows, prices)):
         screen.print(line)
 

@@ -7,8 +7,9 @@ Each combination gives one row of a table. Combinations share partial results (p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
+from math import prod
 
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import Gpu
@@ -20,6 +21,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.capacity import at_most, check_lengths, hold
 from tonnage.planner.model.requests import RequestLaw
+from tonnage.planner.planning.size import fill_pool
 from tonnage.planner.planning.stages import Stage
 from tonnage.planner.plans import Resolved
 from tonnage.planner.quantization.read import flag_formats
@@ -45,13 +47,7 @@ class Grid:
     pipeline_parallel_sizes: tuple[int, ...] = (1,)
 
     def __len__(self) -> int:
-        return (
-            len(self.gpus)
-            * len(self.quantizations)
-            * len(self.kv_cache_dtypes)
-            * len(self.tensor_parallel_sizes)
-            * len(self.pipeline_parallel_sizes)
-        )
+        return prod(len(getattr(self, field.name)) for field in fields(self))
 
 
 def sweep(
@@ -123,16 +119,10 @@ def _row(
         notes: notes to store in the row.
     """
     pool = engine.adjust_pool(architecture, chosen, pool, max(stage.loaded_bounds[0] for stage in stages))
-    blocks = min(
-        engine.num_blocks(chosen, pool, stage.block_bytes, stage.rank.used_bytes, stage.loaded_bounds[0])
-        for stage in stages
-    )
-    ends = [_block_bounds(engine, chosen, pool, stage) for stage in stages]
-    fewest = map(min, zip(*ends, strict=True))
-    held, least, most = (engine.capacity(pool, chosen, count) for count in (blocks, *fewest))
-    filled = [stage.with_blocks(blocks, pool.apart) for stage in stages]
-    stage = max(filled, key=lambda one: one.rank.used_bytes)
-    rank, whole_pool = stage.rank, sum(one.rank.kv_pool_bytes for one in filled)
+    filled = fill_pool(engine, chosen, pool, stages)
+    held, (least, most) = filled.held, filled.bounds
+    stage = max(filled.stages, key=lambda one: one.rank.used_bytes)
+    rank, whole_pool = stage.rank, sum(one.rank.kv_pool_bytes for one in filled.stages)
     failure = engine.predict_failure(architecture, chosen, rank, pool, held)
     limit = engine.most_running(chosen, pool, held)
     stops = "" if failure is None else failure.why
@@ -175,11 +165,6 @@ def _row(
         read_bytes=read_bytes,
         replica_pool_bytes=whole_pool * row.tensor,
     )
-
-
-def _block_bounds(engine: Engine, chosen: Resolved, pool: PoolSpec, stage: Stage) -> tuple[int, int]:
-    framework, size = stage.runtime.framework.high, stage.block_bytes
-    return engine.block_bounds(chosen, pool, size, stage.used_bounds, stage.loaded_bounds, framework)
 
 
 def default_grid(deployment: Deployment, gpus: Sequence[Gpu]) -> Grid:

@@ -102,7 +102,7 @@ def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
 
 
 def _too_large(rows: Sequence[SweepRow], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs for which no sweep row on one machine certainly holds a sequence of max_model_len."""
+    """Return the GPUs of which one machine does not certainly hold a sequence of max_model_len tokens."""
     held = {row.gpu for row in rows if row.fits and row.least_sequences >= 1}
     return [gpu for gpu in gpus if gpu.device == "cuda" and gpu.name not in held]
 

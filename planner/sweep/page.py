@@ -54,14 +54,10 @@ def write_sweep_page(
     legend = " ".join(key(kind, name) for kind, name in _LEGEND)
     found = sum(row.fits for row in rows)
     verdict = f"{found:,} of {len(rows):,} fit" if rows else "No combination was found"
-    write_page(
-        path,
-        f"Sweep of {model}",
-        f"{paragraphs([verdict], 'verdict')}<p><small>{legend}</small></p>"
-        f"{table(heads, body, ('device', 'quantization', 'KV'))}{paragraphs(lines)}",
-        words,
-        (("model", model), ("engine", engine), ("device", _devices(rows))),
-    )
+    text = f"{paragraphs([verdict], 'verdict')}<p><small>{legend}</small></p>"
+    text += table(heads, body, ("device", "quantization", "KV")) + paragraphs(lines)
+    facts = (("model", model), ("engine", engine), ("device", _devices(rows)))
+    write_page(path, f"Sweep of {model}", text, words, facts)
 
 
 def _verdict(row: SweepRow) -> str:

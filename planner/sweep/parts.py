@@ -20,12 +20,12 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.families.registry import architecture_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.requests import RequestLaw
-from tonnage.planner.planning.build import notes_of_calibration
+from tonnage.planner.planning.calibration import calibration_notes
 from tonnage.planner.planning.deployment import complete
 from tonnage.planner.planning.files import auto_dtype, check_checkpoint, stored_format
 from tonnage.planner.planning.size import parts_of
 from tonnage.planner.planning.speculative import add_draft, within_draft
-from tonnage.planner.planning.stages import Added, Part, Stage, join_stages, rank_architecture, runtime_of
+from tonnage.planner.planning.stages import Added, Part, Stage, build_stages, rank_architecture, runtime_of
 from tonnage.planner.planning.terms import lora_bytes
 from tonnage.planner.planning.weights import HeldWeights
 from tonnage.planner.plans import Resolved
@@ -62,7 +62,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int, stages: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return (flags of a combination with the engine's defaults filled in, notes on changed values)."""
+        """Return (flags of a combination with the engine's defaults filled in, notes on values it changed)."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
@@ -71,7 +71,7 @@ class Parts:
             )  # fmt: skip
             found = complete(replace(flags, gpu=gpu.name), self.architecture, self._dtype, self._stored)
             chosen, notes = within_draft(self.architecture, found)
-            return chosen, (*self._source.notes, *notes, *notes_of_calibration(chosen))
+            return chosen, (*self._source.notes, *notes, *calibration_notes(chosen))
 
         return self._cached(("resolve", gpu.name, kv_dtype, ranks, stages), make)
 
@@ -102,7 +102,7 @@ class Parts:
         memory = zip(held, self._runtime(chosen, scheme), strict=True)
         pool = self.pool(chosen)
         added = replace(added, tier=self.engine.tier_bytes(chosen, pool))
-        return join_stages(self.architecture, list(memory), chosen, pool, added)
+        return build_stages(self.engine, self.architecture, list(memory), chosen, pool, added)
 
     def _weights(self, chosen: Resolved, scheme: str) -> tuple[list[HeldWeights], Added]:
         """Return the weights of one rank per pipeline stage, and the bytes of LoRA slots and draft model."""

@@ -57,9 +57,9 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
         print(f"Not shown for width: {', '.join(left_out)} (--csv, --json and --html have them)", file=file)
 
 
-# Columns to leave out on a narrow terminal, in this order; the first ones can be derived from other columns.
+# Columns to leave out on a narrow terminal, in this order. Other columns imply the first ones.
 _DISPENSABLE = ("tokens", "weights", "at least", "pool")
-# column -> value; a column is omitted if all rows have its value
+# Column -> a value; the column is omitted if all rows have this value.
 _FIXED = {"format": "as is", "KV": "auto"}
 
 
@@ -100,7 +100,9 @@ def _columns(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]]) -> li
     for place, (prompt, output) in enumerate(lengths):
         columns.append((f"{prompt}+{output}", "right", where_it_fits(_at_once(place))))
     if not lengths:
-        columns.append(("sequences", "right", where_it_fits(_sequences)))
+        columns.append(
+            ("sequences", "right", where_it_fits(lambda row: _of(row.sequences, row.max_concurrency)))
+        )
     columns += [
         ("at least", "right", where_it_fits(lambda row: _count(row.least_sequences))),
         ("USD/h", "right", _price),
@@ -140,10 +142,6 @@ def _at_once(place: int) -> Callable[[SweepRow], str]:
     The requests have the length with index `place` in the list of requested lengths.
     """
     return lambda row: _of(row.requests[place], row.requests_held[place])
-
-
-def _sequences(row: SweepRow) -> str:
-    return _of(row.sequences, row.max_concurrency)
 
 
 def _of(running: float, held: float) -> str:

@@ -44,7 +44,7 @@ from tonnage.planner.sweep.speed import SPEEDS, work_of
 from tonnage.planner.sweep.table import price_lines
 from tonnage.planner.units import GiB, ceil_div, gib, parse_count
 
-_SHOWN = 12  # maximum number of GPU layouts printed as text without --top
+_SHOWN = 12  # maximum number of GPU layouts printed as text without --top.
 # For requests of a given length, max_model_len is rounded up to a multiple of this number of tokens.
 _ROUND = 1024
 
@@ -106,14 +106,8 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
     elif args.csv or args.markdown:
         print_table(row_table(single[:top]), sys.stdout, markdown=args.markdown)
     elif args.serve_line:
-        print(
-            "\n".join(
-                map(
-                    escaped,
-                    _command(source, deployment, listed[0]) if listed else _none(source, rows, deployment),
-                )
-            )
-        )
+        lines = _command(source, deployment, listed[0]) if listed else _none(source, rows, deployment)
+        print("\n".join(map(escaped, lines)))
     else:
         _print_need(rows, args.max_model_len, wanted, lengths)
         if not listed:
@@ -133,7 +127,7 @@ def run_target(choices: Choices, deployment: Deployment, wanted: int, args: argp
 def _print_need(
     rows: Sequence[SweepRow], given: object, wanted: int, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Print the KV pool size that `wanted` requests need, by the rows with the fewest tensor-parallel ranks.
+    """Print the KV pool size that `wanted` requests need, from the rows with the fewest tensor-parallel ranks.
 
     `given` is the user's --max-model-len, or None.
     """
@@ -141,11 +135,9 @@ def _print_need(
     if not known:
         return
     length = known[0].max_model_len
-    what = (
-        f"requests of {lengths[0][0]:,}+{lengths[0][1]:,} tokens"
-        if lengths
-        else f"sequences of {length:,} tokens"
-    )
+    what = f"sequences of {length:,} tokens"
+    if lengths:
+        what = f"requests of {lengths[0][0]:,}+{lengths[0][1]:,} tokens"
     print(f"{wanted:,} {what} at once, max_model_len {length:,}:")
     if not lengths and given is None:
         Screen(sys.stdout).print(
@@ -173,10 +165,9 @@ def _print_need(
 def _print_layouts(
     listed: Sequence[Offer], found: Sequence[Offer], top: int | None, prices: dict[str, float]
 ) -> None:
-    needed = gpus_needed(found)
     screen = Screen(sys.stdout)
     screen.print("GPUs needed:")
-    for count, names in needed:
+    for count, names in gpus_needed(found):
         screen.print(f"  {count} x {', '.join(names)}")
     screen.print()
     shown = listed[: _SHOWN if top is None else top]
@@ -252,7 +243,7 @@ def _as_dict(offer: Offer) -> dict[str, Any]:
         "kv_pool_bytes": offer.replicas * row.replica_pool_bytes,
         "request_bytes_per_gpu": row.request_bytes // row.stages,
         "usd_per_hour": offer.usd_per_hour,
-        "rough_tokens_per_second": None if speed is None else offer.tokens_per_second,
+        "rough_tokens_per_second": offer.tokens_per_second,
         "rough_seconds_per_token": None if speed is None else speed.step_seconds,
     }
 

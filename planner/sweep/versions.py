@@ -80,7 +80,10 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
     engine = engine_of(deployment.engine)
     first, last = _release(since), _release(until)
     if not any(engine.newest):
-        raise DeploymentError(f"no rule of {engine.name} depends on its version", field="--compare")
+        raise DeploymentError(
+            f"no rule of {engine.name} depends on its version, so all its versions have the same plan",
+            field="--compare",
+        )
     low, high = sorted((first, last))
     sizer = Sizer(source)
 
@@ -93,14 +96,14 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # an engine version between `since` and `until` may reject the flags
+        except TonnageError:  # The engine version between `since` and `until` rejects the flags.
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))
             known = found
     after = plan(until if low == first else since)
     found = terms_of(after)
-    if found != known:  # a difference that no known change of the engine explains
+    if found != known:  # no known change of the engine explains these differences between the plans
         steps.append(ReleaseChange(until if low == first else since, (), known, found))
     if low != first:
         before, after = after, before
@@ -114,7 +117,9 @@ def _release(text: str) -> Version:
     except DeploymentError:
         version = (0, 0, 0)
     if not any(version):
-        raise DeploymentError(f"{text!r} is no release", field="--compare", hint="for example 0.25.1 0.26.0")
+        raise DeploymentError(
+            f"{text!r} is not a release number", field="--compare", hint="for example 0.25.1 0.26.0"
+        )
     return version
 
 

@@ -148,12 +148,12 @@ def flags(**more) -> Deployment:
     [
         (LLAMA, {}, 1, "does not exist in llama models"),
         ("moonshotai__Kimi-K2-Instruct", {}, 1, "does not exist in kimi_k2 models"),
-        ("MiniMaxAI__MiniMax-M2.5", {}, 1, "not planned: config.json names 3 draft"),
+        ("MiniMaxAI__MiniMax-M2.5", {}, 1, "not planned: config.json states 3 draft"),
         (
             "deepseek-ai__DeepSeek-V3",
             {"num_nextn_predict_layers": 0},
             1,
-            "has no num_nextn_predict_layers, or 0",
+            "num_nextn_predict_layers in config.json is missing or 0",
         ),
         ("deepseek-ai__DeepSeek-V3", {"num_nextn_predict_layers": "1"}, 1, "not a number of draft layers"),
         ("stepfun-ai__Step-3.7-Flash", {}, 4, "4 is not a multiple of the 3 draft layers"),

@@ -14,7 +14,8 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.devices.catalogue import find_gpu
 from tonnage.planner.errors import ConfigError, DeploymentError
 from tonnage.planner.fitlog.command import refit_terms, run
-from tonnage.planner.fitlog.compare import Comparison, Row, infer_gpu
+from tonnage.planner.fitlog.comparison import Comparison, Row
+from tonnage.planner.fitlog.log_flags import infer_gpu
 from tonnage.planner.fitlog.read import parse_log, read_log
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.source.resolve import resolve_model

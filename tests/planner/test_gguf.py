@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 
 import gguf
 import numpy as np
@@ -74,6 +75,15 @@ def test_truncated_gguf_file_is_rejected(tmp_path):
             read_gguf(path)
 
 
+def test_gguf_header_cut_inside_an_array_of_strings_is_reported_as_truncated(tmp_path):
+    """The reader of the hub fetches more bytes of a header only after an error that says truncated."""
+    path = tmp_path / "m.gguf"
+    strings = struct.pack("<Q1sIIQ", 1, b"a", 9, 8, 1000)  # key "a": an array of 1,000 strings
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + strings)
+    with pytest.raises(CheckpointError, match="the header is truncated"):
+        read_gguf(path)
+
+
 def test_corrupted_gguf_raises_only_planner_errors(tmp_path):
     path = llama_file(tmp_path / "m.gguf")
     data = bytearray(path.read_bytes())
@@ -92,7 +102,7 @@ def test_corrupted_gguf_raises_only_planner_errors(tmp_path):
     [
         ({"arch": "mamba"}, UnsupportedArchitecture, "general.architecture: 'mamba'"),
         ({"drop": "blk.1.ffn_up.weight"}, CheckpointError, "layers.1.mlp.up_proj.weight is not in the file"),
-        ({"extra": "blk.0.surprise.weight"}, CheckpointError, "surprise.weight has no place"),
+        ({"extra": "blk.0.surprise.weight"}, CheckpointError, "surprise.weight, which a llama model lacks"),
         ({"expert_count": 8}, UnsupportedArchitecture, "llama.expert_count"),
         ({"embedding_length": 128}, CheckpointError, "by the metadata"),
         ({"attention.head_count_kv": 3}, TonnageError, "not a multiple"),

@@ -246,7 +246,7 @@ def test_device_cuda_without_gpu_name_uses_this_machine():
     if here.device == "cuda":
         assert make_plan("demo", asked).rank.total_bytes == here.memory_bytes
         return
-    with pytest.raises(DeploymentError, match="no such GPU") as caught:
+    with pytest.raises(DeploymentError, match="no GPU for --device cuda") as caught:
         make_plan("demo", asked)
     assert caught.value.field == "--device-memory"
 
@@ -257,7 +257,7 @@ def test_misspelled_gpu_name_gets_suggestion():
 
 
 def test_gpu_count_in_a_flag_for_one_gpu_is_rejected_with_a_hint():
-    with pytest.raises(DeploymentError, match=r"--gpu h100-80g --tensor-parallel-size 8; of train --gpus 8"):
+    with pytest.raises(DeploymentError, match=r"h100-80g --tensor-parallel-size 8; for tonnage train --gpus 8"):
         find_gpu("8xH100")
     with pytest.raises(DeploymentError, match="not in the catalogue"):
         find_gpu("8xh1000")
@@ -312,6 +312,6 @@ def test_gpu_auto_selects_the_cpu_on_a_machine_without_a_gpu(
 
 def test_gpu_auto_error_quotes_a_driver_that_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = _install_nvml(monkeypatch, nvmlDeviceGetMemoryInfo=_fail)
-    with pytest.raises(DeploymentError, match="does not report its memory: no answer"):
+    with pytest.raises(DeploymentError, match="does not report the memory of the GPU: no answer"):
         find_gpu("auto")
     assert closed == ["closed"]

@@ -290,7 +290,7 @@ def test_model_names_and_urls_are_parsed_into_repository_and_revision(name, expe
     [
         ("https://example.org/org/name", ["example.org is not the hub", "huggingface.co", "HF_ENDPOINT"]),
         ("https://huggingface.co.example.org/org/name", ["is not the hub"]),
-        ("https://huggingface.co/name", ["no model", "org/name"]),
+        ("https://huggingface.co/name", ["names no model", "org/name"]),
         ("https://huggingface.co/datasets/org/name", ["one of its datasets"]),
         ("https://huggingface.co/org/name/discussions/1", ["org/name", "none of its files"]),
         ("https://huggingface.co/org/name/blob/main/model.gguf", ["org/name", "model.gguf"]),

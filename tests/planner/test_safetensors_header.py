@@ -63,7 +63,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         (b"{", "not JSON"),
         (b"\xff", "not JSON"),
         (b"[" * 50_000, "not JSON"),
-        ({"a": 3}, "its entry in the header is not an object"),
+        ({"a": 3}, "the tensor's entry in the header is not a JSON object"),
         ({"a": entry(dtype="F33")}, "dtype 'F33'"),
         ({"a": entry(dtype=None)}, "dtype"),
         ({"a": entry(shape=(-2,))}, "shape"),

@@ -52,6 +52,16 @@ def test_sweep_row_equals_plan_of_its_flags(llama):
         assert row.max_concurrency == plan.kv_cache.max_concurrency
 
 
+def test_sweep_row_with_a_disk_tier_counts_its_index_as_the_plan_does(llama):
+    source, tier = resolve_model(llama), {"kv_offloading_bytes": 8 << 30, "kv_offloading_disk": "/kv,100GiB"}
+    flags = Deployment(engine="hf", device_memory=64 << 30, max_model_len=4096, **tier)
+    cpu = replace(find_gpu("cpu"), memory_bytes=64 << 30)
+    (row,) = sweep(source, replace(flags, device_memory=None), Grid((cpu,), ("as is",), ("auto",), (1,)))
+    rank = plan_source(source, flags).rank
+    assert row.runtime_bytes == rank.activation_bytes + rank.framework_bytes
+    assert row.free_bytes == rank.free_bytes
+
+
 @pytest.mark.parametrize(
     "added",
     [

@@ -30,7 +30,7 @@ from tonnage.planner.headers.remote import Remote
 from tonnage.planner.headers.safetensors import MAX_TENSORS, read_header
 from tonnage.planner.model import fields
 from tonnage.planner.model.fields import LIMITS, MAX_CONFIG_BYTES, parse_config
-from tonnage.planner.planning import stages
+from tonnage.planner.planning import size as sizing
 from tonnage.planner.planning.build import make_plan, plan_source
 from tonnage.planner.source.resolve import ModelSource
 
@@ -246,13 +246,13 @@ def test_names_in_plan_notes_are_escaped_and_truncated():
 def summed(monkeypatch) -> list[tuple[str, int, str | None]]:
     """Format, ranks and GPU of each sum over a model's tensors."""
     found = []
-    hold = stages.hold_weights
+    hold = sizing.hold_weights
 
     def held(part, quantization, flags, *copies):
         found.append((quantization.scheme, flags.tensor_parallel_size, flags.gpu))
         return hold(part, quantization, flags, *copies)
 
-    monkeypatch.setattr(stages, "hold_weights", held)
+    monkeypatch.setattr(sizing, "hold_weights", held)
     return found
 
 
@@ -338,5 +338,5 @@ def test_hub_response_without_a_list_of_files_is_rejected(body: bytes) -> None:
 @pytest.mark.parametrize("size", ["9" * 5000, "\u00b2", "-1", ""])
 def test_hub_header_whose_size_is_no_number_is_ignored_or_rejected(size: str) -> None:
     assert remote(b"{}", {"Content-Length": size}).read("config.json", 100) == b"{}"
-    with pytest.raises(CheckpointError, match="not the range asked for"):
+    with pytest.raises(CheckpointError, match="did not send the requested range"):
         remote(b"{}", {"Content-Range": f"bytes 0-1/{size}"}).first_bytes("model.safetensors", 100)

@@ -18,7 +18,7 @@ from tonnage.planner.command import SEVERAL
 from tonnage.planner.deployment import Deployment
 from tonnage.planner.engines.log import LogFigures
 from tonnage.planner.errors import DeploymentError
-from tonnage.planner.fitlog.compare import deployment_of
+from tonnage.planner.fitlog.log_flags import deployment_of
 from tonnage.planner.flags import flags_of
 from tonnage.planner.planning.advice import serve_lines
 from tonnage.planner.planning.build import make_plan
