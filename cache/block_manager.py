@@ -396,7 +396,7 @@ class BlockManager:
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise errors.OutOfOrder(
-                f"positions {start} to {stop} of sequence {sequence_id}: {self.rows.slots[row]} are allocated",
+                f"positions {start} to {stop} of sequence {sequence_id}: slots end at {self.rows.slots[row]}",
                 field="stop",
                 hint="extend first",
             )
@@ -448,7 +448,7 @@ class BlockManager:
         """
         if len(self.sequences):
             raise errors.CacheBusy(
-                f"{len(self.sequences)} sequences are live",
+                f"the prefix cache cannot be reset while {len(self.sequences)} sequences are live",
                 field="sequences",
                 hint="finish or abort them first",
             )

@@ -72,7 +72,8 @@ class LengthForecast:
             )
         self.quantile, self.cautious = quantile, cautious
         self.count = 0  # number of recorded lengths
-        self._curves: dict[tuple[object, ...], FloatArray] = {}  # cached until a length is recorded
+        # Cache of computed survival curves, emptied whenever a length is recorded.
+        self._curves: dict[tuple[object, ...], FloatArray] = {}
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:

@@ -70,12 +70,13 @@ class Reservations:
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
         self.produced = np.zeros(limits.max_num_seqs, np.int64)
         self.named = 0
-        self._order: Int32Array | None = None  # result of `order`, kept until a request starts or ends
-        # Result of `snapshot` with the number of the last step, kept until a step, a fork or a request's end.
+        # Result of `order`, kept until a request starts or ends.
+        self._order: Int32Array | None = None
+        # Number of the last step and result of `snapshot`, kept until a step, a fork or a request's end.
         self._snapshot: tuple[int, RunningSnapshot] | None = None
 
     def __getitem__(self, row: int) -> Reservation:
-        """Return the reservation of the request whose sequence is in ``row`` of the block tables."""
+        """Return the reservation of the request that owns the sequence in ``row`` of the block tables."""
         return self.by_slot[int(self._rows.request[row])]
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:

@@ -1,6 +1,7 @@
 """Compiled loops over the running requests, for every admission decision.
 
-Import this module where it is called: it loads numba, which a process that only reads a policy does not need.
+Import it inside the function that calls it. It loads numba, which a process that only reads a policy does not
+need.
 """
 
 from __future__ import annotations

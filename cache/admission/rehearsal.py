@@ -104,7 +104,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
         np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
         2.0 if rule.share is None else rule.share, engine.prefix_caching, first, between,
     )  # fmt: skip
-    # The first requests are left out, because they find an empty pool, which a busy server does not have.
+    # The times to first token leave out the first requests: they find an empty pool, unlike a busy server's.
     steady = first[min(load.clients, requests // 2) :]
     return Outcome(
         float(load.output.sum()) / seconds,
@@ -165,8 +165,10 @@ def _serve(
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, caching: bool,
     first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
-    """Simulate vLLM's scheduler until all requests of a load end; `rehearse` describes the arguments.
+    """Simulate vLLM's scheduler until all requests of a load end.
 
+    The arguments ``prompt`` to ``share`` are the fields of a `Load`, an `Engine` (``budget`` tokens and
+    ``seats`` sequences per step), a `StepCost` and a `Rule`. ``lengths`` are the sorted output lengths.
     ``first`` [requests] receives the seconds to the first token, ``between`` [tokens] the seconds between
     tokens.
 
@@ -301,7 +303,7 @@ def _serve(
                 running[stay] = at
                 stay += 1
         active = stay
-        # make space in the array by dropping counts whose blocks have been reused
+        # Make space in `freed` by dropping the counts whose blocks have been reused.
         if newest + 2 * seats > freed.size:
             freed[: newest - oldest] = freed[oldest:newest].copy()
             for at in range(requests):

@@ -31,6 +31,6 @@ def lazy(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # only Linux has this option
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # only Linux can be told to use no huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count=math.prod(shape)).reshape(shape)

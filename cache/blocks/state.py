@@ -149,6 +149,7 @@ class Core(NamedTuple):
     groups: Records = _array(GROUP, "groups")
     rows: Records = _array(ROW, "rows")  # one record per sequence
     requests: Records = _array(REQUEST, "rows")  # one record per request
+
     # The next five arrays have one entry per block.
     refs: Int32Array = _column("blocks")  # reference count of the block
     next: Int32Array = _column("links")
@@ -157,6 +158,7 @@ class Core(NamedTuple):
     # its release.
     stamp: Int32Array = _column("blocks")
     node_of: Int32Array = _column("blocks")  # node of the block; 0 if the block is not in the prefix index
+
     # The next eight arrays describe the nodes of the prefix index.
     parent: Int32Array = _column("blocks")
     salt: Int32Array = _column("blocks")  # id of the node's cache salt, 0 for nodes that all salts share
@@ -167,26 +169,30 @@ class Core(NamedTuple):
     # block of the node in each group, or the null block
     node_blocks: Int32Array = _array(i4, "groups", "nodes")
     heads: Int32Array = _array(i4, "buckets")  # first node of the hash bucket, 0: none
+
     # The next two arrays have one entry per salt id.
     salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # number of nodes with this salt
     seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash with which the first block of a prompt is seeded
-    # The next four arrays have one row per sequence. In a block table a recurrent state is entry 0; a cached
-    # state is at the entry of the token block it ends in.
+
+    # The next four arrays have one row per sequence. A block table has a recurrent state at entry 0. If states
+    # are cached with prefixes, a state is at the entry of the token block in which it ends.
     tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
     first: Int64Array = _array(i8, "groups", "rows")  # table index of the first block in the sliding window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
     hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hash of each full block of tokens
     # The next three arrays belong to learned eviction.
     history: Records = _array(ENTRY, "history")
-    history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first history entry of the bucket, or 0
+    # 1 + index of the first history entry in the hash bucket; 0: the bucket is empty
+    history_heads: Int32Array = _array(i4, "history_buckets")
     model: Records = _array(MODEL, 1)
-    # The next arrays hold KV events since the last read, if there is a subscriber: hashes of evicted nodes and
-    # inserted nodes, in order.
+    # The next two arrays hold the KV events since the last read, if there is a subscriber, in order: the hashes
+    # of evicted nodes, and inserted nodes.
     removed: UInt64Array = _array(u8, "log")
     stored: Int32Array = _array(i4, "log")
 
 
-Evictable = Core | OrderArrays  # The functions of eviction take either type.
+# The functions of eviction take the arrays of the block manager, or those of an `EvictionOrder`.
+Evictable = Core | OrderArrays
 
 
 def new_core(

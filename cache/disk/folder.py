@@ -190,7 +190,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self.touch(block)  # so that the next call tries another block first
+            self.touch(block)  # The block becomes the most recently used one, so the next call tries another.
             return False
         if block in self.blocks:
             self._in_blocks -= self.blocks.pop(block)

@@ -79,7 +79,7 @@ class DiskStore:
         self._counts = DiskCounts(size)
         # The lock protects the folder's index and the counts. It is held while files are deleted.
         self._lock = threading.Lock()
-        self._dropped = self._declined = 0  # changed by the scheduler's thread only, without the lock
+        self._dropped = self._declined = 0  # counts changed by the scheduler's thread only, without the lock
         self._block_bytes = learned
         self._learned: LearnedBlocks | None = None
         self._events: SimpleQueue[_Ended | None] = SimpleQueue()

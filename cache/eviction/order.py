@@ -331,7 +331,8 @@ def _link(core: OrderArrays, node: int, parent: int) -> None:
     core.parent[node] = parent
     if parent == ROOT:
         return
-    if core.refs[parent] == 0 and core.kind[parent] < ONE_CHILD:  # a node with a child is in no list
+    # A cached node leaves its eviction list when it gets its first child.
+    if core.refs[parent] == 0 and core.kind[parent] < ONE_CHILD:
         unlink(core, parent)
         core.next[parent] = NULL_BLOCK
         core.pool[0].cached += 1

@@ -89,7 +89,7 @@ class PrefixCache:
         whole = len(tokens) // self._block_size * self._block_size
         if whole == 0:
             raise InvalidRequest(
-                f"{len(tokens)} tokens are less than a block of {self._block_size}", field="token_ids"
+                f"a prefix of {len(tokens)} tokens has no full block of {self._block_size}", field="token_ids"
             )
         self.salts.allow(tokens[:whole], self._block_size)
 

@@ -62,7 +62,7 @@ class Salts:
         return 0
 
     def _new_id(self, salt: bytes) -> int:
-        capacity = len(self._core.seeds)  # nodes and live sequences cannot use more salts than this at once
+        capacity = len(self._core.seeds)  # upper bound of the salts that nodes and live sequences use at once
         if not self._unused and len(self._salts) >= min(self._sweep_at, capacity):
             self._sweep()
             self._sweep_at = 2 * (len(self._salts) - len(self._unused)) + 64

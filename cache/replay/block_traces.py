@@ -90,12 +90,13 @@ class SessionReader:
             raise ValueError("hash_ids is not a list of whole numbers")
         if len(ids) != prompt // block:
             raise ValueError(
-                f"{len(ids)} hash_ids for {prompt // block} full blocks of {block} in {prompt} tokens"
+                f"{len(ids)} hash_ids for {prompt // block} full blocks ({prompt} tokens in blocks of {block})"
             )
         numbers = [self._number(session, each) for each in ids]
         if prompt % block:  # tokens behind the last full block belong to this request only
             numbers.append(next(self._next))
-        # a request that was cancelled before its first token has out = 0; its prompt was computed
+        # A request that was cancelled before its first token has out = 0. It counts with one output token,
+        # because its prompt was computed.
         output = max(1, as_count(record, "out"))
         return TraceRequest(as_number(record, "t"), prompt, output, hash_ids=tuple(numbers), hash_block=block)
 
@@ -129,10 +130,12 @@ class RagPulseReader:
                     record = parse_json(line)
                     named = [key for key in record if key != "token_length"] if isinstance(record, dict) else []
                     if len(named) != 1 or "token_length" not in record:
-                        break  # the file has no lengths of components
+                        break  # the file is none that lists the lengths of components
                     self._lengths[as_count(record, named[0])] = as_count(record, "token_length")
         if not self._lengths:
-            raise ValueError("no file beside it has the lengths of its components (token_length)")
+            raise ValueError(
+                "no file beside it has the lengths of its components (JSON lines with the field token_length)"
+            )
 
     def read(self, record: dict[str, Any]) -> TraceRequest:
         """Convert one RAGPulse record to a request; prompts with equal first components share hash ids."""
@@ -144,7 +147,7 @@ class RagPulseReader:
         for component in _COMPONENTS:
             for each in record["hash_ids"][component]:
                 if each not in self._lengths:
-                    raise ValueError(f"the length of {component} {each!r:.40} is in no file beside it")
+                    raise ValueError(f"no file beside the trace has the length of {component} {each!r:.40}")
                 pieces.append((each, self._lengths[each]))
         known = sum(length for _, length in pieces)
         if known < prompt:  # the rest is template and separators; it counts as unique to this request
@@ -206,7 +209,7 @@ class EventReader:
             raise ValueError("an event is not a JSON object with a type")
         if event["type"] not in _EVENTS:
             raise ValueError(f"{event['type']!r:.40} is not an event of vLLM's block pool")
-        # blocks of CPU tiers and of further KV cache groups repeat those of the first group on the GPU
+        # Events of CPU tiers and of further KV cache groups repeat blocks of the first group on the GPU.
         if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
             return
         size, hashes, parent = (
@@ -240,7 +243,7 @@ class EventReader:
         """
         for chain in self._chains:
             path, block = list[int](), chain.last
-            while block is not None:  # a block that was stored before the recording began has no parent here
+            while block is not None:  # The path ends at a block that was stored before the recording began.
                 path.append(self._numbers.setdefault(block, len(self._numbers)))
                 if len(path) > len(self._parents) + 1:
                     raise ValueError(f"parent_block_hash: the block {block!r:.40} comes before itself")

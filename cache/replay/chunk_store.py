@@ -127,7 +127,8 @@ class ARCOrder:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.target = capacity, 0.0  # `target` is the number of chunks used once to keep
+        # `target` is the number of chunks to keep in the list `once`, of chunks used once.
+        self.capacity, self.target = capacity, 0.0
         self.once: OrderedDict[Key, None] = OrderedDict()
         self.again: OrderedDict[Key, None] = OrderedDict()
         # Keys of the chunks that were evicted from the lists `once` and `again`.
@@ -147,7 +148,7 @@ class ARCOrder:
         self.gone_again.pop(key, None)
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Give more space to that list, of the two, from which the missed chunks ``keys`` were evicted."""
+        """Give more space to the list (used once, or again) from which the missed chunks were evicted."""
         for key in reversed(keys):
             if key in self.gone_once:
                 step = max(1, len(self.gone_again) / len(self.gone_once))
@@ -244,8 +245,10 @@ class ChunkStore:
             if policy == "arc"
             else LRUOrder()
         )
-        self._busy: dict[Key, int] = {}  # number of loads in flight; -1 while the chunk is stored
-        # Numbers of chunks, except `refused`: the number of offers for which no space could be made.
+        # Chunk -> number of its loads in flight; -1 while the chunk is being stored.
+        self._busy: dict[Key, int] = {}
+
+        # Counts of chunks, except `refused`, which counts calls of `store` for which no space could be made.
         self.stored = self.evicted = self.refused = self.declined = 0
 
     def lookup(self, key: Key) -> bool:

@@ -256,7 +256,7 @@ def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], Trac
     def parse(line: str) -> TraceRequest:
         cells = [text.strip() for text in next(csv.reader([line]))]
         if len(cells) != len(columns):
-            raise ValueError(f"{len(cells)} columns, expected {len(columns)}")
+            raise ValueError(f"{len(cells)} columns, the header has {len(columns)}")
         found = {column: cell(text) for column, text in zip(columns, cells, strict=True) if text}
         return _request(renamed(found, named))
 
@@ -307,7 +307,7 @@ def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequ
 def _record(line: str) -> dict[str, Any]:
     record = parse_json(line)
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("the line is not a JSON object")
     return record
 
 
@@ -316,7 +316,9 @@ def _ids(record: Mapping[str, Any], prompt: int, block: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**30 for i in ids):
         raise ValueError("hash_ids is not a list of whole numbers below 2^30")
     if len(ids) != -(-prompt // block):
-        raise ValueError(f"{len(ids)} hash_ids for {prompt} tokens in blocks of {block}")
+        raise ValueError(
+            f"{len(ids)} hash_ids for {prompt} prompt tokens, which are {-(-prompt // block)} blocks of {block}"
+        )
     return tuple(ids)
 
 

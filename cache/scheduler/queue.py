@@ -127,7 +127,7 @@ class WaitingQueue:
             return
         order[first + 1 : place + 1] = order[first:place]
         self._first += 1
-        if 2 * self._first > len(order):  # half of the list is free
+        if 2 * self._first > len(order):  # more than half of the list's places are free
             del order[: self._first]
             self._first = 0
 
@@ -150,7 +150,8 @@ class WaitingQueue:
         """
         head: Head | None = None
         asked = 0
-        # number of entries per tenant that its quota delays, with the same bound as for entries behind a head
+        # Number of entries per tenant that wait for the tenant's quota. `lookahead` bounds it, as it bounds the
+        # entries that are tried behind a waiting head.
         over: Counter[str] = Counter()
         entries: Iterable[Waiting] = self
         if rank is not None and len(self._tenants) > 1:
