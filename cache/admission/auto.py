@@ -454,5 +454,5 @@ def auto_of(policy: Policy, limits: Limits) -> Auto | None:
         limits.usable_blocks // len(limits.layout.groups), limits.layout.block_size,
         limits.max_num_batched_tokens, limits.max_num_seqs, limits.prefix_caching,
     )  # fmt: skip
-    compile_rehearsal()  # compile before the first request arrives
+    compile_rehearsal()  # compile the simulation before the first request arrives
     return Auto(engine, policy.target_itl)

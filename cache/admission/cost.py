@@ -106,7 +106,7 @@ class CostFit:
         squares, products = self._squares / np.outer(scale, scale), self._products / scale
         used = [0, 1, 2, 3]
         found = np.zeros(4)
-        while used:  # remove the most negative cost until none is negative
+        while used:  # Fit again without the most negative of the four costs, until no cost is negative.
             found[:] = 0
             found[used] = np.linalg.lstsq(squares[np.ix_(used, used)], products[used], rcond=1e-9)[0]
             least = min(used, key=lambda at: found[at])

@@ -46,7 +46,7 @@ def lengths_left(
     """
     last = edges.size - 1
     for at in range(done.size):
-        low, high = 0, last  # binary search for the last edge that is at most ``done``
+        low, high = 0, last  # binary search for the last of ``edges`` that is at most ``done``
         while low < high:
             middle = (low + high + 1) // 2
             if edges[middle] <= done[at]:
@@ -59,7 +59,7 @@ def lengths_left(
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # binary search for the last edge that at least the wanted share of outputs exceeds
+            high = last  # binary search for the last of ``edges`` with a survival of at least ``wanted``
             while low < high:
                 middle = (low + high + 1) // 2
                 if survival[middle] >= wanted:

@@ -45,7 +45,7 @@ class KeyUse:
     weight: float = 1.0
 
 
-Uses = dict[str, KeyUse]  # what each key with running requests holds, by the key's name
+Uses = dict[str, KeyUse]  # API key's name -> what the key's running requests hold
 
 
 def add_use(uses: Uses, request: AdmissionRequest, sequences: int, blocks: int) -> None:

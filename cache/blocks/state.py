@@ -44,8 +44,8 @@ CLOCK_MASK = 0x7FFFFFFF  # the count of released blocks (the clock) is stored mo
 # indices into EVICTION_CAUSES, the reasons of an eviction
 FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)
 
-COPY_TAIL = 1  # copy the shared last block before the next write
-DROP_SOURCE = 2  # the next step releases the block that the recurrent state was copied from
+COPY_TAIL = 1  # flag of a row: the next write must first copy the last block, which is shared
+DROP_SOURCE = 2  # flag of a row: the next step releases the block that the recurrent state was copied from
 
 i4, i8, u8 = np.int32, np.int64, np.uint64
 
@@ -64,30 +64,30 @@ POOL = np.dtype(
         ("max_step", i8),  # upper bound of positions that one sequence computes in a step
         ("caching", i8),  # 1: the prefix cache is on, 0: off
         ("logged", i8),  # 1: KV events are recorded for a subscriber
-        ("free", i8),  # blocks without content
+        ("free", i8),  # number of blocks without content
         ("free_head", i8),  # block on top of the free stack
-        ("cached", i8),  # unreferenced blocks with content
-        ("used_full", i8),  # referenced blocks of full-attention groups
-        ("clock", i8),  # number of releases into the cache since the start
+        ("cached", i8),  # number of unreferenced blocks with content
+        ("used_full", i8),  # number of blocks that tables of full-attention groups reference
+        ("clock", i8),  # number of blocks that became cached since the start
         ("lists", i8),  # bit c is set if the eviction list of class c is not empty
         ("nodes", i8),  # number of nodes of the prefix index
-        ("merged", i8),  # duplicate blocks released because another sequence had published the same tokens
+        ("merged", i8),  # number of duplicate blocks released, whose tokens another sequence had published
         ("calls", i8),  # number of calls of `steps.step`
         ("removed", i8),  # number of entries in `Core.removed`
         ("stored", i8),  # number of entries in `Core.stored`
-        ("evicted", i8, (len(EVICTION_CAUSES),)),  # evicted blocks by cause (EVICTION_CAUSES)
+        ("evicted", i8, (len(EVICTION_CAUSES),)),  # number of evicted blocks by cause (EVICTION_CAUSES)
     ]
 )
 ROW = np.dtype(
     [
-        ("length", i8),  # known tokens of the sequence, prompt and output
+        ("length", i8),  # number of known tokens of the sequence, prompt and output
         ("computed", i8),  # number of positions whose K/V is written
         ("slots", i8),  # number of positions that have a writable slot
         ("room", i8),  # number of positions that fit into the held blocks
         ("limit", i8),  # upper bound of the length: prompt + max_tokens
         ("published", i8),  # number of full blocks that are nodes of the prefix index
         ("hashed", i8),  # number of valid entries in the row of `Core.hashes`
-        ("found", i8),  # full blocks of the prompt that full-attention groups had cached at admission
+        ("found", i8),  # number of full prompt blocks that full-attention groups had cached at admission
         ("shared_tail", i8),  # 0, or a sum of the bits COPY_TAIL and DROP_SOURCE
         ("request", i8),  # slot (array index) of the request, -1 for an unused row
         ("salt", i8),  # id of the sequence's cache salt
@@ -102,11 +102,11 @@ ROW = np.dtype(
 # 0 in an unused slot.
 REQUEST = np.dtype(
     [
-        ("held", i4),  # number of distinct blocks of full-attention groups
-        ("private", i4),  # blocks of `held` that no other request references (a lower bound)
-        ("reserved", i4),  # upper bound of blocks of full-attention groups
-        ("prompt", i4),  # prompt tokens of the request
-        ("live", i4),  # live sequences of the request, each with a row in the tables
+        ("held", i4),  # number of distinct blocks that the request holds in full-attention groups
+        ("private", i4),  # number of `held` blocks that no other request references (a lower bound)
+        ("reserved", i4),  # upper bound of the blocks that the request may hold in full-attention groups
+        ("prompt", i4),  # number of prompt tokens of the request
+        ("live", i4),  # number of live sequences of the request, each with a row in the tables
         ("forks_left", i4),
     ]
 )
@@ -180,6 +180,7 @@ class Core(NamedTuple):
     first: Int64Array = _array(i8, "groups", "rows")  # table index of the first block in the sliding window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
     hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hash of each full block of tokens
+
     # The next three arrays belong to learned eviction.
     history: Records = _array(ENTRY, "history")
     # 1 + index of the first history entry in the hash bucket; 0: the bucket is empty

@@ -255,7 +255,7 @@ class DiskStore:
                 ended.append(event)
             while ended and not self._announced.intersection(ended[0].keys):
                 self._use(ended.popleft())
-            if self._waiting > _MOST_WAITING:  # the disk hangs, so announced blocks are not settled
+            if self._waiting > _MOST_WAITING:  # The disk hangs, so no announced block is settled.
                 ended.clear()
                 self._waiting = 0
                 with self._lock:
@@ -326,10 +326,11 @@ class DiskStore:
         if learned.full and (block := victim()) is not None:
             more = int(self._folder.remove(block))
         found = self._folder.make_room(path, taken, victim)
-        if asked and asked[-1] is None:  # running requests have written all blocks
+        if asked and asked[-1] is None:  # Running requests wrote all blocks: the learned order can evict none.
             self._start_order()
             found = self._folder.make_room(path, taken)
-        elif asked and (last := asked[-1]) and last in self._folder.blocks:  # the block's file was not deleted
+        # The file of the last victim could not be deleted, so its block stays in the folder.
+        elif asked and (last := asked[-1]) and last in self._folder.blocks:
             learned.put_back(last)
         return None if found is None else found + more
 

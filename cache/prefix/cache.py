@@ -57,7 +57,10 @@ class PrefixCache:
         return hits.find_hit(self._core, row)
 
     def hash(self, rows: Int64Array) -> None:
-        """Hash the rows' full blocks of tokens by ``hash_rows``; without it, compiled code hashes later."""
+        """Hash the full blocks of sequences by the hash function that the constructor got.
+
+        Without one the call does nothing, and the compiled lookup hashes the blocks later.
+        """
         if self._hash_rows is not None and self.enabled:
             self._hash_rows(self._core, rows)
 

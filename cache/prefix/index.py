@@ -163,7 +163,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     salt = 0 if at < state.shared else state.salt
     core.parent[node], core.node_hash[node], core.salt[node] = parent, value, salt
     core.salt_nodes[salt] += 1
-    core.kind[node] = 0  # the class is assigned when the request ends
+    core.kind[node] = 0  # the eviction class is assigned when the request ends
     if parent != ROOT:
         core.kind[parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)

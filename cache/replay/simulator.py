@@ -135,7 +135,7 @@ class Simulator:
         )
         self.tiers = None if setup.tiers is None else Tiers(setup.tiers, chunk_tokens_of(trace))
         if (auto := self.manager.admission.auto) is not None:
-            auto.background = False  # rehearse within the call, while the simulated clock stands still
+            auto.background = False  # Admission rules are simulated within the call: the replay's clock waits.
         self.now = 0.0
         self._arrived = 0
         self._computed = 0  # number of computed tokens

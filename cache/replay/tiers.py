@@ -55,7 +55,7 @@ class TierCounts:
     disk_loaded_bytes: int = 0
     disk_stored_bytes: int = 0
     load_seconds: float = 0.0
-    waited_seconds: float = 0.0  # from a request's start until its load has ended, over all requests
+    waited_seconds: float = 0.0  # seconds from a request's start until its load has ended, sum over requests
     chunks_stored: int = 0
     chunks_evicted: int = 0
     refused_stores: int = 0
@@ -145,7 +145,7 @@ class Tiers:
                 end += 1
             else:
                 break
-        # The last token of a prompt is always computed.
+        # The last token of a prompt is always computed, because its logits are needed.
         tokens = min(end * size, trace.prompt_tokens - 1) - computed
         if end == start or end * size - computed < size or tokens <= 0:
             return 0, now

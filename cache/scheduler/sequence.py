@@ -28,7 +28,7 @@ class Sequence(ABC):
     index: int = 0
     tenant: str = ""
     priority: int = 0
-    weight: float = 1.0  # weight of the tenant's key
+    weight: float = 1.0  # weight of the tenant's API key when several keys share the engine
     scored: bool = False  # whether the logits of every prompt token are requested
     id: int = -1  # id in order of arrival, assigned by the scheduler
     length: int = 0
