@@ -186,7 +186,7 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     for taken in blocks_taken(state.snapshot, lambda: rules.outlook(state, new), limits, policy, new, head):
         if taken > room:
             return taken - room
-    if policy.mode is AdmissionMode.GUARANTEED:  # Every request must still be able to run to its max_tokens.
+    if policy.mode is AdmissionMode.GUARANTEED:  # Every request must still be able to finish.
         after = state.with_one(new)
         return max(0, committed_peak(after) + new.kept - after.capacity)
     return 0

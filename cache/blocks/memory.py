@@ -1,9 +1,9 @@
 """Allocation of the block manager's arrays: all memory pages at the start, or each page at its first use.
 
 The first access to a new page is slow: 4.5 ms for a huge page (2 MiB) that the host has to provide, measured on
-a virtual machine (benchmarks/README.md). The admission of a prompt of 100,000 tokens takes as long. Arrays that
-every full pool uses are therefore written once at the start. Arrays sized for the worst case (rows as long as
-max_model_len) use small pages.
+a virtual machine (benchmarks/README.md). That is as long as the admission of a prompt of 100,000 tokens. Arrays
+that every full pool uses are therefore written once at the start. Arrays sized for the worst case (rows as long
+as max_model_len) use small pages.
 """
 
 from __future__ import annotations

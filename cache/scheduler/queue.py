@@ -73,7 +73,8 @@ class WaitingQueue:
         self._entries: dict[int, Waiting] = {}
         self._keys: dict[int, tuple[float, int]] = {}
         self._tenants: Counter[str] = Counter()  # number of entries of each tenant
-        self._due: dict[int, int] = {}  # step at which each present or former head was forecast to start
+        # Request id -> engine step at which the request was forecast to start when it first was the head.
+        self._due: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._order) - self._first
