@@ -250,7 +250,7 @@ class Auto:
     def _is_burst(self, in_system: int) -> bool:
         """Return whether many more requests run or wait than usual (a burst).
 
-        A burst finds free blocks, so its requests can start at once. A simulation, which begins with a full
+        A burst finds free blocks, so its requests can start at once. A simulation, which looks at a full
         pool, would not show that.
         """
         return self.target_itl is None and min(in_system, self.engine.max_num_seqs) > _LEVEL * self._usual
