@@ -21,12 +21,7 @@
 """
 
 from tonnage.cache.admission.policy import Policy
-from tonnage.cache.admission.reservation import (
-    group_reservation,
-    largest_prompt,
-    refusal,
-    reserved_blocks,
-)
+from tonnage.cache.admission.reservation import group_reservation, largest_prompt, refusal, reserved_blocks
 from tonnage.cache.admission.safety import Leaving, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.types import (
     AdmissionMode,
