@@ -19,7 +19,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -170,7 +170,8 @@ def _ordered(
             )
     requests.sort(key=lambda request: request.arrival)
     zero = requests[0].arrival
-    return Trace(name, kind, tuple(_shifted(request, zero) for request in requests[:limit]), skipped)
+    shifted = (replace(request, arrival=request.arrival - zero) for request in requests[:limit])
+    return Trace(name, kind, tuple(shifted), skipped)
 
 
 def _read(
@@ -320,11 +321,6 @@ def _ids(record: Mapping[str, Any], prompt: int, block: int) -> tuple[int, ...]:
             f"{len(ids)} hash_ids for {prompt} prompt tokens, which are {-(-prompt // block)} blocks of {block}"
         )
     return tuple(ids)
-
-
-def _shifted(request: TraceRequest, zero: float) -> TraceRequest:
-    values = {name: getattr(request, name) for name in TraceRequest.__slots__}
-    return TraceRequest(**{**values, "arrival": request.arrival - zero})
 
 
 def _reason(error: Exception) -> str:
