@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
@@ -42,7 +43,10 @@ class ChunkUse:
 
 
 class Order(Protocol):
-    """The interface of an order in which a KV tier's store evicts chunks."""
+    """The interface of an order in which a KV tier's store evicts chunks.
+
+    By default every chunk is stored, and a request counts as one access to its chunks, when it ends.
+    """
 
     def __contains__(self, key: Key) -> bool: ...
 
@@ -53,12 +57,15 @@ class Order(Protocol):
 
     def miss(self, keys: Sequence[Key]) -> None:
         """Record chunks that a request offers to the store and the store does not hold, in prefix order."""
+        return
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
         """Return whether to store the chunks ``new`` of a request whose chunks are ``keys``."""
+        return True
 
     def load(self, keys: Sequence[Key]) -> None:
         """Record that a request loads the chunks ``keys`` from the store."""
+        return
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Record the end of a request that used the chunks ``keys``, in prefix order."""
@@ -71,10 +78,11 @@ class Order(Protocol):
         """
 
 
-class LRUOrder:
+class LRUOrder(Order):
     """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
-    A chunk is never older than the later chunks of the same prompt.
+    A chunk is never older than the later chunks of the same prompt. LRU does not learn from misses; vLLM's
+    touch skips chunks that are not stored.
     """
 
     def __init__(self) -> None:
@@ -90,16 +98,6 @@ class LRUOrder:
         """Add a chunk that the store begins to hold, as the most recently used one."""
         self._order[key] = None
 
-    def miss(self, keys: Sequence[Key]) -> None:
-        """Do nothing, because LRU does not learn from misses; vLLM's touch skips chunks that are not stored."""
-
-    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return True: LRU stores every chunk."""
-        return True
-
-    def load(self, keys: Sequence[Key]) -> None:
-        """Do nothing, because a request's chunks become the most recently used ones when it ends."""
-
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Make the request's chunks the most recently used ones; its first chunk becomes the very last."""
         for key in reversed(keys):
@@ -111,7 +109,7 @@ class LRUOrder:
 
         Returns None and removes no chunk if fewer can be evicted.
         """
-        found = _first(self._order, count, kept, busy)
+        found = list(islice(_free(self._order, kept, busy), count))
         if len(found) < count:
             return None
         for key in found:
@@ -119,7 +117,7 @@ class LRUOrder:
         return found
 
 
-class ARCOrder:
+class ARCOrder(Order):
     """The order of evicting a tier's chunks by adaptive replacement (ARC).
 
     It has one list of chunks used once and one of chunks used again. The division of the space between both
@@ -159,26 +157,16 @@ class ARCOrder:
                 self.target = max(self.target - step, 0)
                 self.gone_again.move_to_end(key)
 
-    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return True: ARC stores every chunk."""
-        return True
-
-    def load(self, keys: Sequence[Key]) -> None:
-        """Do nothing, because a request counts as one access to its chunks, when it ends."""
-
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Count the request as one access to the chunks that it reused."""
         for key in reversed(keys):
-            if key in use.inserted and key not in use.reused:
-                if key in self.once:
-                    self.once.move_to_end(key)
-                elif key in self.again:
-                    self.again.move_to_end(key)
-            elif key in use.reused and key in self.once:
+            if key in use.reused and key in self.once:
                 del self.once[key]
                 self.again[key] = None
-            elif key in use.reused and key in self.again:
-                self.again.move_to_end(key)
+            elif key in use.reused or key in use.inserted:
+                for chunks in (self.once, self.again):
+                    if key in chunks:
+                        chunks.move_to_end(key)
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
         """Remove and return ``count`` chunks that are neither ``kept`` nor ``busy``.
@@ -323,12 +311,3 @@ class ChunkStore:
 
 def _free(order: OrderedDict[Key, None], kept: set[Key], busy: dict[Key, int]) -> Iterator[Key]:
     return (key for key in order if key not in kept and not busy.get(key, 0))
-
-
-def _first(order: OrderedDict[Key, None], count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key]:
-    found: list[Key] = []
-    for key in _free(order, kept, busy):
-        if len(found) == count:
-            break
-        found.append(key)
-    return found
