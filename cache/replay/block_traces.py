@@ -147,7 +147,7 @@ class RagPulseReader:
         for component in _COMPONENTS:
             for each in record["hash_ids"][component]:
                 if each not in self._lengths:
-                    raise ValueError(f"no file beside the trace has the length of {component} {each!r:.40}")
+                    raise ValueError(f"the length of {component} {each!r:.40} is in no file beside the trace")
                 pieces.append((each, self._lengths[each]))
         known = sum(length for _, length in pieces)
         if known < prompt:  # the rest is template and separators; it counts as unique to this request
