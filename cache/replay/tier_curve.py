@@ -84,17 +84,14 @@ class TierCurve:
 
     def plot(self, chunk_bytes: int) -> SizeCurve:
         """Return hit rates at cache sizes from one chunk to the smallest with all hits, and the knee."""
-        last = int((self.distances[-1] + 1) / self.rate) if self.distances else 1
-        steps = {int(max(1, last) ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {
-            self.knee() or 1,
-            last,
-        }
+        last = self.knee(1.0) or 1
+        steps = {int(last ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {self.knee() or 1, last}
         points = tuple((chunks * chunk_bytes, self.hit_rate(chunks)) for chunks in sorted(steps))
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
         """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first with all hits."""
-        last = int((self.distances[-1] + 1) / self.rate) * chunk_bytes if self.distances else 0
+        last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:
             found.append((size, self.hit_rate(size // chunk_bytes)))
