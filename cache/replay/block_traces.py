@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -25,13 +26,8 @@ from tonnage.cache.replay.trace_request import TraceRequest, as_count, as_number
 # Tokens per hash id that are used for RAGPulse, whose records name only the components of a prompt. It is
 # vLLM's block size.
 RAG_BLOCK = 16
-_COMPONENTS = (
-    "sys_prompt",
-    "passages_ids",
-    "history",
-    "web_search",
-    "user_input",
-)  # the components of a prompt, in the order of their text in it
+# The components of a prompt, in the order of their text in it.
+_COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 _EVENTS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -63,7 +59,7 @@ class SessionReader:
 
     def __init__(self) -> None:
         self._next = count()
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._numbers = defaultdict[tuple[str, int], int](self._next.__next__)
 
     def read(self, session: dict[str, Any]) -> Iterator[TraceRequest]:
         """Yield the requests of one agentic session, a JSON object of Weka's traces.
@@ -92,19 +88,13 @@ class SessionReader:
             raise ValueError(
                 f"{len(ids)} hash_ids for {prompt // block} full blocks ({prompt} tokens in blocks of {block})"
             )
-        numbers = [self._number(session, each) for each in ids]
+        numbers = [self._numbers[session, each] for each in ids]
         if prompt % block:  # tokens behind the last full block belong to this request only
             numbers.append(next(self._next))
         # A request that was cancelled before its first token has out = 0. It counts with one output token,
         # because its prompt was computed.
         output = max(1, as_count(record, "out"))
         return TraceRequest(as_number(record, "t"), prompt, output, hash_ids=tuple(numbers), hash_block=block)
-
-    def _number(self, session: str, hash_id: int) -> int:
-        key = (session, hash_id)
-        if key not in self._numbers:
-            self._numbers[key] = next(self._next)
-        return self._numbers[key]
 
 
 # -- RAGPulse ----------------------------------------------------------------------------------------------
@@ -212,11 +202,8 @@ class EventReader:
         # Events of CPU tiers and of further KV cache groups repeat blocks of the first group on the GPU.
         if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
             return
-        size, hashes, parent = (
-            as_count(event, "block_size", 1),
-            event["block_hashes"],
-            event["parent_block_hash"],
-        )
+        size = as_count(event, "block_size", 1)
+        hashes, parent = event["block_hashes"], event["parent_block_hash"]
         if not isinstance(hashes, list) or not hashes:
             raise ValueError("block_hashes is not a list with a hash")
         if not all(isinstance(each, int | str | bytes | None) for each in (*hashes, parent)):

@@ -225,7 +225,7 @@ def _format_of(
     if isinstance(record, dict) and "input_length" in record:
         return "mooncake", all_lines(), _mooncake
     if isinstance(record, dict) and "prompt_tokens" in record:
-        return "log", all_lines(), _log
+        return "log", all_lines(), lambda line: _request(_record(line))
     with contextlib.suppress(csv.Error):  # a line with a field above csv's size limit is no header
         columns = [column.strip() for column in next(csv.reader([first.lstrip("\ufeff")]), [])]
     if named is None and set(_AZURE.values()) <= set(columns):
@@ -273,20 +273,14 @@ def _mooncake(line: str) -> TraceRequest:
     )
 
 
-def _log(line: str) -> TraceRequest:
-    return _request(_record(line))
-
-
 def _request(record: Mapping[str, Any]) -> TraceRequest:
     prompt = as_count(record, "prompt_tokens")
-    block = as_count(record, "hash_block") if "hash_block" in record else MOONCAKE_BLOCK
-    if block < 1:
-        raise ValueError(f"hash_block is {block}, below 1")
+    block = as_count(record, "hash_block", least=1) if "hash_block" in record else MOONCAKE_BLOCK
     return _checked(
         as_number(record, "arrival"),
         prompt,
         as_count(record, "output_tokens"),
-        max_tokens=as_count(record, "max_tokens") if record.get("max_tokens") is not None else None,
+        max_tokens=as_count(record, "max_tokens", least=1) if record.get("max_tokens") is not None else None,
         hash_ids=_ids(record, prompt, block) if record.get("hash_ids") is not None else None,
         hash_block=block,
         tenant=str(record.get("tenant", "")),
@@ -299,9 +293,7 @@ def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequ
         raise ValueError(f"the arrival time is {arrival}, not a finite number")
     if prompt < 1 or output < 1:
         raise ValueError(f"{prompt} prompt and {output} output tokens: both are at least 1")
-    most = more.get("max_tokens")
-    if most is not None and most < 1:
-        raise ValueError(f"max_tokens is {most}, below 1")
+
     return TraceRequest(arrival, prompt, output, **more)
 
 
