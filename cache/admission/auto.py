@@ -399,9 +399,8 @@ class Auto:
         if weights.sum() > 0:
             weights = weights / weights.sum()
             count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / float(rows[:, 1] @ weights)))
-        if count < 2 * clients:  # the simulation needs two requests per client
-            count = 0
-        drawn = draw(Lengths(rows, weights, 0.0), count) if count else rows[:0]
+        # The simulation needs two requests per client.
+        drawn = draw(Lengths(rows, weights, 0.0), count) if count >= 2 * max(1, clients) else rows[:0]
         prompt, output, max_tokens = np.ascontiguousarray(drawn.T)
         return Load(prompt, output, max_tokens, max(1, clients))
 

@@ -178,11 +178,8 @@ def _serve(
     """
     requests = output.size
     length = prompt.copy()  # tokens of each request so far, of which ``computed`` have K/V
-    computed, held, chunk = (
-        np.zeros(requests, np.int64),
-        np.zeros(requests, np.int64),
-        np.zeros(requests, np.int64),
-    )
+    computed = np.zeros(requests, np.int64)
+    held, chunk = np.zeros(requests, np.int64), np.zeros(requests, np.int64)
     arrived, last = np.zeros(requests), np.zeros(requests)
     running, active = np.empty(requests, np.int64), 0
     # Preempted requests return to the front of the queue, so the array needs space on both sides.
@@ -232,9 +229,8 @@ def _serve(
             free -= need
             oldest = _reuse(freed, oldest, need)
             place += 1
-        while place < active:  # the token budget is used up, so the other sequences do not run in this step
-            chunk[running[place]] = 0
-            place += 1
+        for rest in range(place, active):  # the token budget is used up, so these sequences skip the step
+            chunk[running[rest]] = 0
         while not preempted and head < tail and room > 0 and active < seats:
             at = queue[head]
             hit = 0
@@ -245,16 +241,12 @@ def _serve(
             if share <= 1.0 and active > 0:
                 if step - asked < block_size and departed == departed_then:
                     break
-                for other in range(active):
+                running[active] = at
+                for other in range(active + 1):
                     sequence = running[other]
                     produced = length[sequence] - prompt[sequence]
                     left[other] = _left(lengths, share, produced, max_tokens[sequence] - produced)
                     size[other] = length[sequence]
-                produced = length[at] - prompt[at]
-                left[active], size[active] = (
-                    _left(lengths, share, produced, max_tokens[at] - produced),
-                    length[at],
-                )
                 if _peak(size, left, active + 1, block_size) > blocks:
                     asked, departed_then = step, departed
                     break
