@@ -94,7 +94,7 @@ class PrefixCache:
             raise InvalidRequest(
                 f"a prefix of {len(tokens)} tokens has no full block of {self._block_size}", field="token_ids"
             )
-        self.salts.allow(tokens[:whole], self._block_size)
+        self.salts.allow(tokens[:whole])
 
     def forget(self) -> None:
         """Evict all cached blocks. The call is allowed only while no sequence holds a block."""
