@@ -92,9 +92,8 @@ class Folder:
 
     def __init__(self, path: Path, size: int, read_only: bool = False) -> None:
         self.path, self.size, self.read_only = path, size, read_only
-        self._others = (
-            0  # bytes of directories, of files that are no blocks, and of blocks that are being written
-        )
+        # Bytes of directories, of files that are no blocks, and of blocks that are being written.
+        self._others = 0
         self._in_blocks = 0  # bytes of the blocks in the index
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
         self._directories: set[str] = set()

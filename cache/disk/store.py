@@ -239,7 +239,7 @@ class DiskStore:
             with self._lock:
                 self._folder.adopt(found)
                 if self._folder.read_only:
-                    self._count(ready=True)
+                    self._counts = replace(self._counts, ready=True)
             if not self._folder.read_only:
                 self._compile()
                 with self._lock:
@@ -305,7 +305,7 @@ class DiskStore:
         except OSError as error:
             self._complain(error)
         self._start_order()
-        self._count(ready=True)
+        self._counts = replace(self._counts, ready=True)
 
     def _describe(self, note: str) -> None:
         path = self._folder.path / note
@@ -337,10 +337,9 @@ class DiskStore:
     def _ids(self, keys: Iterable[bytes]) -> list[bytes]:
         return [self._namespace + key for key in keys]
 
-    def _count(self, ready: bool | None = None, **added: float) -> None:
-        old = self._counts
-        new: dict[str, Any] = {name: getattr(old, name) + more for name, more in added.items()}
-        self._counts = replace(old, ready=old.ready if ready is None else ready, **new)
+    def _count(self, **added: float) -> None:
+        new: dict[str, Any] = {name: getattr(self._counts, name) + more for name, more in added.items()}
+        self._counts = replace(self._counts, **new)
 
     def _complain(self, error: OSError) -> None:
         """Log the first error of the disk; later errors are only counted."""
