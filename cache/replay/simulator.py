@@ -93,16 +93,11 @@ class _Sequence(Sequence):
 
     def token_ids(self) -> Int32Array:
         if self.tokens is None or len(self.tokens) != self.length:
-            self.tokens = self._made_tokens()
+            self.tokens = np.full(self.length, _UNIQUE + self.id, np.int32)
+            if self.trace.hash_ids is not None and self.prefixes:
+                ids, prompt = np.array(self.trace.hash_ids, np.int32), self.trace.prompt_tokens
+                self.tokens[:prompt] = np.repeat(ids, self.trace.hash_block)[:prompt]
         return self.tokens
-
-    def _made_tokens(self) -> Int32Array:
-        trace = self.trace
-        tokens = np.full(self.length, _UNIQUE + self.id, np.int32)
-        if trace.hash_ids is not None and self.prefixes:
-            ids = np.array(trace.hash_ids, np.int32)
-            tokens[: trace.prompt_tokens] = np.repeat(ids, trace.hash_block)[: trace.prompt_tokens]
-        return tokens
 
 
 class Simulator:
