@@ -139,11 +139,6 @@ class Reservations:
         """Return the number of KV blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
-    @property
-    def used(self) -> int:
-        """Number of distinct KV blocks that the block tables of full-attention groups reference."""
-        return int(self._pool.used_full[0])
-
     def snapshot(self) -> RunningSnapshot:
         """Return how many KV blocks each running request holds and may still need.
 
@@ -153,7 +148,8 @@ class Reservations:
         if self._snapshot is None or self._snapshot[0] != calls:
             out = np.zeros((len(self.by_slot), COLUMNS), np.int32)
             _summarize(self.core, self.order(), np.zeros(self.limits.max_num_seqs, np.int64), out)
-            self._snapshot = calls, RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
+            used = int(self._pool.used_full[0])
+            self._snapshot = calls, RunningSnapshot(self.limits.usable_blocks, used, self.windowed, out)
         return self._snapshot[1]
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from tonnage.cache.admission.outlook import Newcomer, Outlook
 from tonnage.cache.admission.passing import added_head
-from tonnage.cache.admission.peak import Added, peak_of, prompts_missing
+from tonnage.cache.admission.peak import Added, peak_of
 from tonnage.cache.admission.snapshot import PRIVATE, PROMPT_LEFT, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionMode, Head, Limits
 from tonnage.cache.blocks.groups import num_full
@@ -180,9 +180,11 @@ def blocks_taken(
         new: The request that would start, if any.
         head: The first waiting request, if ``new`` would start before it.
     """
+    from tonnage.cache.admission.loops import missing_blocks
+
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
     common = snapshot.windowed + snapshot.used
-    missing = prompts_missing(snapshot, block_size, groups)
+    missing = missing_blocks(snapshot.rows, block_size, groups)
     if new is not None:
         common += new.windowed + new.cached
         missing += new.prompt_missing(block_size, groups)
