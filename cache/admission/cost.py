@@ -7,7 +7,7 @@ step, on a GPU 1/700.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -89,8 +89,7 @@ class CostFit:
         self._batch.clear()
         steps, seconds = rows[:, :4], rows[:, 4]
         if self._known is not None:
-            known = self._known
-            forecast = steps @ np.array([known.fixed, known.prefill, known.sequence, known.context])
+            forecast = steps @ np.array(astuple(self._known))
             usual = seconds <= _OUTLIER * np.maximum(forecast, np.median(seconds))
         else:
             usual = seconds <= _OUTLIER * np.quantile(seconds, 0.9)

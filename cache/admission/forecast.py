@@ -103,7 +103,7 @@ class LengthForecast:
         if self.quantile == 1 or not len(most):
             return most
         done: Int64Array = np.asarray(output, dtype=np.int64)
-        known = {key for key in set(keys or ()) if key and self._known(key)}
+        known = {key for key in set(keys or ()) & self._ended.keys() if key and self._ended[key].sum() >= _FEW}
         share = 1 - self.quantile
         if self.cautious:
             share *= 1 - len(most) ** -0.5
@@ -117,9 +117,6 @@ class LengthForecast:
             peers = mine if key else np.ones_like(mine)
             result[mine] = self._left_of(key, share, done[mine], most[mine], done[peers])
         return result
-
-    def _known(self, key: str) -> bool:
-        return key in self._ended and float(self._ended[key].sum()) >= _FEW
 
     def _left_of(
         self, key: str, share: float, done: Int64Array, most: Int64Array, peers: Int64Array

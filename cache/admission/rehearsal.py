@@ -19,7 +19,7 @@ It leaves out prefixes that requests share, groups other than full attention, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
     seconds, recomputed, preemptions, gaps = _serve(
         load.prompt, load.output, load.max_tokens, np.sort(load.output), load.clients,
         engine.blocks, engine.block_size, engine.max_num_batched_tokens, engine.max_num_seqs,
-        np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
+        np.array(astuple(cost)),
         2.0 if rule.share is None else rule.share, engine.prefix_caching, first, between,
     )  # fmt: skip
     # The times to first token leave out the first requests: they find an empty pool, unlike a busy server's.

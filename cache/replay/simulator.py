@@ -245,11 +245,10 @@ class Simulator:
 
     def _resume(self) -> None:
         """Let sequences run whose loads from a KV tier have ended by now."""
-        assert self.tiers is not None or not self.scheduler.loading
         for sequence in [s for s in self.scheduler.loading.values() if s.loaded <= self.now]:
+            assert self.tiers is not None
             self.scheduler.resume(sequence)
-            if self.tiers is not None:
-                self.tiers.loaded(sequence.id)
+            self.tiers.loaded(sequence.id)
 
     def _wait_for_load(self) -> None:
         """Advance the simulated clock to the next end of a load from a KV tier, or to the next arrival."""
