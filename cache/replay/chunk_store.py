@@ -10,15 +10,14 @@ which would be evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
 
 from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
 
 Key = int
-POLICIES = ("lru", "arc", "learned")
 
 
 @dataclass(slots=True, eq=False)
@@ -174,21 +173,16 @@ class ARCOrder(Order):
         Returns None and removes no chunk if fewer can be evicted.
         """
         once, again = _free(self.once, kept, busy), _free(self.again, kept, busy)
-        left, found = len(self.once), list[tuple[Key, bool]]()
+        left, found = len(self.once), list[Key]()
         for _ in range(count):
-            key = next(once, None) if left >= int(self.target) else None
+            order = chain(once, again) if left >= int(self.target) else chain(again, once)
+            key = next(order, None)
             if key is None:
-                key = next(again, None)
-                if key is not None:
-                    found.append((key, False))
-                    continue
-                key = next(once, None)
-                if key is None:
-                    return None
-            found.append((key, True))
-            left -= 1
-        for key, from_once in found:
-            if from_once:
+                return None
+            found.append(key)
+            left -= key in self.once
+        for key in found:
+            if key in self.once:
                 del self.once[key]
                 self.gone_once[key] = None
             else:
@@ -197,7 +191,7 @@ class ARCOrder(Order):
         for ghost in (self.gone_once, self.gone_again):
             for _ in range(len(ghost) - self.capacity):
                 ghost.popitem(last=False)
-        return [key for key, _ in found]
+        return found
 
 
 class LearnedOrder(LearnedChunkOrder[Key]):
@@ -218,6 +212,14 @@ class LearnedOrder(LearnedChunkOrder[Key]):
         super().finish(use.keys, use.reused)
 
 
+_ORDERS: dict[str, Callable[[int], Order]] = {
+    "lru": lambda capacity: LRUOrder(),
+    "arc": ARCOrder,
+    "learned": LearnedOrder,
+}
+POLICIES = tuple(_ORDERS)
+
+
 class ChunkStore:
     """The chunks that one simulated KV tier holds, with their eviction order.
 
@@ -226,13 +228,7 @@ class ChunkStore:
 
     def __init__(self, capacity: int, policy: str = "lru") -> None:
         self.capacity = capacity
-        self.order: Order = (
-            LearnedOrder(capacity)
-            if policy == "learned"
-            else ARCOrder(capacity)
-            if policy == "arc"
-            else LRUOrder()
-        )
+        self.order = _ORDERS[policy](capacity)
         # Chunk -> number of its loads in flight; -1 while the chunk is being stored.
         self._busy: dict[Key, int] = {}
 
