@@ -230,11 +230,9 @@ class Auto:
         place = math.log(clients, _LEVEL)
         if abs(place - self._level) > _LEVEL_WIDTH:
             self._level = round(place)
-        found = self._choices.get(self._level)
-        if found is None:
+        if self._level not in self._choices:
             self._rehearse(self._level, clients, running)
-            found = self._choices.get(self._level)
-        if found is not None:
+        if (found := self._choices.get(self._level)) is not None:
             self.choice = found
         return VLLM if self.choice is None else self.choice.rule
 
