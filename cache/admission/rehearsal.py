@@ -22,14 +22,12 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tonnage.cache.admission.cost import StepCost
+from tonnage.cache.admission.forecast import FloatArray
 from tonnage.cache.admission.policy import Rule
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.compiled import compiled_apart
-
-FloatArray = npt.NDArray[np.float64]
 
 # A simulation stops after this many steps, so that its loop cannot hang; its throughput then counts as 0.
 _MOST_STEPS = 1_000_000

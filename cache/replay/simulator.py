@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tonnage.cache.admission import Policy
 from tonnage.cache.blocks.groups import can_cache_states
+from tonnage.cache.blocks.state import Int32Array
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.replay.result import Replay, Samples
 from tonnage.cache.replay.step_time import StepTime
@@ -28,8 +28,6 @@ from tonnage.cache.replay.trace import Trace
 from tonnage.cache.replay.trace_request import TraceRequest
 from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.planner.model.layout import KVLayout
-
-Int32Array = npt.NDArray[np.int32]
 
 # First token id for prompts without hash ids. Each such prompt repeats one id of its own, so it shares no
 # prefix.

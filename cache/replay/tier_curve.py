@@ -21,13 +21,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.compiled import compiled, inlined
 from tonnage.cache.replay.tiers import chunk_keys, chunk_tokens_of
 from tonnage.cache.replay.trace import Trace
-
-Int64Array = npt.NDArray[np.int64]
 
 _MOST = 4_000_000  # upper bound of the chunk uses in one pass; longer traces are sampled
 _MOST_OPTIMUM = 400_000  # upper bound of the chunk uses in a pass of `optimum`, which is not compiled
