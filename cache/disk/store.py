@@ -300,17 +300,14 @@ class DiskStore:
             )  # fmt: skip
             return
         self._count(evicted=evicted)
+        path = self._folder.path / note
         try:
-            self._describe(note)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(self._described + "\n", encoding="utf-8")
         except OSError as error:
             self._complain(error)
         self._start_order()
         self._counts = replace(self._counts, ready=True)
-
-    def _describe(self, note: str) -> None:
-        path = self._folder.path / note
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(self._described + "\n", encoding="utf-8")
 
     def _make_room(self, path: str, taken: int) -> int | None:
         """Remove KV blocks until a file of ``taken`` bytes fits; return their number, None if it cannot fit."""
