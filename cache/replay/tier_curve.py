@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -125,7 +125,7 @@ class ChunkUses:
             return self
         chosen = self.keys.astype(np.uint64) * np.uint64(_HASH) < np.uint64(rate * (1 << 64))
         ends = np.concatenate([[0], np.cumsum(chosen)])[self.ends]
-        return ChunkUses(self.chunk_tokens, self.prompt_tokens, self.keys[chosen], ends, self.distinct, rate)
+        return replace(self, keys=self.keys[chosen], ends=ends, rate=rate)
 
 
 def chunk_uses(trace: Trace) -> ChunkUses:
