@@ -142,7 +142,10 @@ class Archive:
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
-    """A numba cache of one function (core/caching.py, 0.65); ahead-of-time archive first, then a folder."""
+    """A numba cache of one function's machine code (core/caching.py, 0.65).
+
+    It reads the archive of code compiled ahead of time first, then a cache folder.
+    """
 
     def __init__(self, function: Callable[..., Any], archive: Archive, kept: FunctionCache | None) -> None:
         self._archive = archive

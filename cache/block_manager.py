@@ -67,8 +67,9 @@ class BlockManager:
             ends.
         hash_seed: Key of the block hashes. None: a random key, so that a client cannot prepare hash collisions.
             A replay sets a fixed key.
-        keyed_hash: Hash function for layouts whose groups all have sliding windows, where XXH64 is not safe
-            (`tonnage.cache.prefix.index`). None: the prefix cache is off for such a layout.
+        keyed_hash: Function that returns a hash function for a key. It is used for layouts whose groups all
+            have sliding windows, where XXH64 is not safe (`tonnage.cache.prefix.index`). None: the prefix cache
+            is off for such a layout.
         logged: Whether nodes that enter or leave the prefix index are recorded (`Core.stored`, `Core.removed`).
             ``on_step`` must then read and reset the records.
         learning: Whether the arrays of learned eviction are allocated.
@@ -93,7 +94,7 @@ class BlockManager:
         admission: Callable[[Reservations], AdmissionControl],
         prefix_cache_retention_interval: int | None = 0,
         hash_seed: int | None = None,
-        keyed_hash: HashRows | None = None,
+        keyed_hash: Callable[[int], HashRows] | None = None,
         logged: bool = False,
         learning: bool = False,
     ) -> None:
@@ -101,16 +102,14 @@ class BlockManager:
         # With prefix caching, recurrent states are cached too: see `tonnage.cache.groups.states`.
         self.cached_states = aligned = enable_prefix_caching and can_cache_states(layout)
         limits = Limits(layout, num_blocks - 1, max_model_len, max_num_seqs, max_num_batched_tokens, aligned)
+        key = secrets.randbits(64) if hash_seed is None else hash_seed
+        hash_rows = keyed_hash(key) if keyed_hash is not None and windows_only(layout) else None
         # tonnage.cache.prefix.index explains which layouts can have a prefix cache.
-        if windows_only(layout):
-            reusable = keyed_hash is not None
-        else:
-            reusable = num_full(layout) > 0 and (num_states(layout) == 0 or aligned)
+        reusable = hash_rows is not None or (num_full(layout) > 0 and (num_states(layout) == 0 or aligned))
         caching = enable_prefix_caching and reusable
         self.limits = replace(limits, prefix_caching=caching)
         self.block_size = layout.block_size
         every = state_every(prefix_cache_retention_interval, self.block_size)
-        key = secrets.randbits(64) if hash_seed is None else hash_seed
         self.core = new_core(  # all arrays that compiled code reads and changes
             layout,
             num_blocks,
@@ -129,7 +128,7 @@ class BlockManager:
         self.rows, self.requests = columns(self.core.rows), columns(self.core.requests)
         self.counts = columns(self.core.pool)
         self.pool = BlockPool(self.core)
-        self.prefix = PrefixCache(self.core, key, keyed_hash if windows_only(layout) else None)
+        self.prefix = PrefixCache(self.core, key, hash_rows)
         groups = len(paged(layout))  # one table [rows, max_blocks] for each paged group
         self.tables: tuple[Int32Array, ...] = tuple(self.core.tables[:groups])
         self.sequences = Sequences(max_num_seqs)
@@ -396,7 +395,7 @@ class BlockManager:
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise errors.OutOfOrder(
-                f"positions {start} to {stop} of sequence {sequence_id}: {self.rows.slots[row]} are allocated",
+                f"positions {start} to {stop} of sequence {sequence_id}: slots end at {self.rows.slots[row]}",
                 field="stop",
                 hint="extend first",
             )
@@ -448,7 +447,7 @@ class BlockManager:
         """
         if len(self.sequences):
             raise errors.CacheBusy(
-                f"{len(self.sequences)} sequences are live",
+                f"the prefix cache cannot be reset while {len(self.sequences)} sequences are live",
                 field="sequences",
                 hint="finish or abort them first",
             )

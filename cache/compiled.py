@@ -97,8 +97,9 @@ class Compiler:
         numba's wrapper for calls from C is left out: it takes a seventh of the compile time and has no caller.
         """
         dispatcher = numba.njit(no_cfunc_wrapper=True, **options)(function)
-        if isinstance(dispatcher, CPUDispatcher):  # with NUMBA_DISABLE_JIT the result is a plain function
-            # same assignment as numba's option cache=True (core/dispatcher.py, 0.65)
+        # With NUMBA_DISABLE_JIT the dispatcher is a plain function. The assignment to `_cache` is what numba's
+        # option cache=True does (core/dispatcher.py, 0.65).
+        if isinstance(dispatcher, CPUDispatcher):
             dispatcher._cache = AheadOrKept(function, self.archive, self._in_folder(function))
             self.made.append(dispatcher)
         return cast(Function, dispatcher)
@@ -107,7 +108,7 @@ class Compiler:
         if self.folder is None:
             return None
         before = numba.config.CACHE_DIR
-        # numba reads this setting when it creates the function's cache
+        # numba reads the setting CACHE_DIR when it creates a function's cache.
         numba.config.CACHE_DIR = str(self.folder)
         try:
             return _Kept(function, self)
@@ -267,5 +268,5 @@ def _once(made: Function) -> Function:
 
 
 def compiled_apart(function: Function) -> Function:
-    """Compile a function for another thread: it may allocate, and it releases the interpreter's lock."""
+    """Compile a function for calls from another thread: it releases the interpreter's lock and may allocate."""
     return COMPILER(function, error_model="numpy", nogil=True)

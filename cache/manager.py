@@ -6,7 +6,6 @@ KV events and the checks of the invariants. No other module puts them together.
 
 from __future__ import annotations
 
-import secrets
 from typing import Literal
 
 from tonnage.cache.admission.controller import Admission
@@ -66,7 +65,6 @@ class KVCacheManager(BlockManager):
         hash_seed: int | None = None,
         kv_events: bool = False,
     ) -> None:
-        key = secrets.randbits(64) if hash_seed is None else hash_seed
         super().__init__(
             layout,
             num_blocks,
@@ -76,8 +74,8 @@ class KVCacheManager(BlockManager):
             enable_prefix_caching=enable_prefix_caching,
             admission=lambda held: Admission(policy or Policy(AdmissionMode.NO_EVICT), held),
             prefix_cache_retention_interval=prefix_cache_retention_interval,
-            hash_seed=key,
-            keyed_hash=keyed_hash(key),
+            hash_seed=hash_seed,
+            keyed_hash=keyed_hash,
             logged=kv_events,
             learning=eviction == "adaptive",
         )

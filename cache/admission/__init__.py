@@ -21,19 +21,12 @@
 """
 
 from tonnage.cache.admission.policy import Policy
-from tonnage.cache.admission.reservation import (
-    group_reservation,
-    largest_prompt,
-    refusal,
-    reserved_blocks,
-    split_reservation,
-)
+from tonnage.cache.admission.reservation import group_reservation, largest_prompt, refusal, reserved_blocks
 from tonnage.cache.admission.safety import Leaving, committed_peak, grant, is_safe, last_owners
 from tonnage.cache.admission.types import (
     AdmissionMode,
     AdmissionRequest,
     Admit,
-    Decision,
     Head,
     Limits,
     Never,
@@ -46,7 +39,6 @@ __all__ = [
     "AdmissionMode",
     "AdmissionRequest",
     "Admit",
-    "Decision",
     "Head",
     "Leaving",
     "Limits",
@@ -63,5 +55,4 @@ __all__ = [
     "last_owners",
     "refusal",
     "reserved_blocks",
-    "split_reservation",
 ]

@@ -1,4 +1,4 @@
-"""The base class that connects admission to a scheduler: to that of our block manager, or to vLLM's.
+"""The base class that connects admission to a scheduler: Tonnage's own scheduler, or vLLM's.
 
 It keeps the admission policy, the rule in effect and the learned output lengths.
 """
@@ -20,7 +20,9 @@ from tonnage.cache.blocks.state import Int64Array
 
 
 class AdmissionAdapter(ABC):
-    """Admission for one scheduler; a subclass translates the scheduler's requests and blocks into a `State`.
+    """Admission for one scheduler; a subclass converts the scheduler's requests and blocks into a `State`.
+
+    A `State` has what the decisions of admission read: counts of tokens and blocks for each running request.
 
     In admission mode ``auto`` the attribute ``auto`` chooses the rule; it is None in other modes.
 
@@ -48,7 +50,10 @@ class AdmissionAdapter(ABC):
             self.rules.follow(self.policy.under(self.auto.rule(in_system, self._running)))
 
     def _running(self) -> Int64Array:
-        """Return prompt, output so far and max_tokens of the running requests in tokens, int64 [running, 3]."""
+        """Return three lengths of each running request in tokens, int64 [running, 3].
+
+        The columns are the prompt, the output so far and max_tokens.
+        """
         state = self._state()
         produced, prompt = state.produced, state.snapshot.prompt
         return np.stack((prompt, produced, produced + state.snapshot.output_left), axis=1).astype(np.int64)

@@ -1,5 +1,6 @@
-"""The mode ``auto``: vLLM's rule, unless a rehearsal shows that holding requests back serves the load better.
+"""The admission mode ``auto``: it lets requests start by vLLM's rule or later, as simulations recommend.
 
+By vLLM's rule a request starts when its prompt fits the free blocks.
 If a block is missing, vLLM preempts a request and recomputes it later. Whether that is expensive depends on the
 engine, the lengths and the queue, so no constant of the machine is assumed. `Auto` learns three things: the
 seconds of a step (`tonnage.cache.admission.cost`), the lengths of requests, and their number (running and
@@ -39,11 +40,12 @@ RULES = tuple(Rule(share) for share in (0.6, 0.7, 0.8, 0.9))
 # Three counts of finished requests: `_REMEMBERED` lengths are remembered, a rehearsal (simulation) needs
 # `_KNOWN` of them, and `_ANEW` requests finish between two rehearsals.
 _REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
-# A rehearsal runs only if recomputed tokens take at least this share of the engine's time, because no rule can
-# gain more than that share.
+# A rehearsal (simulation) runs only if recomputed tokens take at least this share of the engine's time. No
+# admission rule can gain more than that share.
 _LOST = 0.02
-# No rule is chosen while the output length of more than this share of the requests is unknown. Without this
-# bound, the P99 time to the first token was 1.12 times vLLM's in one case of benchmarks/vllm_admission.py
+# vLLM's admission rule stays while the output length of more than this share of the requests is unknown.
+# Without this bound, the P99 time to the first token was 1.12 times vLLM's in a case of
+# benchmarks/vllm_admission.py
 # (--matrix --costs cpu --pools 1500 --first-seed 10).
 _UNKNOWN = 0.25
 # The number of running and waiting requests is averaged over this many steps, several times as many as a
@@ -66,11 +68,13 @@ _STEADY = 0.25
 # they are below `_BEHIND` times the simulated value for `_WINDOWS` windows of steps in a row, vLLM's rule is
 # used until `_BANNED` more requests have finished.
 _BEHIND, _WINDOWS, _BANNED = 0.95, 3, 1024
-# Upper bound of the share of one CPU core that rehearsals use.
+# Upper bound of the share of one CPU core that simulations of admission rules use.
 _DUTY = 0.05
-_STEADY_REQUESTS = 1536  # requests that a rehearsal serves, in addition to two per simulated client
-# Upper bound of the output tokens of a rehearsal, 8 bytes each: 32 MiB. If two requests per client exceed it,
-# no rehearsal runs.
+# Requests that a rehearsal (simulation) serves, in addition to two per simulated client.
+_STEADY_REQUESTS = 1536
+
+# Upper bound of the output tokens of a rehearsal (simulation), 8 bytes each: 32 MiB. If two requests per client
+# exceed it, no rehearsal runs.
 _MOST_TOKENS = 1 << 22
 
 
@@ -138,27 +142,29 @@ class Auto:
         self.log = log  # inside vLLM, the scheduler replaces this logger with vLLM's
         self._cost_said = False
         self.fallbacks = 0  # how often low throughput or an exception has made the mode return to vLLM's rule
-        self.choice: Choice | None = None  # the last choice; None: no simulation has run, vLLM's rule holds
-        # Prompt tokens, output tokens, max_tokens and the step of the end of the last finished requests.
+        # The last choice of an admission rule. None: no simulation has run, and vLLM's rule is in effect.
+        self.choice: Choice | None = None
+        # One entry per remembered finished request: prompt tokens, output tokens, max_tokens, step of its end.
         self._requests: deque[tuple[int, int, int, int]] = deque()
         self._since = 0  # step in which the last request ended that was removed from `_requests`
         self._ended = 0
-        self._choices: dict[int, Choice] = {}  # keyed by the level of the number of requests (`_LEVEL`)
+        # Level of the number of requests (`_LEVEL`) -> the admission rule chosen for it.
+        self._choices: dict[int, Choice] = {}
         self._level = 0
-        self._rehearsed_at = 0  # number of finished requests (`_ended`) at the last rehearsal
+        self._rehearsed_at = 0  # number of finished requests (`_ended`) at the last simulation
         self._pending: Future[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._idle_until = 0.0
         self._recomputed = 0
-        # Counts since the last rehearsal, for `_guard` and for the share of recomputed tokens (`_lost`).
+        # Counts since the last simulation, for `_guard` and for the share of recomputed tokens (`_lost`).
         self._seconds = self._tokens = 0.0
         self._steps = self._held_steps = self._queued_steps = self._in_system = 0
-        self._accuracy = 1.0  # under vLLM's rule: measured tokens per second, divided by the forecast
+        self._accuracy = 1.0  # under vLLM's rule: measured tokens per second, divided by the simulated ones
         self._usual = 0.0  # moving average of the number of running and waiting requests
-        self._running_tokens = 0  # output tokens of the requests that ran at the last rehearsal
+        self._running_tokens = 0  # output tokens of the requests that ran at the last simulation
         self._lost = 0.0
         self._behind = self._banned_until = 0
-        self._failed = False  # a rehearsal has raised an exception
+        self._failed = False  # whether a simulation has raised an exception
 
     @property
     def cost(self) -> StepCost | None:
@@ -212,7 +218,7 @@ class Auto:
         Args:
             in_system: Number of requests that run or wait.
             running: Function that returns prompt tokens, output tokens so far and max_tokens of the running
-                requests, int64 [running, 3]. It is called only before a rehearsal.
+                requests, int64 [running, 3]. It is called only before a simulation.
         """
         self._queued_steps += 1
         if self._ended - self._rehearsed_at >= _ANEW and self._may_rehearse():
@@ -224,11 +230,9 @@ class Auto:
         place = math.log(clients, _LEVEL)
         if abs(place - self._level) > _LEVEL_WIDTH:
             self._level = round(place)
-        found = self._choices.get(self._level)
-        if found is None:
+        if self._level not in self._choices:
             self._rehearse(self._level, clients, running)
-            found = self._choices.get(self._level)
-        if found is not None:
+        if (found := self._choices.get(self._level)) is not None:
             self.choice = found
         return VLLM if self.choice is None else self.choice.rule
 
@@ -244,8 +248,8 @@ class Auto:
     def _is_burst(self, in_system: int) -> bool:
         """Return whether many more requests run or wait than usual (a burst).
 
-        A burst finds free blocks, so its requests can start at once. A rehearsal, which simulates a full pool,
-        would not show that.
+        A burst finds free blocks, so its requests can start at once. A simulation, which looks at a full
+        pool, would not show that.
         """
         return self.target_itl is None and min(in_system, self.engine.max_num_seqs) > _LEVEL * self._usual
 
@@ -255,7 +259,10 @@ class Auto:
         return not self.background or time.monotonic() >= self._idle_until
 
     def _anew(self, running: Callable[[], Int64Array]) -> None:
-        """Evaluate the steps since the last rehearsal, and discard the admission rules chosen before."""
+        """Discard the admission rules chosen so far, after comparing the last steps with the simulation.
+
+        The last steps are those since the previous simulation.
+        """
         cost, rows = self.cost, running()
         self._rehearsed_at = self._ended
         produced = int(rows[:, 1].sum())
@@ -265,7 +272,7 @@ class Auto:
         self._running_tokens = produced
         held = self.choice is not None and self.choice.rule != VLLM
         self._choices = {}
-        if held:  # keep the rule until a rehearsal with the same number of requests has run
+        if held:  # keep the admission rule until a simulation with the same number of requests has run
             self._lost = max(self._lost, _LOST)
         self._recomputed = self._steps = self._held_steps = self._queued_steps = self._in_system = 0
         self._seconds = self._tokens = 0.0
@@ -280,7 +287,7 @@ class Auto:
             cost: The fitted cost of a step.
             running: Prompt tokens, output tokens so far and max_tokens of the running requests, int64
                 [running, 3].
-            changed: Absolute change of the running requests' output tokens since the last rehearsal.
+            changed: Absolute change of the running requests' total output tokens since the last simulation.
         """
         mixed = 0 < self._held_steps < self._steps
         finished = sum(output for _, output, _, end in self._requests if end > self.fit.steps - self._steps)
@@ -315,7 +322,7 @@ class Auto:
             )  # fmt: skip
 
     def _run(self, job: Callable[..., None], *arguments: object) -> None:
-        """Run the simulation ``job`` in the rehearsal thread, or within this call for a simulated clock."""
+        """Run the simulation ``job`` in a thread of its own, or within this call for a simulated clock."""
         if not self.background:
             job(*arguments)
             return
@@ -324,7 +331,7 @@ class Auto:
         self._pending = self._worker.submit(self._alone, job, *arguments)
 
     def _alone(self, job: Callable[..., None], *arguments: object) -> None:
-        """Run the simulation ``job`` in the rehearsal thread; after an exception keep to vLLM's rule."""
+        """Run the simulation ``job`` in this thread; after an exception keep to vLLM's admission rule."""
         try:
             job(*arguments)
         except Exception:
@@ -390,9 +397,8 @@ class Auto:
         if weights.sum() > 0:
             weights = weights / weights.sum()
             count = min(2 * clients + _STEADY_REQUESTS, int(_MOST_TOKENS / float(rows[:, 1] @ weights)))
-        if count < 2 * clients:  # the simulation needs two requests per client
-            count = 0
-        drawn = draw(Lengths(rows, weights, 0.0), count) if count else rows[:0]
+        # The simulation needs two requests per client.
+        drawn = draw(Lengths(rows, weights, 0.0), count) if count >= 2 * max(1, clients) else rows[:0]
         prompt, output, max_tokens = np.ascontiguousarray(drawn.T)
         return Load(prompt, output, max_tokens, max(1, clients))
 
@@ -445,5 +451,5 @@ def auto_of(policy: Policy, limits: Limits) -> Auto | None:
         limits.usable_blocks // len(limits.layout.groups), limits.layout.block_size,
         limits.max_num_batched_tokens, limits.max_num_seqs, limits.prefix_caching,
     )  # fmt: skip
-    compile_rehearsal()  # compile before the first request arrives
+    compile_rehearsal()  # compile the simulation before the first request arrives
     return Auto(engine, policy.target_itl)

@@ -35,6 +35,10 @@ class Admission(AdmissionAdapter):
 
     `ended` records output lengths. In admission mode ``auto``, the attribute ``auto`` records the cost of
     steps; in other modes it is None. Other methods do not change what admission has learned.
+
+    Attributes:
+        lookahead: Number of requests behind the first in the queue that may try to start before it.
+        several_keys: Whether several API keys share the engine.
     """
 
     def __init__(self, policy: Policy, reservations: Reservations) -> None:
@@ -43,6 +47,7 @@ class Admission(AdmissionAdapter):
         self._rows = columns(self.core.rows)
         self._known: State | None = None
         self._full = np.flatnonzero(columns(self.core.groups).kind == FULL).tolist()
+        self.lookahead, self.several_keys = policy.lookahead, self.shares.several
 
     # -- requests that start -------------------------------------------------------------------------------
 
@@ -108,16 +113,6 @@ class Admission(AdmissionAdapter):
         uses = self._uses()
         return lambda request: self.shares.rank(uses, request, reserved_blocks(request, self.limits))
 
-    @property
-    def lookahead(self) -> int:
-        """Number of requests behind the first in the queue that may try to start before it."""
-        return self.policy.lookahead
-
-    @property
-    def several_keys(self) -> bool:
-        """Whether several API keys share the engine."""
-        return self.shares.several
-
     def _uses(self) -> Uses:
         """Return, by API key, the sequences and blocks of the key's running requests and the key's weight."""
         found: Uses = {}
@@ -127,9 +122,7 @@ class Admission(AdmissionAdapter):
 
     def _kept(self, request: AdmissionRequest, blocks: int) -> tuple[int, int]:
         """Return how many sequences and KV blocks must stay free for other API keys when ``request`` starts."""
-        if not self.shares.several:
-            return 0, 0
-        return self.shares.kept(self._uses(), request, blocks)
+        return self.shares.kept(self._uses(), request, blocks) if self.several_keys else (0, 0)
 
     def _state(self, most: int = 1) -> State:
         """Return the `State` of the running requests, with array space for ``most`` further requests.

@@ -7,7 +7,7 @@ step, on a GPU 1/700.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -54,7 +54,9 @@ class StepCost:
 class CostFit:
     """A least-squares fit of `StepCost` to the steps so far, with decaying weights and no negative cost.
 
-    ``steps`` is the number of observed steps; `cost` is the fitted cost.
+    Attributes:
+        steps: Number of observed steps.
+        cost: The fitted cost of an engine step; None before 64 steps of which 8 computed a prompt.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class CostFit:
         self._prompt_steps = 0
         self._squares = np.zeros((4, 4))
         self._products = np.zeros(4)
-        self._known: StepCost | None = None
+        self.cost: StepCost | None = None
         # Recent steps are collected in a list and added to the sums together, so that recording a step costs
         # one append.
         self._batch: list[tuple[float, float, float, float, float]] = []
@@ -88,16 +90,15 @@ class CostFit:
         rows = np.array(self._batch)
         self._batch.clear()
         steps, seconds = rows[:, :4], rows[:, 4]
-        if self._known is not None:
-            known = self._known
-            forecast = steps @ np.array([known.fixed, known.prefill, known.sequence, known.context])
+        if self.cost is not None:
+            forecast = steps @ np.array(astuple(self.cost))
             usual = seconds <= _OUTLIER * np.maximum(forecast, np.median(seconds))
         else:
             usual = seconds <= _OUTLIER * np.quantile(seconds, 0.9)
         steps, seconds = steps[usual], seconds[usual]
         self._squares = _KEEP * self._squares + steps.T @ steps
         self._products = _KEEP * self._products + steps.T @ seconds
-        self._known = self._solve()
+        self.cost = self._solve()
 
     def _solve(self) -> StepCost | None:
         if self.steps < _STEPS or self._prompt_steps < _PROMPT_STEPS:
@@ -106,7 +107,7 @@ class CostFit:
         squares, products = self._squares / np.outer(scale, scale), self._products / scale
         used = [0, 1, 2, 3]
         found = np.zeros(4)
-        while used:  # remove the most negative cost until none is negative
+        while used:  # Fit again without the most negative of the four costs, until no cost is negative.
             found[:] = 0
             found[used] = np.linalg.lstsq(squares[np.ix_(used, used)], products[used], rcond=1e-9)[0]
             least = min(used, key=lambda at: found[at])
@@ -115,8 +116,3 @@ class CostFit:
             used.remove(least)
         fixed, prefill, sequence, context = (found / scale).tolist()
         return StepCost(fixed, prefill, sequence, context)
-
-    @property
-    def cost(self) -> StepCost | None:
-        """The fitted cost of an engine step, or None before 64 steps of which 8 computed a prompt."""
-        return self._known

@@ -8,7 +8,7 @@ running sequences may take. `tonnage.cache.admission.controller` fills the state
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class State:
         """Add the admitted request ``new`` to the running requests of this state."""
         after = self.with_one(new)
         self.rows[: len(after)] = after.rows
-        self.snapshot = RunningSnapshot(after.usable, after.used, after.windowed, self.rows[: len(after)])
+        self.snapshot = replace(after, rows=self.rows[: len(after)])
         self.reserved += new.reserved
         self.produced = np.append(self.produced, new.produced)
         if self.tenants is not None:
@@ -186,7 +186,7 @@ def decide(state: State, new: Newcomer, rules: Rules, head: Head | None = None) 
     for taken in blocks_taken(state.snapshot, lambda: rules.outlook(state, new), limits, policy, new, head):
         if taken > room:
             return taken - room
-    if policy.mode is AdmissionMode.GUARANTEED:  # it must stay possible that every request finishes
+    if policy.mode is AdmissionMode.GUARANTEED:  # Every request must still be able to finish.
         after = state.with_one(new)
         return max(0, committed_peak(after) + new.kept - after.capacity)
     return 0

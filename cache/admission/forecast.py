@@ -26,8 +26,8 @@ FloatArray = npt.NDArray[np.float64]
 # doubling and are exact to 6 %, which makes about 240 bins up to 2^17 tokens.
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
 # If fewer requests than this have reached a length, the estimated probability to end there is drawn towards the
-# mean over all lengths. A tenant with fewer finished requests uses the survival curve of all tenants. In
-# benchmarks/admission.py, the values 8 and 20 differ by 0.1 % of the steps on the Azure trace.
+# mean over all lengths. A tenant with fewer finished requests uses the survival curve of all tenants. A
+# value of 8 changes the steps of benchmarks/admission.py on the Azure trace by 0.1 %.
 _FEW = 20
 # The counts of a length histogram are halved when their sum reaches this number, so that a change of the
 # traffic shows within some thousand requests.
@@ -72,7 +72,8 @@ class LengthForecast:
             )
         self.quantile, self.cautious = quantile, cautious
         self.count = 0  # number of recorded lengths
-        self._curves: dict[tuple[object, ...], FloatArray] = {}  # cached until a length is recorded
+        # Cache of computed survival curves, emptied whenever a length is recorded.
+        self._curves: dict[tuple[object, ...], FloatArray] = {}
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
 
     def ended(self, output_tokens: int, key: str = "") -> None:
@@ -102,7 +103,7 @@ class LengthForecast:
         if self.quantile == 1 or not len(most):
             return most
         done: Int64Array = np.asarray(output, dtype=np.int64)
-        known = {key for key in set(keys or ()) if key and self._known(key)}
+        known = {key for key in set(keys or ()) & self._ended.keys() if key and self._ended[key].sum() >= _FEW}
         share = 1 - self.quantile
         if self.cautious:
             share *= 1 - len(most) ** -0.5
@@ -116,9 +117,6 @@ class LengthForecast:
             peers = mine if key else np.ones_like(mine)
             result[mine] = self._left_of(key, share, done[mine], most[mine], done[peers])
         return result
-
-    def _known(self, key: str) -> bool:
-        return key in self._ended and float(self._ended[key].sum()) >= _FEW
 
     def _left_of(
         self, key: str, share: float, done: Int64Array, most: Int64Array, peers: Int64Array

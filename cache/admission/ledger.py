@@ -70,12 +70,13 @@ class Reservations:
         self._unused = list(range(limits.max_num_seqs - 1, -1, -1))
         self.produced = np.zeros(limits.max_num_seqs, np.int64)
         self.named = 0
-        self._order: Int32Array | None = None  # result of `order`, kept until a request starts or ends
-        # Result of `snapshot` with the number of the last step, kept until a step, a fork or a request's end.
+        # Result of `order`, kept until a request starts or ends.
+        self._order: Int32Array | None = None
+        # Number of the last step and result of `snapshot`, kept until a step, a fork or a request's end.
         self._snapshot: tuple[int, RunningSnapshot] | None = None
 
     def __getitem__(self, row: int) -> Reservation:
-        """Return the reservation of the request whose sequence is in ``row`` of the block tables."""
+        """Return the reservation of the request that owns the sequence in ``row`` of the block tables."""
         return self.by_slot[int(self._rows.request[row])]
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
@@ -138,11 +139,6 @@ class Reservations:
         """Return the number of KV blocks reserved for a tenant's running requests."""
         return sum(each.blocks for each in self.by_slot.values() if each.request.tenant == tenant)
 
-    @property
-    def used(self) -> int:
-        """Number of distinct KV blocks that the block tables of full-attention groups reference."""
-        return int(self._pool.used_full[0])
-
     def snapshot(self) -> RunningSnapshot:
         """Return how many KV blocks each running request holds and may still need.
 
@@ -152,7 +148,8 @@ class Reservations:
         if self._snapshot is None or self._snapshot[0] != calls:
             out = np.zeros((len(self.by_slot), COLUMNS), np.int32)
             _summarize(self.core, self.order(), np.zeros(self.limits.max_num_seqs, np.int64), out)
-            self._snapshot = calls, RunningSnapshot(self.limits.usable_blocks, self.used, self.windowed, out)
+            used = int(self._pool.used_full[0])
+            self._snapshot = calls, RunningSnapshot(self.limits.usable_blocks, used, self.windowed, out)
         return self._snapshot[1]
 
 

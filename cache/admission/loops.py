@@ -1,6 +1,7 @@
 """Compiled loops over the running requests, for every admission decision.
 
-Import this module where it is called: it loads numba, which a process that only reads a policy does not need.
+Import it inside the function that calls it. It loads numba, which a process that only reads a policy does not
+need.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def lengths_left(
     """
     last = edges.size - 1
     for at in range(done.size):
-        low, high = 0, last  # binary search for the last edge that is at most ``done``
+        low, high = 0, last  # binary search for the last of ``edges`` that is at most ``done``
         while low < high:
             middle = (low + high + 1) // 2
             if edges[middle] <= done[at]:
@@ -58,7 +59,7 @@ def lengths_left(
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # binary search for the last edge that at least the wanted share of outputs exceeds
+            high = last  # binary search for the last of ``edges`` with a survival of at least ``wanted``
             while low < high:
                 middle = (low + high + 1) // 2
                 if survival[middle] >= wanted:

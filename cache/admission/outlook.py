@@ -37,8 +37,9 @@ class Newcomer:
             holds. Taking them uses capacity.
         windowed: Blocks that are reserved in full for the request's groups with windows or states.
         reserved: Upper bound of the request's blocks in all groups.
-        lost: int32 [requests]: blocks that each of the first running requests now holds alone and would share
-            with this request. None if no block would be shared.
+        lost: int32 [requests]: blocks that each running request now holds alone and would share with this
+            request, in order of admission. It may end before the last running requests, which lose none. None
+            if no block would be shared.
         produced: Output tokens that the request produced before a preemption.
         tenant: Name of the tenant whose finished requests forecast this request's length.
         kept: Blocks that must stay free for requests of other API keys.
@@ -103,7 +104,8 @@ class Outlook:
     def without(self, lost: Int32Array, groups: int) -> Growth:
         """Return the running requests' KV blocks over time if some of their private blocks become shared.
 
-        ``lost``, int32 [requests], has the number of these blocks for each of the first running requests.
+        ``lost``, int32 [requests], has the number of these blocks for each running request in order of
+        admission. It may be shorter than the number of running requests; the others lose none.
         """
         rows, now, fixed = self.snapshot.rows[: len(lost)], self.growth, self.growth.fixed.copy()
         shared = rows[:, HELD] - rows[:, PRIVATE]

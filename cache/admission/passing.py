@@ -33,7 +33,7 @@ def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, marg
         margin: Blocks that admission leaves free (`Policy.margin`).
     """
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
-    if groups == 0:  # without a full-attention group no request overtakes the head
+    if groups == 0:  # Without a full-attention group no request passes the head, so its start is not needed.
         return Head(request, outlook.own, 0)
     _, sliding = split_reservation(request, limits)
     snapshot, growth = outlook.snapshot, outlook.growth

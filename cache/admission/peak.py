@@ -19,8 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tonnage.cache.admission.snapshot import RunningSnapshot
-
 Int64Array = npt.NDArray[np.int64]
 
 # Blocks are rounded up per sequence. With blocks of more than 16 tokens, the tokens in a sequence's last block
@@ -54,16 +52,6 @@ class Added(NamedTuple):
     tail: int
     sequences: int
     end: int
-
-
-def prompts_missing(snapshot: RunningSnapshot, block_size: int, groups: int) -> int:
-    """Return how many KV blocks the running requests' prompts need beyond those that the requests hold.
-
-    The number is the sum over all ``groups`` full-attention groups.
-    """
-    from tonnage.cache.admission.loops import missing_blocks
-
-    return missing_blocks(snapshot.rows, block_size, groups)
 
 
 def peak_of(growth: Growth, block_size: int, since: int = 0, added: Sequence[Added] = ()) -> int:

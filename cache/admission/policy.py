@@ -1,4 +1,4 @@
-"""The modes of admission: the condition that the state with a new request must meet for the request to start.
+"""The modes of admission: the condition under which each mode lets a waiting request start.
 
 =============== ============================================================================================
 ``guaranteed``  the state with the new request is safe (`tonnage.cache.admission.safety`), and the peak of
@@ -10,7 +10,7 @@
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest request is
                 preempted when blocks run out.
 ``no_evict``    the sum of all reservations fits (TensorRT-LLM's GUARANTEED_NO_EVICT, mini-sglang).
-``auto``        greedy, or predictive with another quantile if a rehearsal shows that it serves the load better
+``auto``        greedy, or predictive with another quantile if a simulation shows that it serves the load better
                 (`tonnage.cache.admission.auto`).
 =============== ============================================================================================
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from tonnage.cache.admission.outlook import Newcomer, Outlook
 from tonnage.cache.admission.passing import added_head
-from tonnage.cache.admission.peak import Added, peak_of, prompts_missing
+from tonnage.cache.admission.peak import Added, peak_of
 from tonnage.cache.admission.snapshot import PRIVATE, PROMPT_LEFT, RunningSnapshot
 from tonnage.cache.admission.types import AdmissionMode, Head, Limits
 from tonnage.cache.blocks.groups import num_full
@@ -37,9 +37,9 @@ class Rule:
     """An admission rule that mode ``auto`` can follow.
 
     Attributes:
-        share: None is vLLM's rule: a request starts when its prompt fits. A number makes a request wait until
-            the forecast peak of blocks fits the pool. The number is the share of outputs, among those that
-            reach a running request's present length, that are longer than the forecast of its length.
+        share: None is vLLM's rule: a request starts when its prompt fits. With a number, a request waits until
+            the forecast peak of blocks fits the pool. The number sets how long outputs are forecast to be: of
+            the outputs that reach a running request's present length, this share is longer than its forecast.
     """
 
     share: float | None = None
@@ -75,7 +75,9 @@ class Policy:
         if not 0 <= self.reserve < 1:
             raise CacheConfigError(f"{self.watermark} is not in [0, 1)", field="watermark", hint="0.01 is 1 %")
         if not 0 < self.quantile <= 1:
-            raise CacheConfigError(f"{self.length_quantile} is not in (0, 1]", field="length_quantile")
+            raise CacheConfigError(
+                f"{self.length_quantile} is not in (0, 1]", field="length_quantile", hint="0.5 is the median"
+            )
         if self.length_quantile is not None and not self.forecasts:
             raise CacheConfigError(
                 f"has no effect in mode {self.mode}, which forecasts no lengths", field="length_quantile",
@@ -87,7 +89,7 @@ class Policy:
             )
         if self.target_itl is not None and not 0 < self.target_itl < float("inf"):
             raise CacheConfigError(
-                f"{self.target_itl} s is not a time", field="target_itl", hint="for example 100ms"
+                f"{self.target_itl} s is no finite time above 0", field="target_itl", hint="for example 100ms"
             )
         if self.mode is AdmissionMode.AUTO and self.watermark is not None:
             raise CacheConfigError(
@@ -95,9 +97,11 @@ class Policy:
                 hint="leave it out, or --admission-mode predictive",
             )  # fmt: skip
         if self.tenant_blocks is not None and self.tenant_blocks < 1:
-            raise CacheConfigError(f"{self.tenant_blocks} is below 1", field="tenant_blocks")
+            raise CacheConfigError(
+                f"{self.tenant_blocks} is below 1", field="tenant_blocks", hint="give at least 1"
+            )
         if self.keys < 1:
-            raise CacheConfigError(f"{self.keys} is below 1", field="keys")
+            raise CacheConfigError(f"{self.keys} is below 1", field="keys", hint="give at least 1")
 
     @property
     def quantile(self) -> float:
@@ -176,9 +180,11 @@ def blocks_taken(
         new: The request that would start, if any.
         head: The first waiting request, if ``new`` would start before it.
     """
+    from tonnage.cache.admission.loops import missing_blocks
+
     block_size, groups = limits.layout.block_size, num_full(limits.layout)
     common = snapshot.windowed + snapshot.used
-    missing = prompts_missing(snapshot, block_size, groups)
+    missing = missing_blocks(snapshot.rows, block_size, groups)
     if new is not None:
         common += new.windowed + new.cached
         missing += new.prompt_missing(block_size, groups)

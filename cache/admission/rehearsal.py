@@ -19,17 +19,15 @@ It leaves out prefixes that requests share, groups other than full attention, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tonnage.cache.admission.cost import StepCost
+from tonnage.cache.admission.forecast import FloatArray
 from tonnage.cache.admission.policy import Rule
 from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.compiled import compiled_apart
-
-FloatArray = npt.NDArray[np.float64]
 
 # A simulation stops after this many steps, so that its loop cannot hang; its throughput then counts as 0.
 _MOST_STEPS = 1_000_000
@@ -101,10 +99,10 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
     seconds, recomputed, preemptions, gaps = _serve(
         load.prompt, load.output, load.max_tokens, np.sort(load.output), load.clients,
         engine.blocks, engine.block_size, engine.max_num_batched_tokens, engine.max_num_seqs,
-        np.array([cost.fixed, cost.prefill, cost.sequence, cost.context]),
+        np.array(astuple(cost)),
         2.0 if rule.share is None else rule.share, engine.prefix_caching, first, between,
     )  # fmt: skip
-    # The first requests are left out, because they find an empty pool, which a busy server does not have.
+    # The times to first token leave out the first requests: they find an empty pool, unlike a busy server's.
     steady = first[min(load.clients, requests // 2) :]
     return Outcome(
         float(load.output.sum()) / seconds,
@@ -165,8 +163,10 @@ def _serve(
     blocks: int, block_size: int, budget: int, seats: int, cost: FloatArray, share: float, caching: bool,
     first: FloatArray, between: FloatArray,
 ) -> tuple[float, float, int, int]:  # fmt: skip
-    """Simulate vLLM's scheduler until all requests of a load end; `rehearse` describes the arguments.
+    """Simulate vLLM's scheduler until all requests of a load end.
 
+    The arguments ``prompt`` to ``share`` are the fields of a `Load`, an `Engine` (``budget`` tokens and
+    ``seats`` sequences per step), a `StepCost` and a `Rule`. ``lengths`` are the sorted output lengths.
     ``first`` [requests] receives the seconds to the first token, ``between`` [tokens] the seconds between
     tokens.
 
@@ -176,11 +176,8 @@ def _serve(
     """
     requests = output.size
     length = prompt.copy()  # tokens of each request so far, of which ``computed`` have K/V
-    computed, held, chunk = (
-        np.zeros(requests, np.int64),
-        np.zeros(requests, np.int64),
-        np.zeros(requests, np.int64),
-    )
+    computed = np.zeros(requests, np.int64)
+    held, chunk = np.zeros(requests, np.int64), np.zeros(requests, np.int64)
     arrived, last = np.zeros(requests), np.zeros(requests)
     running, active = np.empty(requests, np.int64), 0
     # Preempted requests return to the front of the queue, so the array needs space on both sides.
@@ -230,9 +227,8 @@ def _serve(
             free -= need
             oldest = _reuse(freed, oldest, need)
             place += 1
-        while place < active:  # the token budget is used up, so the other sequences do not run in this step
-            chunk[running[place]] = 0
-            place += 1
+        for rest in range(place, active):  # the token budget is used up, so these sequences skip the step
+            chunk[running[rest]] = 0
         while not preempted and head < tail and room > 0 and active < seats:
             at = queue[head]
             hit = 0
@@ -243,16 +239,12 @@ def _serve(
             if share <= 1.0 and active > 0:
                 if step - asked < block_size and departed == departed_then:
                     break
-                for other in range(active):
+                running[active] = at
+                for other in range(active + 1):
                     sequence = running[other]
                     produced = length[sequence] - prompt[sequence]
                     left[other] = _left(lengths, share, produced, max_tokens[sequence] - produced)
                     size[other] = length[sequence]
-                produced = length[at] - prompt[at]
-                left[active], size[active] = (
-                    _left(lengths, share, produced, max_tokens[at] - produced),
-                    length[at],
-                )
                 if _peak(size, left, active + 1, block_size) > blocks:
                     asked, departed_then = step, departed
                     break
@@ -301,7 +293,7 @@ def _serve(
                 running[stay] = at
                 stay += 1
         active = stay
-        # make space in the array by dropping counts whose blocks have been reused
+        # Make space in `freed` by dropping the counts whose blocks have been reused.
         if newest + 2 * seats > freed.size:
             freed[: newest - oldest] = freed[oldest:newest].copy()
             for at in range(requests):

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from tonnage.cache.admission.types import AdmissionRequest, Limits
 
 # An API key above its share leaves 1 / RESERVED_PART of ``max_num_seqs`` (at least one) and of the blocks free.
-# That suffices for a few short requests of other keys (benchmarks/abuse.py: queue, deaf). A key that runs alone
-# loses as much.
+# That suffices for a few short requests of other keys (the cases queue and deaf of benchmarks/abuse.py). A key
+# whose requests run alone cannot use this reserve either.
 RESERVED_PART = 32
 _LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share
 
@@ -45,7 +45,7 @@ class KeyUse:
     weight: float = 1.0
 
 
-Uses = dict[str, KeyUse]  # what each key with running requests holds, by the key's name
+Uses = dict[str, KeyUse]  # API key's name -> what the key's running requests hold
 
 
 def add_use(uses: Uses, request: AdmissionRequest, sequences: int, blocks: int) -> None:

@@ -68,12 +68,8 @@ class AdmissionRequest:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for field, value in (
-            ("prompt_tokens", self.prompt_tokens),
-            ("max_tokens", self.max_tokens),
-            ("n", self.n),
-        ):
-            if value < 1:
+        for field in ("prompt_tokens", "max_tokens", "n"):
+            if (value := getattr(self, field)) < 1:
                 raise InvalidRequest(f"{value} is below 1", field=field, hint="give at least 1")
 
     @property
@@ -116,10 +112,8 @@ class Limits:
         for field in ("usable_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if field == "usable_blocks" and not self.layout.groups:
                 continue
-            if getattr(self, field) < 1:
-                raise CacheConfigError(
-                    f"{getattr(self, field)} is below 1", field=field, hint="give at least 1"
-                )
+            if (value := getattr(self, field)) < 1:
+                raise CacheConfigError(f"{value} is below 1", field=field, hint="give at least 1")
         if self.layout.groups:
             check_groups(self.layout)
 

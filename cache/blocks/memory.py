@@ -1,9 +1,9 @@
 """Allocation of the block manager's arrays: all memory pages at the start, or each page at its first use.
 
 The first access to a new page is slow: 4.5 ms for a huge page (2 MiB) that the host has to provide, measured on
-a virtual machine (benchmarks/README.md). The admission of a prompt of 100,000 tokens takes as long. Arrays that
-every full pool uses are therefore written once at the start. Arrays sized for the worst case (rows as long as
-max_model_len) use small pages.
+a virtual machine (benchmarks/README.md). That is as long as the admission of a prompt of 100,000 tokens. Arrays
+that every full pool uses are therefore written once at the start. Arrays sized for the worst case (rows as long
+as max_model_len) use small pages.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ def lazy(*shape: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # only Linux has this option
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # only Linux can be told to use no huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype, count=math.prod(shape)).reshape(shape)

@@ -163,11 +163,6 @@ class BlockPool:
         """Number of the pool's blocks that at least one sequence references."""
         return self.usable - self.free - self.cached
 
-    @property
-    def used_full(self) -> int:
-        """Number of the pool's blocks that sequences reference in block tables of full-attention groups."""
-        return int(self._counts.used_full[0])
-
 
 def check_num_blocks(num_blocks: int) -> None:
     """Raise CacheConfigError if a pool of ``num_blocks`` KV blocks has none beside the null block."""

@@ -44,8 +44,8 @@ CLOCK_MASK = 0x7FFFFFFF  # the count of released blocks (the clock) is stored mo
 # indices into EVICTION_CAUSES, the reasons of an eviction
 FOR_PREFILL, FOR_DECODE, FOR_COPY, BY_RESET = range(4)
 
-COPY_TAIL = 1  # copy the shared last block before the next write
-DROP_SOURCE = 2  # the next step releases the block that the recurrent state was copied from
+COPY_TAIL = 1  # flag of a row: the next write must first copy the last block, which is shared
+DROP_SOURCE = 2  # flag of a row: the next step releases the block that the recurrent state was copied from
 
 i4, i8, u8 = np.int32, np.int64, np.uint64
 
@@ -64,30 +64,30 @@ POOL = np.dtype(
         ("max_step", i8),  # upper bound of positions that one sequence computes in a step
         ("caching", i8),  # 1: the prefix cache is on, 0: off
         ("logged", i8),  # 1: KV events are recorded for a subscriber
-        ("free", i8),  # blocks without content
+        ("free", i8),  # number of blocks without content
         ("free_head", i8),  # block on top of the free stack
-        ("cached", i8),  # unreferenced blocks with content
-        ("used_full", i8),  # referenced blocks of full-attention groups
-        ("clock", i8),  # number of releases into the cache since the start
+        ("cached", i8),  # number of unreferenced blocks with content
+        ("used_full", i8),  # number of blocks that tables of full-attention groups reference
+        ("clock", i8),  # number of blocks that became cached since the start
         ("lists", i8),  # bit c is set if the eviction list of class c is not empty
         ("nodes", i8),  # number of nodes of the prefix index
-        ("merged", i8),  # duplicate blocks released because another sequence had published the same tokens
+        ("merged", i8),  # number of duplicate blocks released, whose tokens another sequence had published
         ("calls", i8),  # number of calls of `steps.step`
         ("removed", i8),  # number of entries in `Core.removed`
         ("stored", i8),  # number of entries in `Core.stored`
-        ("evicted", i8, (len(EVICTION_CAUSES),)),  # evicted blocks by cause (EVICTION_CAUSES)
+        ("evicted", i8, (len(EVICTION_CAUSES),)),  # number of evicted blocks by cause (EVICTION_CAUSES)
     ]
 )
 ROW = np.dtype(
     [
-        ("length", i8),  # known tokens of the sequence, prompt and output
+        ("length", i8),  # number of known tokens of the sequence, prompt and output
         ("computed", i8),  # number of positions whose K/V is written
         ("slots", i8),  # number of positions that have a writable slot
         ("room", i8),  # number of positions that fit into the held blocks
         ("limit", i8),  # upper bound of the length: prompt + max_tokens
         ("published", i8),  # number of full blocks that are nodes of the prefix index
         ("hashed", i8),  # number of valid entries in the row of `Core.hashes`
-        ("found", i8),  # full blocks of the prompt that full-attention groups had cached at admission
+        ("found", i8),  # number of full prompt blocks that full-attention groups had cached at admission
         ("shared_tail", i8),  # 0, or a sum of the bits COPY_TAIL and DROP_SOURCE
         ("request", i8),  # slot (array index) of the request, -1 for an unused row
         ("salt", i8),  # id of the sequence's cache salt
@@ -102,11 +102,11 @@ ROW = np.dtype(
 # 0 in an unused slot.
 REQUEST = np.dtype(
     [
-        ("held", i4),  # number of distinct blocks of full-attention groups
-        ("private", i4),  # blocks of `held` that no other request references (a lower bound)
-        ("reserved", i4),  # upper bound of blocks of full-attention groups
-        ("prompt", i4),  # prompt tokens of the request
-        ("live", i4),  # live sequences of the request, each with a row in the tables
+        ("held", i4),  # number of distinct blocks that the request holds in full-attention groups
+        ("private", i4),  # number of `held` blocks that no other request references (a lower bound)
+        ("reserved", i4),  # upper bound of the blocks that the request may hold in full-attention groups
+        ("prompt", i4),  # number of prompt tokens of the request
+        ("live", i4),  # number of live sequences of the request, each with a row in the tables
         ("forks_left", i4),
     ]
 )
@@ -149,6 +149,7 @@ class Core(NamedTuple):
     groups: Records = _array(GROUP, "groups")
     rows: Records = _array(ROW, "rows")  # one record per sequence
     requests: Records = _array(REQUEST, "rows")  # one record per request
+
     # The next five arrays have one entry per block.
     refs: Int32Array = _column("blocks")  # reference count of the block
     next: Int32Array = _column("links")
@@ -157,6 +158,7 @@ class Core(NamedTuple):
     # its release.
     stamp: Int32Array = _column("blocks")
     node_of: Int32Array = _column("blocks")  # node of the block; 0 if the block is not in the prefix index
+
     # The next eight arrays describe the nodes of the prefix index.
     parent: Int32Array = _column("blocks")
     salt: Int32Array = _column("blocks")  # id of the node's cache salt, 0 for nodes that all salts share
@@ -167,26 +169,31 @@ class Core(NamedTuple):
     # block of the node in each group, or the null block
     node_blocks: Int32Array = _array(i4, "groups", "nodes")
     heads: Int32Array = _array(i4, "buckets")  # first node of the hash bucket, 0: none
+
     # The next two arrays have one entry per salt id.
     salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # number of nodes with this salt
     seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash with which the first block of a prompt is seeded
-    # The next four arrays have one row per sequence. In a block table a recurrent state is entry 0; a cached
-    # state is at the entry of the token block it ends in.
+
+    # The next four arrays have one row per sequence. A block table has a recurrent state at entry 0. If states
+    # are cached with prefixes, a state is at the entry of the token block in which it ends.
     tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
     first: Int64Array = _array(i8, "groups", "rows")  # table index of the first block in the sliding window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)
     hashes: UInt64Array = _array(u8, "rows", "max_hashes", lazy=True)  # hash of each full block of tokens
+
     # The next three arrays belong to learned eviction.
     history: Records = _array(ENTRY, "history")
-    history_heads: Int32Array = _array(i4, "history_buckets")  # 1 + first history entry of the bucket, or 0
+    # 1 + index of the first history entry in the hash bucket; 0: the bucket is empty
+    history_heads: Int32Array = _array(i4, "history_buckets")
     model: Records = _array(MODEL, 1)
-    # The next arrays hold KV events since the last read, if there is a subscriber: hashes of evicted nodes and
-    # inserted nodes, in order.
+    # The next two arrays hold the KV events since the last read, if there is a subscriber, in order: the hashes
+    # of evicted nodes, and inserted nodes.
     removed: UInt64Array = _array(u8, "log")
     stored: Int32Array = _array(i4, "log")
 
 
-Evictable = Core | OrderArrays  # The functions of eviction take either type.
+# The functions of eviction take the arrays of the block manager, or those of an `EvictionOrder`.
+Evictable = Core | OrderArrays
 
 
 def new_core(

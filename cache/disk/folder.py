@@ -17,7 +17,7 @@ import os
 import stat
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,9 +92,8 @@ class Folder:
 
     def __init__(self, path: Path, size: int, read_only: bool = False) -> None:
         self.path, self.size, self.read_only = path, size, read_only
-        self._others = (
-            0  # bytes of directories, of files that are no blocks, and of blocks that are being written
-        )
+        # Bytes of directories, of files that are no blocks, and of blocks that are being written.
+        self._others = 0
         self._in_blocks = 0  # bytes of the blocks in the index
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
         self._directories: set[str] = set()
@@ -153,28 +152,25 @@ class Folder:
         self._most_entries, self._unused = self._entries.copy(), 0
         self._others, self._in_blocks, self.blocks = found.others, sum(blocks.values()), blocks
 
-    def oldest(self) -> bytes | None:
-        """Return the id of the least recently used KV block of the disk tier, or None if it has no block."""
-        return next(iter(self.blocks), None)
-
     def make_room(self, path: str, taken: int, victim: Callable[[], bytes | None] | None = None) -> int | None:
         """Remove KV blocks until a new file fits the folder's size limit, and count the new file's bytes.
 
         Args:
             path: Path of the new file below the folder.
             taken: Bytes that the new file will take on disk.
-            victim: Function that returns the next block to remove, or None; the default is `oldest`.
+            victim: Function that returns the next block to remove, or None; by default the least recently used
+                block.
 
         Returns:
             The number of removed blocks, or None if the file cannot fit.
         """
-        new = [each for each in _parents(os.path.dirname(path)) if each not in self._directories]
+        new = [each for each in map(str, Path(path).parents[:-1]) if each not in self._directories]
         needed = taken + DIRECTORY_BYTES * len(new)
         if self._others + self._unused + needed > self.size:
             return None
-        removed, victim = 0, victim or self.oldest
+        removed = 0
         while self.used + needed > self.size:
-            block = victim()
+            block = next(iter(self.blocks), None) if victim is None else victim()
             if block is None or not self.remove(block):
                 return None
             removed += 1
@@ -190,7 +186,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self.touch(block)  # so that the next call tries another block first
+            self.touch(block)  # The block becomes the most recently used one, so the next call tries another.
             return False
         if block in self.blocks:
             self._in_blocks -= self.blocks.pop(block)
@@ -294,10 +290,3 @@ def _try_lock(descriptor: int) -> bool:
 def _on_disk(state: os.stat_result) -> int:
     """Return the bytes that a file takes on disk; st_blocks has units of 512 bytes (inode(7))."""
     return max(state.st_blocks * 512, -(-state.st_size // PAGE) * PAGE)
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Yield the relative folder ``name`` and each of its parent folders, except the top folder."""
-    while name and name != ".":
-        yield name
-        name = os.path.dirname(name)

@@ -66,7 +66,7 @@ class ReadRule:
 
     def read(self, blocks: int, seconds: float) -> None:
         """Record that a request waited ``seconds`` seconds for ``blocks`` KV blocks from the disk."""
-        if self._probed:  # measurements from before the probe are older than PROBE_SECONDS
+        if self._probed:  # Measurements from before the probe are dropped: they are older than PROBE_SECONDS.
             self._reading, self._probed = Pace(), False
         self._reading.add(blocks, seconds)
 

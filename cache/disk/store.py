@@ -79,7 +79,7 @@ class DiskStore:
         self._counts = DiskCounts(size)
         # The lock protects the folder's index and the counts. It is held while files are deleted.
         self._lock = threading.Lock()
-        self._dropped = self._declined = 0  # changed by the scheduler's thread only, without the lock
+        self._dropped = self._declined = 0  # counts changed by the scheduler's thread only, without the lock
         self._block_bytes = learned
         self._learned: LearnedBlocks | None = None
         self._events: SimpleQueue[_Ended | None] = SimpleQueue()
@@ -239,7 +239,7 @@ class DiskStore:
             with self._lock:
                 self._folder.adopt(found)
                 if self._folder.read_only:
-                    self._count(ready=True)
+                    self._counts = replace(self._counts, ready=True)
             if not self._folder.read_only:
                 self._compile()
                 with self._lock:
@@ -255,7 +255,7 @@ class DiskStore:
                 ended.append(event)
             while ended and not self._announced.intersection(ended[0].keys):
                 self._use(ended.popleft())
-            if self._waiting > _MOST_WAITING:  # the disk hangs, so announced blocks are not settled
+            if self._waiting > _MOST_WAITING:  # The disk hangs, so no announced block is settled.
                 ended.clear()
                 self._waiting = 0
                 with self._lock:
@@ -300,17 +300,14 @@ class DiskStore:
             )  # fmt: skip
             return
         self._count(evicted=evicted)
+        path = self._folder.path / note
         try:
-            self._describe(note)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.write_text(self._described + "\n", encoding="utf-8")
         except OSError as error:
             self._complain(error)
         self._start_order()
-        self._count(ready=True)
-
-    def _describe(self, note: str) -> None:
-        path = self._folder.path / note
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(self._described + "\n", encoding="utf-8")
+        self._counts = replace(self._counts, ready=True)
 
     def _make_room(self, path: str, taken: int) -> int | None:
         """Remove KV blocks until a file of ``taken`` bytes fits; return their number, None if it cannot fit."""
@@ -326,20 +323,20 @@ class DiskStore:
         if learned.full and (block := victim()) is not None:
             more = int(self._folder.remove(block))
         found = self._folder.make_room(path, taken, victim)
-        if asked and asked[-1] is None:  # running requests have written all blocks
+        if asked and asked[-1] is None:  # Running requests wrote all blocks: the learned order can evict none.
             self._start_order()
             found = self._folder.make_room(path, taken)
-        elif asked and (last := asked[-1]) and last in self._folder.blocks:  # the block's file was not deleted
+        # The file of the last victim could not be deleted, so its block stays in the folder.
+        elif asked and (last := asked[-1]) and last in self._folder.blocks:
             learned.put_back(last)
         return None if found is None else found + more
 
     def _ids(self, keys: Iterable[bytes]) -> list[bytes]:
         return [self._namespace + key for key in keys]
 
-    def _count(self, ready: bool | None = None, **added: float) -> None:
-        old = self._counts
-        new: dict[str, Any] = {name: getattr(old, name) + more for name, more in added.items()}
-        self._counts = replace(old, ready=old.ready if ready is None else ready, **new)
+    def _count(self, **added: float) -> None:
+        new: dict[str, Any] = {name: getattr(self._counts, name) + more for name, more in added.items()}
+        self._counts = replace(self._counts, **new)
 
     def _complain(self, error: OSError) -> None:
         """Log the first error of the disk; later errors are only counted."""

@@ -22,7 +22,7 @@ import math
 import numpy as np
 
 from tonnage.cache.blocks.pool import enlist
-from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, Evictable
+from tonnage.cache.blocks.state import CLASS_MASK, CLOCK_MASK, NULL_BLOCK, ONE_CHILD, ROOT, Evictable
 from tonnage.cache.compiled import inlined, inner
 from tonnage.cache.eviction.model import AGES, CLASSES, LEARNED, PER_OCTAVE, YOUNG_PART
 
@@ -79,3 +79,28 @@ def enlist_by_age(core: Evictable, node: int) -> None:
     oldest = core.next[size + (core.kind[node] & CLASS_MASK)]
     older = oldest >= size or age_of(core, node) >= age_of(core, oldest)
     enlist(core, node, node, OLDEST if older else YOUNGEST)
+
+
+@inlined
+def leave_parent(core: Evictable, node: int) -> None:
+    """Count one child less of a node's parent, and list the parent for eviction if it may be evicted now."""
+    parent = core.parent[node]
+    if parent != ROOT:
+        core.kind[parent] -= ONE_CHILD
+        if core.kind[parent] < ONE_CHILD and core.refs[parent] == 0:
+            enlist_by_age(core, parent)
+
+
+@inlined
+def unhash(core: Evictable, node: int) -> None:
+    """Remove a node from its hash bucket, if it is in the bucket."""
+    bucket = int(core.node_hash[node] & np.uint64(core.heads.size - 1))
+    at = int(core.heads[bucket])
+    if at == node:
+        core.heads[bucket] = core.chain[node]
+    else:
+        while at != NULL_BLOCK and core.chain[at] != node:
+            at = int(core.chain[at])
+        if at != NULL_BLOCK:
+            core.chain[at] = core.chain[node]
+    core.chain[node] = NULL_BLOCK

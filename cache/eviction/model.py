@@ -48,25 +48,25 @@ MODEL = np.dtype(
         ("learning", i8),  # 1: eviction learns; 0: LRU only
         ("sample_shift", i8),  # one block in 2^shift is in the sample
         ("rule", i8),  # eviction rule in effect: LRU or LEARNED
-        ("started", i8),  # number of requests that have started
+        ("started", i8),  # number of requests that have started.
         # The next three fields describe the history, a ring: the next entry to write, the number of youngest
         # entries that LRU would still hold, and the number of these whose block was not requested again.
         ("at", i8),
         ("span", i8),
         ("alive", i8),
         ("scores", f8, (2,)),  # recent hits of the pool, and hits that LRU would have had
-        ("factors", f8, (2, LEVELS)),  # hazard factors by conversation turn and by answer length
+        ("factors", f8, (2, LEVELS)),  # hazard factors by conversation turn and by answer length.
         # Time is counted in blocks that the pool releases. The hazard is the rate at which a block of an origin
         # and age is reused; the density is the expected hits of a block of a class and age per unit of time.
         ("hazard", f8, (ORIGINS, AGES)),
         ("density", f8, (CLASSES, AGES)),
-        ("weights", f8, (256,)),  # value of each index that an entry stores as its weight
-        # The next fields are scratch arrays of a fit.
+        ("weights", f8, (256,)),  # value of each weight index that a history entry stores.
+        # The next five fields are scratch arrays of a fit.
         ("events", f8, (ORIGINS, AGES)),
         ("lived", f8, (ORIGINS, AGES)),
         ("fitted", f8, (2, LEVELS)),
         ("until", f8, (AGES,)),
-        ("widths", f8, (AGES,)),  # released blocks between two levels of age
+        ("widths", f8, (AGES,)),  # width of each level of age, as a number of released blocks
     ]
 )
 

@@ -38,18 +38,11 @@ from tonnage.cache.blocks.state import (
     records,
 )
 from tonnage.cache.compiled import compiled, inlined, inner
-from tonnage.cache.eviction.choice import (
-    OLDEST,
-    YOUNGEST,
-    age_level,
-    age_of,
-    choose_list,
-    enlist_by_age,
-)
+from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, age_level, age_of, choose_list, leave_parent, unhash
 from tonnage.cache.eviction.model import CLASSES, ENTRY, LEARNED, OrderArrays, history_buckets, new_model
 from tonnage.cache.eviction.reuse import choose_rule, observe_end, observe_start, worth_of_new
 
-SPARE = CLASSES  # additional eviction list for blocks whose content another block has too
+SPARE = CLASSES  # number of one more eviction list, for blocks whose content another block has too
 
 
 class EvictionOrder:
@@ -331,7 +324,8 @@ def _link(core: OrderArrays, node: int, parent: int) -> None:
     core.parent[node] = parent
     if parent == ROOT:
         return
-    if core.refs[parent] == 0 and core.kind[parent] < ONE_CHILD:  # a node with a child is in no list
+    # A cached node leaves its eviction list when it gets its first child.
+    if core.refs[parent] == 0 and core.kind[parent] < ONE_CHILD:
         unlink(core, parent)
         core.next[parent] = NULL_BLOCK
         core.pool[0].cached += 1
@@ -339,31 +333,12 @@ def _link(core: OrderArrays, node: int, parent: int) -> None:
 
 
 @inner
-def _unhash(core: OrderArrays, node: int) -> None:
-    """Remove a node from its hash bucket, if it is in the bucket."""
-    bucket = _bucket(core, core.node_hash[node])
-    at = int(core.heads[bucket])
-    if at == node:
-        core.heads[bucket] = core.chain[node]
-    else:
-        while at != NULL_BLOCK and core.chain[at] != node:
-            at = int(core.chain[at])
-        if at != NULL_BLOCK:
-            core.chain[at] = core.chain[node]
-    core.chain[node] = NULL_BLOCK
-
-
-@inner
 def _drop(core: OrderArrays, node: int) -> None:
     """Remove a node without children from the index of nodes by hash."""
-    _unhash(core, node)
+    unhash(core, node)
     core.node_of[node] = NULL_BLOCK
     core.pool[0].nodes -= 1
-    parent = int(core.parent[node])
-    if parent != ROOT:
-        core.kind[parent] -= ONE_CHILD
-        if core.kind[parent] < ONE_CHILD and core.refs[parent] == 0:
-            enlist_by_age(core, parent)
+    leave_parent(core, node)
 
 
 @inner
@@ -377,10 +352,8 @@ def _cut(core: OrderArrays) -> None:
         parent = int(core.parent[node])
         if core.node_of[node] != node or core.refs[node] == 0 or parent == ROOT or core.refs[parent] != 0:
             continue
+        leave_parent(core, node)
         core.parent[node] = ROOT
-        core.kind[parent] -= ONE_CHILD
-        if core.kind[parent] < ONE_CHILD:
-            enlist_by_age(core, parent)
 
 
 # -- blocks ------------------------------------------------------------------------------------------------
@@ -465,7 +438,7 @@ def _forget(core: OrderArrays, blocks: Int32Array) -> None:
         if core.node_of[block] != block:
             continue
         if core.kind[block] >= ONE_CHILD:
-            _unhash(core, block)
+            unhash(core, block)
             continue
         here = core.refs[block] == 0
         if here:

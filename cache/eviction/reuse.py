@@ -50,11 +50,12 @@ from tonnage.cache.eviction.model import (
 
 EVERY = 32  # number of requests between two fits of the model
 LOWEST, HIGHEST = 0.25, 8.0  # reuse relative to the mean, for the first and the last class of an origin
-PRIOR_REQUESTS = 15.0  # number of imagined requests with mean reuse in the estimate of each factor
-PRIOR_EVENTS = 1.25  # number of imagined reuses in the estimate of the hazard at each age
+PRIOR_REQUESTS = 15.0  # weight of each factor's prior (mean reuse), as a number of requests
+PRIOR_EVENTS = 1.25  # weight of the hazard's prior at each age, as a number of reuses
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
 NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
 HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
+
 # LRU takes over if its simulated hits exceed the pool's own hits by more than this share of the sampled blocks
 # of a full pool, which is as much as 1 or 2 requests.
 SLACK = 1 / 64
@@ -391,7 +392,10 @@ def _lru_hazard(age: int) -> float:
 
 @inner
 def _fit_factor(core: Evictable, factor: int, scale: float) -> None:
-    """Fit the hazard factor of turns (0) or answer lengths (1): observed / predicted reuses without it."""
+    """Fit the hazard factors of conversation turns (``factor`` 0) or of answer lengths (1).
+
+    A level's factor is its observed reuses divided by the reuses that the model predicts without the factor.
+    """
     model = core.model[0]
     factors, seen, forecast = model.factors, model.fitted[0], model.fitted[1]
     seen[:] = PRIOR_REQUESTS

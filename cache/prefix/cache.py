@@ -57,7 +57,10 @@ class PrefixCache:
         return hits.find_hit(self._core, row)
 
     def hash(self, rows: Int64Array) -> None:
-        """Hash the rows' full blocks of tokens by ``hash_rows``; without it, compiled code hashes later."""
+        """Hash the full blocks of sequences by the hash function that the constructor got.
+
+        Without one the call does nothing, and the compiled lookup hashes the blocks later.
+        """
         if self._hash_rows is not None and self.enabled:
             self._hash_rows(self._core, rows)
 
@@ -89,9 +92,9 @@ class PrefixCache:
         whole = len(tokens) // self._block_size * self._block_size
         if whole == 0:
             raise InvalidRequest(
-                f"{len(tokens)} tokens are less than a block of {self._block_size}", field="token_ids"
+                f"a prefix of {len(tokens)} tokens has no full block of {self._block_size}", field="token_ids"
             )
-        self.salts.allow(tokens[:whole], self._block_size)
+        self.salts.allow(tokens[:whole])
 
     def forget(self) -> None:
         """Evict all cached blocks. The call is allowed only while no sequence holds a block."""

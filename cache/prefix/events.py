@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tonnage.cache.blocks.state import ROOT, Core, columns
+import numpy as np
+
+from tonnage.cache.blocks.state import ROOT, Core, Int32Array, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,10 @@ class EventLog:
         events: list[KVEvent] = []
         if removed:
             events.append(BlockRemoved(tuple(core.removed[:removed].tolist())))
-        run: list[int] = []
-        for node in core.stored[:stored].tolist():
-            if run and int(core.parent[node]) != run[-1]:
-                events.append(self._stored(run))
-                run = []
-            run.append(node)
-        if run:
-            events.append(self._stored(run))
+        if stored:
+            nodes = core.stored[:stored]
+            starts = 1 + np.flatnonzero(core.parent[nodes[1:]] != nodes[:-1])
+            events += map(self._stored, np.split(nodes, starts))
         self._tell(events)
 
     def cleared(self) -> None:
@@ -87,7 +85,7 @@ class EventLog:
         for subscriber in self._subscribers:
             subscriber(events)
 
-    def _stored(self, nodes: list[int]) -> BlockStored:
+    def _stored(self, nodes: Int32Array) -> BlockStored:
         core = self._core
         parent = int(core.parent[nodes[0]])
         return BlockStored(

@@ -27,7 +27,8 @@ def count_hit(core: Core, row: int, count: int, lost: Int32Array) -> tuple[int, 
         core: The block manager's arrays.
         row: Row with the prefix hit.
         count: Length of the prefix hit in blocks.
-        lost: int32 [slots], zeros; receives for each running request how many of the blocks it now holds alone.
+        lost: int32 [slots], zeros; receives, for each running request, how many of the hit's blocks no other
+            request holds.
 
     Returns:
         The number of the hit's blocks that are in use, and the number that are cached without a reference.

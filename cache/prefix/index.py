@@ -39,7 +39,7 @@ from tonnage.cache.blocks.groups import ALIGNED, FULL
 from tonnage.cache.blocks.pool import acquire, release, uncache
 from tonnage.cache.blocks.state import NULL_BLOCK, ONE_CHILD, ROOT, Core
 from tonnage.cache.compiled import compiled, inlined, inner
-from tonnage.cache.eviction.choice import OLDEST, choose_list, enlist_by_age
+from tonnage.cache.eviction.choice import OLDEST, choose_list, leave_parent, unhash
 from tonnage.cache.groups import states, windows
 from tonnage.cache.prefix.hashing import hash_tokens
 
@@ -163,7 +163,7 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     salt = 0 if at < state.shared else state.salt
     core.parent[node], core.node_hash[node], core.salt[node] = parent, value, salt
     core.salt_nodes[salt] += 1
-    core.kind[node] = 0  # the class is assigned when the request ends
+    core.kind[node] = 0  # the eviction class is assigned when the request ends
     if parent != ROOT:
         core.kind[parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)
@@ -260,29 +260,16 @@ def _forget(core: Core, block: int) -> None:
     pool, node = core.pool[0], core.node_of[block]
     if block != node and windows.forget_alone(core, node, block):
         return
-    value = core.node_hash[node]
-    bucket = value & np.uint64(core.heads.size - 1)
-    if core.heads[bucket] == node:
-        core.heads[bucket] = core.chain[node]
-    else:
-        before = core.heads[bucket]
-        while core.chain[before] != node:
-            before = core.chain[before]
-        core.chain[before] = core.chain[node]
+    unhash(core, node)
     for group in range(pool.num_groups):
         held = core.node_blocks[group, node]
         if held != NULL_BLOCK:
             core.node_blocks[group, node] = NULL_BLOCK
             core.node_of[held] = NULL_BLOCK
             uncache(core, held)
-    core.chain[node] = NULL_BLOCK
-    parent = core.parent[node]
-    if parent != ROOT:
-        core.kind[parent] -= ONE_CHILD
-        if core.kind[parent] < ONE_CHILD and core.refs[parent] == 0:
-            enlist_by_age(core, parent)
+    leave_parent(core, node)
     core.salt_nodes[core.salt[node]] -= 1
     pool.nodes -= 1
     if pool.logged:
-        core.removed[pool.removed] = value
+        core.removed[pool.removed] = core.node_hash[node]
         pool.removed += 1

@@ -43,8 +43,8 @@ def hash_keyed(
 ) -> np.uint64:
     """Return SipHash of ``seed`` and the bytes of ``tokens[start : start + count]`` (int32, little-endian).
 
-    ``seed`` is the hash of the parent block or of the salt. ``rounds`` and ``final_rounds`` are 2 and 4 in
-    SipHash-2-4.
+    ``seed`` is the hash of the parent block or of the salt. ``key0`` and ``key1`` are the halves of the key.
+    ``rounds`` and ``final_rounds`` are 2 and 4 in SipHash-2-4.
     """
     v0, v1 = key0 ^ np.uint64(0x736F6D6570736575), key1 ^ np.uint64(0x646F72616E646F6D)
     v2, v3 = key0 ^ np.uint64(0x6C7967656E657261), key1 ^ np.uint64(0x7465646279746573)
@@ -54,7 +54,7 @@ def hash_keyed(
             word = seed
         elif at < pairs:
             word = pair(tokens, start + 2 * at)
-        else:  # the last word has the length in bytes modulo 256 in its highest byte, and an odd token
+        else:  # The last word has an odd last token, and in its highest byte the length in bytes modulo 256.
             word = np.uint64((8 + 4 * count) & 0xFF) << np.uint64(56)
             if count % 2:
                 word |= np.uint64(tokens[start + count - 1]) & U32

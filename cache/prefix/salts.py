@@ -23,16 +23,13 @@ class Salts:
         self._rows: list[int] = [0]  # number of live sequences by salt id
         self._unused: list[int] = []
         self._sweep_at = 64
-        self._allowed: list[Int32Array] = []  # allowed prefixes, the longest first
-        self._blocks: list[int] = []
+        self._allowed: list[Int32Array] = []  # allowed prefixes of whole blocks, the longest first
 
-    def allow(self, tokens: Int32Array, block_size: int) -> None:
+    def allow(self, tokens: Int32Array) -> None:
         """Let requests of every cache salt share the blocks of the prefix ``tokens``."""
-        if any(np.array_equal(tokens, known) for known in self._allowed):
-            return
-        self._allowed.append(tokens.copy())
-        self._allowed.sort(key=len, reverse=True)
-        self._blocks = [len(known) // block_size for known in self._allowed]
+        if not any(np.array_equal(tokens, known) for known in self._allowed):
+            self._allowed.append(tokens.copy())
+            self._allowed.sort(key=len, reverse=True)
 
     def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
         """Set the cache salt of a new sequence's row, and how many of its blocks any salt may share."""
@@ -56,13 +53,13 @@ class Salts:
         return self._salts[salt_id]
 
     def _allowed_blocks(self, tokens: Int32Array) -> int:
-        for prefix, blocks in zip(self._allowed, self._blocks, strict=True):
-            if len(prefix) <= len(tokens) and np.array_equal(prefix, tokens[: len(prefix)]):
-                return blocks
+        for prefix in self._allowed:
+            if np.array_equal(prefix, tokens[: len(prefix)]):
+                return len(prefix) // int(self._core.pool["block_size"][0])
         return 0
 
     def _new_id(self, salt: bytes) -> int:
-        capacity = len(self._core.seeds)  # nodes and live sequences cannot use more salts than this at once
+        capacity = len(self._core.seeds)  # upper bound of the salts that nodes and live sequences use at once
         if not self._unused and len(self._salts) >= min(self._sweep_at, capacity):
             self._sweep()
             self._sweep_at = 2 * (len(self._salts) - len(self._unused)) + 64

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -25,13 +26,8 @@ from tonnage.cache.replay.trace_request import TraceRequest, as_count, as_number
 # Tokens per hash id that are used for RAGPulse, whose records name only the components of a prompt. It is
 # vLLM's block size.
 RAG_BLOCK = 16
-_COMPONENTS = (
-    "sys_prompt",
-    "passages_ids",
-    "history",
-    "web_search",
-    "user_input",
-)  # the components of a prompt, in the order of their text in it
+# The components of a prompt, in the order of their text in it.
+_COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
 _EVENTS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 
@@ -63,7 +59,7 @@ class SessionReader:
 
     def __init__(self) -> None:
         self._next = count()
-        self._numbers: dict[tuple[str, int], int] = {}
+        self._numbers = defaultdict[tuple[str, int], int](self._next.__next__)
 
     def read(self, session: dict[str, Any]) -> Iterator[TraceRequest]:
         """Yield the requests of one agentic session, a JSON object of Weka's traces.
@@ -90,20 +86,15 @@ class SessionReader:
             raise ValueError("hash_ids is not a list of whole numbers")
         if len(ids) != prompt // block:
             raise ValueError(
-                f"{len(ids)} hash_ids for {prompt // block} full blocks of {block} in {prompt} tokens"
+                f"{len(ids)} hash_ids for {prompt // block} full blocks ({prompt} tokens in blocks of {block})"
             )
-        numbers = [self._number(session, each) for each in ids]
+        numbers = [self._numbers[session, each] for each in ids]
         if prompt % block:  # tokens behind the last full block belong to this request only
             numbers.append(next(self._next))
-        # a request that was cancelled before its first token has out = 0; its prompt was computed
+        # A request that was cancelled before its first token has out = 0. It counts with one output token,
+        # because its prompt was computed.
         output = max(1, as_count(record, "out"))
         return TraceRequest(as_number(record, "t"), prompt, output, hash_ids=tuple(numbers), hash_block=block)
-
-    def _number(self, session: str, hash_id: int) -> int:
-        key = (session, hash_id)
-        if key not in self._numbers:
-            self._numbers[key] = next(self._next)
-        return self._numbers[key]
 
 
 # -- RAGPulse ----------------------------------------------------------------------------------------------
@@ -129,10 +120,12 @@ class RagPulseReader:
                     record = parse_json(line)
                     named = [key for key in record if key != "token_length"] if isinstance(record, dict) else []
                     if len(named) != 1 or "token_length" not in record:
-                        break  # the file has no lengths of components
+                        break  # the file does not list the lengths of components
                     self._lengths[as_count(record, named[0])] = as_count(record, "token_length")
         if not self._lengths:
-            raise ValueError("no file beside it has the lengths of its components (token_length)")
+            raise ValueError(
+                "no file beside it has the lengths of its components (JSON lines with the field token_length)"
+            )
 
     def read(self, record: dict[str, Any]) -> TraceRequest:
         """Convert one RAGPulse record to a request; prompts with equal first components share hash ids."""
@@ -144,7 +137,7 @@ class RagPulseReader:
         for component in _COMPONENTS:
             for each in record["hash_ids"][component]:
                 if each not in self._lengths:
-                    raise ValueError(f"the length of {component} {each!r:.40} is in no file beside it")
+                    raise ValueError(f"the length of {component} {each!r:.40} is in no file beside the trace")
                 pieces.append((each, self._lengths[each]))
         known = sum(length for _, length in pieces)
         if known < prompt:  # the rest is template and separators; it counts as unique to this request
@@ -206,14 +199,11 @@ class EventReader:
             raise ValueError("an event is not a JSON object with a type")
         if event["type"] not in _EVENTS:
             raise ValueError(f"{event['type']!r:.40} is not an event of vLLM's block pool")
-        # blocks of CPU tiers and of further KV cache groups repeat those of the first group on the GPU
+        # Events of CPU tiers and of further KV cache groups repeat blocks of the first group on the GPU.
         if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
             return
-        size, hashes, parent = (
-            as_count(event, "block_size", 1),
-            event["block_hashes"],
-            event["parent_block_hash"],
-        )
+        size = as_count(event, "block_size", 1)
+        hashes, parent = event["block_hashes"], event["parent_block_hash"]
         if not isinstance(hashes, list) or not hashes:
             raise ValueError("block_hashes is not a list with a hash")
         if not all(isinstance(each, int | str | bytes | None) for each in (*hashes, parent)):
@@ -240,7 +230,7 @@ class EventReader:
         """
         for chain in self._chains:
             path, block = list[int](), chain.last
-            while block is not None:  # a block that was stored before the recording began has no parent here
+            while block is not None:  # The path ends at a block that was stored before the recording began.
                 path.append(self._numbers.setdefault(block, len(self._numbers)))
                 if len(path) > len(self._parents) + 1:
                     raise ValueError(f"parent_block_hash: the block {block!r:.40} comes before itself")

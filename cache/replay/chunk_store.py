@@ -10,14 +10,14 @@ which would be evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Protocol
 
 from tonnage.cache.eviction.chunk_order import LearnedChunkOrder
 
 Key = int
-POLICIES = ("lru", "arc", "learned")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,10 @@ class ChunkUse:
 
 
 class Order(Protocol):
-    """The interface of an order in which a KV tier's store evicts chunks."""
+    """The interface of an order in which a KV tier's store evicts chunks.
+
+    By default every chunk is stored, and a request counts as one access to its chunks, when it ends.
+    """
 
     def __contains__(self, key: Key) -> bool: ...
 
@@ -53,12 +56,15 @@ class Order(Protocol):
 
     def miss(self, keys: Sequence[Key]) -> None:
         """Record chunks that a request offers to the store and the store does not hold, in prefix order."""
+        return
 
     def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
         """Return whether to store the chunks ``new`` of a request whose chunks are ``keys``."""
+        return True
 
     def load(self, keys: Sequence[Key]) -> None:
         """Record that a request loads the chunks ``keys`` from the store."""
+        return
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Record the end of a request that used the chunks ``keys``, in prefix order."""
@@ -71,10 +77,11 @@ class Order(Protocol):
         """
 
 
-class LRUOrder:
+class LRUOrder(Order):
     """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
-    A chunk is never older than the later chunks of the same prompt.
+    A chunk is never older than the later chunks of the same prompt. LRU does not learn from misses; vLLM's
+    touch skips chunks that are not stored.
     """
 
     def __init__(self) -> None:
@@ -90,16 +97,6 @@ class LRUOrder:
         """Add a chunk that the store begins to hold, as the most recently used one."""
         self._order[key] = None
 
-    def miss(self, keys: Sequence[Key]) -> None:
-        """Do nothing, because LRU does not learn from misses; vLLM's touch skips chunks that are not stored."""
-
-    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return True: LRU stores every chunk."""
-        return True
-
-    def load(self, keys: Sequence[Key]) -> None:
-        """Do nothing, because a request's chunks become the most recently used ones when it ends."""
-
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Make the request's chunks the most recently used ones; its first chunk becomes the very last."""
         for key in reversed(keys):
@@ -111,7 +108,7 @@ class LRUOrder:
 
         Returns None and removes no chunk if fewer can be evicted.
         """
-        found = _first(self._order, count, kept, busy)
+        found = list(islice(_free(self._order, kept, busy), count))
         if len(found) < count:
             return None
         for key in found:
@@ -119,7 +116,7 @@ class LRUOrder:
         return found
 
 
-class ARCOrder:
+class ARCOrder(Order):
     """The order of evicting a tier's chunks by adaptive replacement (ARC).
 
     It has one list of chunks used once and one of chunks used again. The division of the space between both
@@ -127,7 +124,8 @@ class ARCOrder:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.target = capacity, 0.0  # `target` is the number of chunks used once to keep
+        # `target` is the number of chunks to keep in the list `once`, of chunks used once.
+        self.capacity, self.target = capacity, 0.0
         self.once: OrderedDict[Key, None] = OrderedDict()
         self.again: OrderedDict[Key, None] = OrderedDict()
         # Keys of the chunks that were evicted from the lists `once` and `again`.
@@ -147,7 +145,7 @@ class ARCOrder:
         self.gone_again.pop(key, None)
 
     def miss(self, keys: Sequence[Key]) -> None:
-        """Give more space to that list, of the two, from which the missed chunks ``keys`` were evicted."""
+        """Give more space to the list (used once, or again) from which the missed chunks were evicted."""
         for key in reversed(keys):
             if key in self.gone_once:
                 step = max(1, len(self.gone_again) / len(self.gone_once))
@@ -158,26 +156,16 @@ class ARCOrder:
                 self.target = max(self.target - step, 0)
                 self.gone_again.move_to_end(key)
 
-    def admits(self, keys: Sequence[Key], new: Sequence[Key]) -> bool:
-        """Return True: ARC stores every chunk."""
-        return True
-
-    def load(self, keys: Sequence[Key]) -> None:
-        """Do nothing, because a request counts as one access to its chunks, when it ends."""
-
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
         """Count the request as one access to the chunks that it reused."""
         for key in reversed(keys):
-            if key in use.inserted and key not in use.reused:
-                if key in self.once:
-                    self.once.move_to_end(key)
-                elif key in self.again:
-                    self.again.move_to_end(key)
-            elif key in use.reused and key in self.once:
+            if key in use.reused and key in self.once:
                 del self.once[key]
                 self.again[key] = None
-            elif key in use.reused and key in self.again:
-                self.again.move_to_end(key)
+            elif key in use.reused or key in use.inserted:
+                for chunks in (self.once, self.again):
+                    if key in chunks:
+                        chunks.move_to_end(key)
 
     def evict(self, count: int, kept: set[Key], busy: dict[Key, int], own: Sequence[Key]) -> list[Key] | None:
         """Remove and return ``count`` chunks that are neither ``kept`` nor ``busy``.
@@ -185,21 +173,16 @@ class ARCOrder:
         Returns None and removes no chunk if fewer can be evicted.
         """
         once, again = _free(self.once, kept, busy), _free(self.again, kept, busy)
-        left, found = len(self.once), list[tuple[Key, bool]]()
+        left, found = len(self.once), list[Key]()
         for _ in range(count):
-            key = next(once, None) if left >= int(self.target) else None
+            order = chain(once, again) if left >= int(self.target) else chain(again, once)
+            key = next(order, None)
             if key is None:
-                key = next(again, None)
-                if key is not None:
-                    found.append((key, False))
-                    continue
-                key = next(once, None)
-                if key is None:
-                    return None
-            found.append((key, True))
-            left -= 1
-        for key, from_once in found:
-            if from_once:
+                return None
+            found.append(key)
+            left -= key in self.once
+        for key in found:
+            if key in self.once:
                 del self.once[key]
                 self.gone_once[key] = None
             else:
@@ -208,7 +191,7 @@ class ARCOrder:
         for ghost in (self.gone_once, self.gone_again):
             for _ in range(len(ghost) - self.capacity):
                 ghost.popitem(last=False)
-        return [key for key, _ in found]
+        return found
 
 
 class LearnedOrder(LearnedChunkOrder[Key]):
@@ -229,6 +212,14 @@ class LearnedOrder(LearnedChunkOrder[Key]):
         super().finish(use.keys, use.reused)
 
 
+_ORDERS: dict[str, Callable[[int], Order]] = {
+    "lru": lambda capacity: LRUOrder(),
+    "arc": ARCOrder,
+    "learned": LearnedOrder,
+}
+POLICIES = tuple(_ORDERS)
+
+
 class ChunkStore:
     """The chunks that one simulated KV tier holds, with their eviction order.
 
@@ -237,15 +228,11 @@ class ChunkStore:
 
     def __init__(self, capacity: int, policy: str = "lru") -> None:
         self.capacity = capacity
-        self.order: Order = (
-            LearnedOrder(capacity)
-            if policy == "learned"
-            else ARCOrder(capacity)
-            if policy == "arc"
-            else LRUOrder()
-        )
-        self._busy: dict[Key, int] = {}  # number of loads in flight; -1 while the chunk is stored
-        # Numbers of chunks, except `refused`: the number of offers for which no space could be made.
+        self.order = _ORDERS[policy](capacity)
+        # Chunk -> number of its loads in flight; -1 while the chunk is being stored.
+        self._busy: dict[Key, int] = {}
+
+        # Counts of chunks, except `refused`, which counts calls of `store` for which no space could be made.
         self.stored = self.evicted = self.refused = self.declined = 0
 
     def lookup(self, key: Key) -> bool:
@@ -320,12 +307,3 @@ class ChunkStore:
 
 def _free(order: OrderedDict[Key, None], kept: set[Key], busy: dict[Key, int]) -> Iterator[Key]:
     return (key for key in order if key not in kept and not busy.get(key, 0))
-
-
-def _first(order: OrderedDict[Key, None], count: int, kept: set[Key], busy: dict[Key, int]) -> list[Key]:
-    found: list[Key] = []
-    for key in _free(order, kept, busy):
-        if len(found) == count:
-            break
-        found.append(key)
-    return found

@@ -75,9 +75,7 @@ def _value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _length(data: bytes, at: int, size: int) -> int:
-    if at + size > len(data):
-        raise IndexError
-    return int.from_bytes(data[at : at + size], "big")
+    return int.from_bytes(_cut(data, at, size)[0], "big")
 
 
 def _cut(data: bytes, at: int, count: int) -> tuple[bytes, int]:

@@ -74,8 +74,13 @@ def _plot(
 ) -> str:  # fmt: skip
     """Return a line plot as SVG in HTML.
 
-    ``label`` formats a value of the x axis. ``mark`` is an x value and the label of a vertical line drawn
-    there.
+    Args:
+        title: Heading of the plot.
+        x: Values of the x axis, ascending.
+        series: One or two lines, each with its name and a y value for each of ``x``.
+        top: Upper end of the y axis; None: the largest value.
+        label: Function that formats a value of the x axis.
+        mark: Place of a vertical line on the x axis, and its label.
     """
     if len(x) < 2 or x[-1] <= x[0]:
         return f"<h2>{escape(title)}</h2><p class=lines>nothing to plot</p>"

@@ -8,7 +8,7 @@ from typing import Any
 from tonnage.cache.blocks.pool import BlockPool
 from tonnage.cache.replay.tiers import TierCounts
 
-_KEPT = 512  # a plot has this many points, up to twice as many
+_KEPT = 512  # the plot of a long replay has at least this many points, and fewer than twice as many
 
 
 @dataclass(slots=True)

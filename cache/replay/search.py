@@ -72,8 +72,5 @@ def search_engines(
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        if meets(middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if meets(middle) else (middle, high)
     return Found(high, waits, results[high])

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tonnage.cache.admission import Policy
 from tonnage.cache.blocks.groups import can_cache_states
+from tonnage.cache.blocks.state import Int32Array
 from tonnage.cache.manager import KVCacheManager
 from tonnage.cache.replay.result import Replay, Samples
 from tonnage.cache.replay.step_time import StepTime
@@ -28,8 +28,6 @@ from tonnage.cache.replay.trace import Trace
 from tonnage.cache.replay.trace_request import TraceRequest
 from tonnage.cache.scheduler import Scheduler, Sequence, Step
 from tonnage.planner.model.layout import KVLayout
-
-Int32Array = npt.NDArray[np.int32]
 
 # First token id for prompts without hash ids. Each such prompt repeats one id of its own, so it shares no
 # prefix.
@@ -93,16 +91,11 @@ class _Sequence(Sequence):
 
     def token_ids(self) -> Int32Array:
         if self.tokens is None or len(self.tokens) != self.length:
-            self.tokens = self._made_tokens()
+            self.tokens = np.full(self.length, _UNIQUE + self.id, np.int32)
+            if self.trace.hash_ids is not None and self.prefixes:
+                ids, prompt = np.array(self.trace.hash_ids, np.int32), self.trace.prompt_tokens
+                self.tokens[:prompt] = np.repeat(ids, self.trace.hash_block)[:prompt]
         return self.tokens
-
-    def _made_tokens(self) -> Int32Array:
-        trace = self.trace
-        tokens = np.full(self.length, _UNIQUE + self.id, np.int32)
-        if trace.hash_ids is not None and self.prefixes:
-            ids = np.array(trace.hash_ids, np.int32)
-            tokens[: trace.prompt_tokens] = np.repeat(ids, trace.hash_block)[: trace.prompt_tokens]
-        return tokens
 
 
 class Simulator:
@@ -135,7 +128,7 @@ class Simulator:
         )
         self.tiers = None if setup.tiers is None else Tiers(setup.tiers, chunk_tokens_of(trace))
         if (auto := self.manager.admission.auto) is not None:
-            auto.background = False  # rehearse within the call, while the simulated clock stands still
+            auto.background = False  # Admission rules are simulated within the call: the replay's clock waits.
         self.now = 0.0
         self._arrived = 0
         self._computed = 0  # number of computed tokens
@@ -250,11 +243,10 @@ class Simulator:
 
     def _resume(self) -> None:
         """Let sequences run whose loads from a KV tier have ended by now."""
-        assert self.tiers is not None or not self.scheduler.loading
         for sequence in [s for s in self.scheduler.loading.values() if s.loaded <= self.now]:
+            assert self.tiers is not None
             self.scheduler.resume(sequence)
-            if self.tiers is not None:
-                self.tiers.loaded(sequence.id)
+            self.tiers.loaded(sequence.id)
 
     def _wait_for_load(self) -> None:
         """Advance the simulated clock to the next end of a load from a KV tier, or to the next arrival."""

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from tonnage.cache.blocks.state import Int64Array
 from tonnage.cache.compiled import compiled, inlined
 from tonnage.cache.replay.tiers import chunk_keys, chunk_tokens_of
 from tonnage.cache.replay.trace import Trace
-
-Int64Array = npt.NDArray[np.int64]
 
 _MOST = 4_000_000  # upper bound of the chunk uses in one pass; longer traces are sampled
 _MOST_OPTIMUM = 400_000  # upper bound of the chunk uses in a pass of `optimum`, which is not compiled
@@ -84,17 +82,14 @@ class TierCurve:
 
     def plot(self, chunk_bytes: int) -> SizeCurve:
         """Return hit rates at cache sizes from one chunk to the smallest with all hits, and the knee."""
-        last = int((self.distances[-1] + 1) / self.rate) if self.distances else 1
-        steps = {int(max(1, last) ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {
-            self.knee() or 1,
-            last,
-        }
+        last = self.knee(1.0) or 1
+        steps = {int(last ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {self.knee() or 1, last}
         points = tuple((chunks * chunk_bytes, self.hit_rate(chunks)) for chunks in sorted(steps))
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
         """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first with all hits."""
-        last = int((self.distances[-1] + 1) / self.rate) * chunk_bytes if self.distances else 0
+        last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:
             found.append((size, self.hit_rate(size // chunk_bytes)))
@@ -130,7 +125,7 @@ class ChunkUses:
             return self
         chosen = self.keys.astype(np.uint64) * np.uint64(_HASH) < np.uint64(rate * (1 << 64))
         ends = np.concatenate([[0], np.cumsum(chosen)])[self.ends]
-        return ChunkUses(self.chunk_tokens, self.prompt_tokens, self.keys[chosen], ends, self.distinct, rate)
+        return replace(self, keys=self.keys[chosen], ends=ends, rate=rate)
 
 
 def chunk_uses(trace: Trace) -> ChunkUses:

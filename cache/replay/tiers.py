@@ -55,7 +55,7 @@ class TierCounts:
     disk_loaded_bytes: int = 0
     disk_stored_bytes: int = 0
     load_seconds: float = 0.0
-    waited_seconds: float = 0.0  # from a request's start until its load has ended, over all requests
+    waited_seconds: float = 0.0  # seconds from a request's start until its load has ended, sum over requests
     chunks_stored: int = 0
     chunks_evicted: int = 0
     refused_stores: int = 0
@@ -115,8 +115,9 @@ class Tiers:
         chunks = size // self.chunk_bytes
         if chunks < 1:
             raise CacheConfigError(
-                f"{name}={size:,} bytes hold no chunk: {self.chunk_tokens} tokens, {self.chunk_bytes:,}",
+                f"{name}={size:,} bytes hold no chunk ({self.chunk_tokens} tokens, {self.chunk_bytes:,} bytes)",
                 field="--tiers",
+                hint="give a larger size",
             )
         return chunks
 
@@ -129,7 +130,8 @@ class Tiers:
             found = chunk_keys(trace, self._keys)
             request = self._requests[sequence] = _Request(ChunkUse(found), ChunkUse(found))
             self.unstored.add(sequence)
-            if self.disk is not None:  # a request uses its chunks on disk, whichever tier it loads them from
+            # The disk tier counts all chunks that the request uses, also those that it loads from host memory.
+            if self.disk is not None:
                 request.disk.seen.update(range(len(found)))
                 request.disk.reused.update(itertools.takewhile(self.disk.lookup, found))
         keys, size = request.host.keys, self.chunk_tokens
@@ -143,7 +145,7 @@ class Tiers:
                 end += 1
             else:
                 break
-        # The last token of a prompt is always computed.
+        # The last token of a prompt is always computed, because its logits are needed.
         tokens = min(end * size, trace.prompt_tokens - 1) - computed
         if end == start or end * size - computed < size or tokens <= 0:
             return 0, now
@@ -216,7 +218,7 @@ class Tiers:
         if end <= request.next_stored:
             return
         new = self.host.store(request.host, request.next_stored, end)
-        if new is None:  # no space was free; the store is tried again in the next step
+        if new is None:  # No space could be made in host memory. The next step tries again to store the chunks.
             return
         self._writing.append((self.host, new))
         self.counts.host_stored_bytes += len(new) * self.chunk_bytes
@@ -273,5 +275,8 @@ def chunk_tokens_of(trace: Trace) -> int:
             f"{trace.name} has no hash_ids, so it does not say which prompts share a prefix", field="--tiers"
         )
     if len(sizes) > 1:
-        raise CacheConfigError(f"{trace.name} has hash ids of {sorted(sizes)} tokens", field="--tiers")
+        raise CacheConfigError(
+            f"{trace.name} has hash ids of different sizes, {sorted(sizes)} tokens", field="--tiers",
+            hint="replay the requests of one size",
+        )  # fmt: skip
     return sizes.pop()

@@ -19,7 +19,7 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -170,7 +170,8 @@ def _ordered(
             )
     requests.sort(key=lambda request: request.arrival)
     zero = requests[0].arrival
-    return Trace(name, kind, tuple(_shifted(request, zero) for request in requests[:limit]), skipped)
+    shifted = (replace(request, arrival=request.arrival - zero) for request in requests[:limit])
+    return Trace(name, kind, tuple(shifted), skipped)
 
 
 def _read(
@@ -224,7 +225,7 @@ def _format_of(
     if isinstance(record, dict) and "input_length" in record:
         return "mooncake", all_lines(), _mooncake
     if isinstance(record, dict) and "prompt_tokens" in record:
-        return "log", all_lines(), _log
+        return "log", all_lines(), lambda line: _request(_record(line))
     with contextlib.suppress(csv.Error):  # a line with a field above csv's size limit is no header
         columns = [column.strip() for column in next(csv.reader([first.lstrip("\ufeff")]), [])]
     if named is None and set(_AZURE.values()) <= set(columns):
@@ -256,7 +257,7 @@ def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], Trac
     def parse(line: str) -> TraceRequest:
         cells = [text.strip() for text in next(csv.reader([line]))]
         if len(cells) != len(columns):
-            raise ValueError(f"{len(cells)} columns, expected {len(columns)}")
+            raise ValueError(f"{len(cells)} columns, the header has {len(columns)}")
         found = {column: cell(text) for column, text in zip(columns, cells, strict=True) if text}
         return _request(renamed(found, named))
 
@@ -272,20 +273,14 @@ def _mooncake(line: str) -> TraceRequest:
     )
 
 
-def _log(line: str) -> TraceRequest:
-    return _request(_record(line))
-
-
 def _request(record: Mapping[str, Any]) -> TraceRequest:
     prompt = as_count(record, "prompt_tokens")
-    block = as_count(record, "hash_block") if "hash_block" in record else MOONCAKE_BLOCK
-    if block < 1:
-        raise ValueError(f"hash_block is {block}, below 1")
+    block = as_count(record, "hash_block", least=1) if "hash_block" in record else MOONCAKE_BLOCK
     return _checked(
         as_number(record, "arrival"),
         prompt,
         as_count(record, "output_tokens"),
-        max_tokens=as_count(record, "max_tokens") if record.get("max_tokens") is not None else None,
+        max_tokens=as_count(record, "max_tokens", least=1) if record.get("max_tokens") is not None else None,
         hash_ids=_ids(record, prompt, block) if record.get("hash_ids") is not None else None,
         hash_block=block,
         tenant=str(record.get("tenant", "")),
@@ -298,16 +293,14 @@ def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequ
         raise ValueError(f"the arrival time is {arrival}, not a finite number")
     if prompt < 1 or output < 1:
         raise ValueError(f"{prompt} prompt and {output} output tokens: both are at least 1")
-    most = more.get("max_tokens")
-    if most is not None and most < 1:
-        raise ValueError(f"max_tokens is {most}, below 1")
+
     return TraceRequest(arrival, prompt, output, **more)
 
 
 def _record(line: str) -> dict[str, Any]:
     record = parse_json(line)
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("the line is not a JSON object")
     return record
 
 
@@ -316,13 +309,10 @@ def _ids(record: Mapping[str, Any], prompt: int, block: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**30 for i in ids):
         raise ValueError("hash_ids is not a list of whole numbers below 2^30")
     if len(ids) != -(-prompt // block):
-        raise ValueError(f"{len(ids)} hash_ids for {prompt} tokens in blocks of {block}")
+        raise ValueError(
+            f"{len(ids)} hash_ids for {prompt} prompt tokens, which are {-(-prompt // block)} blocks of {block}"
+        )
     return tuple(ids)
-
-
-def _shifted(request: TraceRequest, zero: float) -> TraceRequest:
-    values = {name: getattr(request, name) for name in TraceRequest.__slots__}
-    return TraceRequest(**{**values, "arrival": request.arrival - zero})
 
 
 def _reason(error: Exception) -> str:

@@ -23,17 +23,7 @@ The engine then performs the copies, computes, and reports back (`computed`, `fo
 =============== =====================================================================================
 """
 
-from tonnage.cache.scheduler.queue import Waiting, WaitingQueue
 from tonnage.cache.scheduler.scheduler import Scheduler
-from tonnage.cache.scheduler.sequence import Counters, Decisions, S, Sequence, Step
+from tonnage.cache.scheduler.sequence import Decisions, S, Sequence, Step
 
-__all__ = [
-    "Counters",
-    "Decisions",
-    "S",
-    "Scheduler",
-    "Sequence",
-    "Step",
-    "Waiting",
-    "WaitingQueue",
-]
+__all__ = ["Decisions", "S", "Scheduler", "Sequence", "Step"]

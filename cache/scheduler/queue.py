@@ -71,9 +71,10 @@ class WaitingQueue:
         self._order: list[tuple[float, int]] = []
         self._first = 0
         self._entries: dict[int, Waiting] = {}
-        self._keys: dict[int, tuple[float, int]] = {}
+
         self._tenants: Counter[str] = Counter()  # number of entries of each tenant
-        self._due: dict[int, int] = {}  # step at which each present or former head was forecast to start
+        # Request id -> engine step at which the request was forecast to start when it first was the head.
+        self._due: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._order) - self._first
@@ -97,9 +98,8 @@ class WaitingQueue:
         """
         if entry.id in self._entries:
             raise InvalidRequest(f"request {entry.id} is already queued", field="id")
-        key = (entry.arrival + entry.request.priority * self.ageing, entry.id)
-        insort(self._order, key, self._first)
-        self._entries[entry.id], self._keys[entry.id] = entry, key
+        insort(self._order, self._key(entry), self._first)
+        self._entries[entry.id] = entry
         self._tenants[entry.request.tenant] += 1
 
     def remove(self, id: int) -> Waiting:
@@ -107,17 +107,19 @@ class WaitingQueue:
 
         Raises UnknownSequence if it is not queued.
         """
-        key = self._keys.pop(id, None)
-        if key is None:
+        entry = self._entries.pop(id, None)
+        if entry is None:
             raise UnknownSequence(f"request {id} is not queued", field="id")
         self._due.pop(id, None)
-        self._close(bisect_left(self._order, key, self._first))
-        entry = self._entries.pop(id)
+        self._close(bisect_left(self._order, self._key(entry), self._first))
         tenant = entry.request.tenant
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
         return entry
+
+    def _key(self, entry: Waiting) -> tuple[float, int]:
+        return entry.arrival + entry.request.priority * self.ageing, entry.id
 
     def _close(self, place: int) -> None:
         """Remove the entry at index ``place`` of the sorted list, by moving the entries on its shorter side."""
@@ -127,7 +129,7 @@ class WaitingQueue:
             return
         order[first + 1 : place + 1] = order[first:place]
         self._first += 1
-        if 2 * self._first > len(order):  # half of the list is free
+        if 2 * self._first > len(order):  # more than half of the list's places are free
             del order[: self._first]
             self._first = 0
 
@@ -150,7 +152,8 @@ class WaitingQueue:
         """
         head: Head | None = None
         asked = 0
-        # number of entries per tenant that its quota delays, with the same bound as for entries behind a head
+        # Number of entries per tenant that wait for the tenant's quota. `lookahead` bounds it, as it bounds the
+        # entries that are tried behind a waiting head.
         over: Counter[str] = Counter()
         entries: Iterable[Waiting] = self
         if rank is not None and len(self._tenants) > 1:

@@ -171,8 +171,8 @@ class Scheduler(Generic[S]):
         """Schedule ``turns`` decode steps at once, if all sequences decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # a call of the manager takes at most this many tokens per sequence
-        if self._aligned:  # end at the next block boundary, where recurrent states are cached
+            turns = min(turns, self.budget)  # the manager extends a sequence by at most `budget` tokens a call
+        if self._aligned:  # The last step ends at the next block boundary, where recurrent states are cached.
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
             return
@@ -203,7 +203,7 @@ class Scheduler(Generic[S]):
                 todo = [s for s in todo if s.id not in asked]
             if step.picked or not self.running:
                 return budget + spared
-            if self.loading:  # sequences that load from a tier will run later and release their blocks
+            if self.loading:  # Sequences that load from a KV tier will run later and release their blocks.
                 return budget + spared
             if self.mode is not AdmissionMode.PREDICTIVE:
                 raise InvariantViolation(f"all running sequences stall in {self.mode} mode", field="progress")
@@ -257,10 +257,10 @@ class Scheduler(Generic[S]):
         return _Wishes(order, [s.id for s in order], ends, decodes)
 
     def _parts(self, sequences: list[S], budget: int) -> dict[str, int] | None:
-        """Return how many of the step's tokens each API key may use for prompts; None: no division.
+        """Divide a step's token budget among the API keys with prompts to compute; return tokens by key.
 
-        The budget is not divided where chunks must end at block boundaries: a part below one block would
-        compute nothing.
+        Returns None if any key may use the whole budget. This includes models whose prompt chunks must end at
+        block boundaries, since with a part below one block a key would compute nothing.
         """
         if not self.admission.several_keys or self._aligned:
             return None
@@ -273,8 +273,8 @@ class Scheduler(Generic[S]):
     def _spared(self) -> int:
         """Return how many of the step's tokens running prompts leave for a waiting request of another key.
 
-        The result is 0 if no sequence may be added for such a request, or if admission would decide as in the
-        last step. It is also 0 where chunks end at block boundaries, as in `_parts`.
+        The result is 0 if max_num_seqs leaves no place for the request, or if admission would decide as in the
+        last step. It is also 0 for models whose prompt chunks must end at block boundaries.
         """
         several = self.admission.several_keys and not self._aligned
         if not several or not self.waiting or not self._changed:
@@ -292,7 +292,7 @@ class Scheduler(Generic[S]):
     def _cut(self, sequence: S, chunk: int, may_wait: bool) -> int:
         """Return the tokens of a prompt chunk, reduced so that it ends where a recurrent state is kept.
 
-        The result 0 defers the chunk to a later step, which ``may_wait`` allows.
+        The result is 0 if the chunk must wait for a later step; ``may_wait`` says whether that is allowed.
         """
         cut = aligned_chunk(
             chunk,

@@ -28,7 +28,7 @@ class Sequence(ABC):
     index: int = 0
     tenant: str = ""
     priority: int = 0
-    weight: float = 1.0  # weight of the tenant's key
+    weight: float = 1.0  # weight of the tenant's API key when several keys share the engine
     scored: bool = False  # whether the logits of every prompt token are requested
     id: int = -1  # id in order of arrival, assigned by the scheduler
     length: int = 0
@@ -77,7 +77,10 @@ class Sequence(ABC):
 
     @property
     def wish(self) -> AdmissionRequest:
-        """The sequence as a request for admission; after a preemption with the output to recompute."""
+        """The sequence's lengths, tenant and priority as admission reads them.
+
+        After a preemption the output so far counts as prompt, because it is computed again.
+        """
         produced = self.length - self.prompt
         return AdmissionRequest(
             self.length,
@@ -153,7 +156,7 @@ class Counters:
     missing_blocks: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def count(self, outcome: str, reason: str, missing: int = 0) -> None:
-        """Count one decision of admission; a request that waits is counted once."""
+        """Count one decision of admission; the caller counts a request that waits only once."""
         key = (outcome, str(reason))
         self.admissions[key] = self.admissions.get(key, 0) + 1
         if missing > 0:

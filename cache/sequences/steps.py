@@ -29,7 +29,7 @@ OK, TWICE, NEGATIVE, TOO_LONG, STEP_TOO_LONG, NO_ROOM, OUT_OF_ORDER, STATE_ELSEW
 
 # Bits that select what a call does to each row; they are applied in this order.
 COMMIT, APPEND, EXTEND = 1, 2, 4
-# all known tokens are committed, and one more token is appended and gets its slot
+# A decode commits all known tokens, appends one more token and allocates its slot.
 DECODE = COMMIT | APPEND | EXTEND
 
 
@@ -86,7 +86,7 @@ def step(
             if end > row.room or (row.shared_tail != 0 and end > written):
                 most += demand(core, batch[i], written, end, False)
         row.written, row.end = written, end
-    # this is an upper bound, since blocks that the call itself releases are left out
+    # `most` is an upper bound of the missing blocks, since it leaves out blocks that the call itself releases.
     if most > pool.free + pool.cached:
         short_at = _first_without_room(core, batch, copies)
         if short_at >= 0:

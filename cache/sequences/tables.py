@@ -18,7 +18,7 @@ from tonnage.cache.errors import InvalidRequest, SequenceFinished, UnknownSequen
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
-_PIECE = 4096  # number of tokens converted per call of struct
+_PIECE = 4096  # number of token ids that one call of struct.pack_into converts
 
 
 class Sequences:
@@ -27,8 +27,9 @@ class Sequences:
     def __init__(self, rows: int) -> None:
         self.row_of: dict[int, int] = {}
         self._unused = list(range(rows - 1, -1, -1))
-        self._finished: list[int | None] = [None] * rows  # id of the last sequence in each unused row
-        # ids and result of the last call of `rows`
+        # Id of the last sequence in each unused row.
+        self._finished: list[int | None] = [None] * rows
+        # Sequence ids and result of the last call of `rows`.
         self._asked: tuple[tuple[int, ...], Int64Array] = (), np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -146,5 +147,5 @@ def end_array(batch: Int64Array, ends: TokenIds, field: str) -> Int64Array:
     """
     array: Int64Array = np.ascontiguousarray(ends, dtype=np.int64)
     if array.shape != batch.shape:
-        raise InvalidRequest(f"{array.size} numbers for {len(batch)} sequences", field=field)
+        raise InvalidRequest(f"{array.size} numbers for {len(batch)} sequences, not one each", field=field)
     return array
