@@ -44,7 +44,7 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    pooled: Pooled = ()  # result of a pooling request, in its only chunk
+    pooled: Pooled = ()  # result of a pooling request, in its only chunk.
     # Seconds from submission to admission; None if the engine does not report it.
     queued_seconds: float | None = None
     refused: bool = False  # if ``error`` is set: whether the request caused the error, not the engine

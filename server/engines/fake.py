@@ -1,4 +1,4 @@
-"""An engine without a model: real admission and a real block manager with generated tokens, in this process.
+"""An engine without a model: it runs the real admission and block manager, and makes up its output tokens.
 
 It tests everything around an engine, and shows how a client behaves within the capacity of a plan. It queues,
 rejects, shares prefixes and frees blocks as an engine with that plan would, at a given token rate.
@@ -33,7 +33,8 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 log = logging.getLogger("tonnage.server")
 
 # Number of chunks delivered to their streams in one iteration of the event loop. Each chunk wakes a task that
-# writes to a socket (40 us). Delivering a whole batch at once would delay all other tasks by the sum.
+# writes to a socket (40 us). Delivering a whole batch at once would delay all other tasks by the sum of these
+# times.
 _CHUNKS_A_ROUND = 64
 
 # A function of a request and the index of a sequence that returns the sequence's output tokens. If the iterator
@@ -99,7 +100,7 @@ class FakeEngine(Engine):
         token_rate: tokens per second of each sequence; infinite means no delay.
         reply: function that returns the output tokens of a sequence; random tokens by default.
         load_seconds: duration of ``start``.
-        start_error: error that ``start`` raises at its end.
+        start_error: error that ``start`` raises at its end; None for a start that succeeds.
         memory: measured memory to report in the statistics.
     """
 

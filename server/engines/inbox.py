@@ -1,7 +1,7 @@
 """A queue for the chunks of one request, with one reader on one event loop.
 
-asyncio.Queue costs three times as much per token, because it also supports bounds, several readers and their
-cancellation.
+asyncio.Queue costs three times as much per token, because it also supports an upper bound of its size, several
+readers and their cancellation.
 """
 
 from __future__ import annotations

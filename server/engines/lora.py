@@ -21,7 +21,7 @@ class LoRAModule:
 
 
 def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> tuple[LoRAModule, ...]:
-    """Return the LoRA adapters that the texts ``given``, of the form ``name=path``, describe.
+    """Return the LoRA adapters that ``given``, the values of --lora-modules (``name=path``), describe.
 
     Raises:
         DeploymentError: a name is used twice, a folder has no adapter, or a rank exceeds ``max_lora_rank``.

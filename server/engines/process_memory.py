@@ -39,7 +39,7 @@ def process_tree(pid: int) -> list[int]:
     if not alive:
         return []
     tree = [pid]
-    for member in tree:  # the list grows during the loop
+    for member in tree:  # the loop appends each process's children to the list
         tree.extend(children.get(member, ()))
     return tree
 
@@ -175,7 +175,7 @@ def _parent(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             text = stat.read()
-    except OSError:  # the process ended after the listing
+    except OSError:  # the process has ended since the tree was listed
         return None
     # The second field is the command in parentheses. The command may contain ") ", so search for the last ")".
     state, parent, *_ = text[text.rindex(b")") + 2 :].split()

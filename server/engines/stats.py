@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tonnage.cache.admission.auto import Auto
     from tonnage.cache.disk.counts import DiskCounts
 
-ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome, reason, count) with outcome admit, wait or never
+ReasonCounts = tuple[tuple[str, str, int], ...]  # counts by outcome and reason: ("wait", reason, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class EngineStats:
     pool: PoolStats
     memory: MeasuredMemory = field(default_factory=MeasuredMemory)
     admissions: ReasonCounts = ()
-    # (outcome, reason, number of missing blocks) for the outcomes wait and never
+    # blocks that refused requests lacked: (outcome, reason, number of blocks), with the outcome wait or never
     refused_blocks: ReasonCounts = ()
     preemptions: int = 0
     preempted_tokens: int | None = 0  # computed tokens discarded by preemptions; None if not counted
@@ -217,10 +217,10 @@ class EngineStats:
     # distinguish them.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # None if the engine does not check its invariants
+    invariant_violations: int | None = 0  # found so far; None if the engine does not check its invariants
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # None except in the admission mode ``auto``
-    tier: TierStats | None = None  # None except for an hf engine with a KV tier
+    auto: AutoStats | None = None  # None in admission modes other than ``auto``
+    tier: TierStats | None = None  # only of an hf engine with a KV tier; None otherwise
     since: float | None = None  # time of the last change of ``ready`` (epoch seconds); None if not reported
 
 

@@ -41,7 +41,7 @@ def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
         try:
             with open(f"{folder}/stat", "rb") as stat:
                 text = stat.read()
-        except OSError:  # the process ended after the listing
+        except OSError:  # the process has ended since the tree was listed
             continue
         # The second field is the command in parentheses. The command may contain ") ", so search for the last
         # ")".

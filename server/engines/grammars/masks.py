@@ -16,7 +16,7 @@ from tonnage.planner.engines.runtime.grammars import GRAMMARS_BYTES
 from tonnage.server.engines.grammars import library, memory
 
 if TYPE_CHECKING:
-    import llguidance  # optional (extra "grammar")
+    import llguidance  # this package is optional (extra "grammar")
 
     from tonnage.server.engines.grammars.structural_tags import TagMatcher
 

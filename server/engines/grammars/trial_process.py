@@ -169,7 +169,7 @@ def _result(reader: Connection, fork: _Fork) -> Tried:
     """Return the trial result that a fork has sent, or an error if the fork ended without a result."""
     try:
         tried: Tried = reader.recv()
-    except (EOFError, OSError):  # the kernel has killed the fork
+    except (EOFError, OSError):  # the fork ended without a result, because the kernel has killed it
         tried = Tried(fork.number, error=TOO_MUCH)
     _end(reader, fork)
     return tried

@@ -78,7 +78,7 @@ def main(descriptor: int, threads: int) -> None:
             engine.run()
             if engine.tier is not None:
                 engine.tier.close()
-        except InvariantViolation as error:  # the scheduler's guarantees no longer hold, so end the process
+        except InvariantViolation as error:  # end the process, because the block manager's state is wrong
             traceback.print_exc()
             connection.send(
                 Failed(EngineDead(f"an engine invariant does not hold: {error}", hint="report this error"))
@@ -222,9 +222,8 @@ class EngineLoop:
     def _draw(self, logits: torch.Tensor, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
         """Draw the next token of each sequence in ``draws`` from its row of ``logits``.
 
-        The draws also get log probabilities if requested.
-
-        Grammars, penalties and biases of the sequence adjust the row first.
+        Grammars, penalties and biases of the sequence adjust the row first. The draws also get log
+        probabilities if their requests ask for them.
 
         Args:
             logits: [rows, vocabulary].

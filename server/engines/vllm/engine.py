@@ -76,7 +76,7 @@ class VLLMEngine(Engine):
         self._plan = plan
         self._quantization = quantization
         self._on_cpu = plan.deployment.device == "cpu"
-        # On a CPU, a start with torch.compile takes minutes.
+        # On a CPU, torch.compile is not used, because it would extend the start by minutes.
         self._eager = plan.deployment.enforce_eager or self._on_cpu
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each adapter, by name

@@ -57,7 +57,7 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
         repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias) or None,
         allowed_token_ids=list(params.allowed_token_ids) or None,
-        # vLLM converts the words to token ids in the same way as our tokenizer
+        # vLLM converts bad_words to the same token ids as our tokenizer
         bad_words=list(params.bad_words) or None,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,

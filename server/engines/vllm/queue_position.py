@@ -31,7 +31,7 @@ class QueuePositions:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self._clock = limits, clock
         self._refused: Counter[str] = Counter()
-        self._missing: Counter[str] = Counter()  # missing blocks by reason
+        self._missing: Counter[str] = Counter()  # number of blocks that rejected requests lacked, by reason
 
     def position(self, priority: int) -> int:
         """Return vLLM's priority for a request that arrives now; vLLM runs the lowest value first.

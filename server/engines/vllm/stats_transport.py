@@ -46,7 +46,7 @@ class AdmissionStats:
         sequence_cost: learned duration of a step per sequence, in nanoseconds.
         context_cost: learned duration of a step per context token, in picoseconds.
         share: `AutoStats.share`, the parameter of the learned admission rule, in thousandths.
-        gain: `AutoStats.gain`, rehearsed throughput relative to vLLM's rule, in thousandths.
+        gain: `AutoStats.gain`, simulated throughput divided by that of vLLM's rule, in thousandths.
         fallbacks: how often mode `auto` went back to vLLM's rule.
         decisions: number of requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
         missing_blocks: number of missing blocks by (outcome, reason).

@@ -85,7 +85,7 @@ class FlashAttention(PagedAttention):
             max_seqlen_q=self.longest_query,
             max_seqlen_k=int(self.pages[group].length.max()),
             softmax_scale=scaling,
-            causal=True,  # in both builds, causal means that the queries are the last tokens of their context
+            causal=True,  # in both builds, causal means that the queries are the last tokens of their context.
             # The numbers of visible tokens left and right of a query, without the query itself; -1 means all.
             window_size=[-1, -1] if window is None else [window - 1, 0],
             softcap=softcap or 0.0,

@@ -29,7 +29,7 @@ class Span:
     """Queries of a step that attend together: consecutive decodes, or one prefill chunk.
 
     Attributes:
-        start: index of the first query token in the flat batch.
+        start: index of the span's first token in the flat batch.
         sequences: number of sequences, B.
         queries: query tokens per sequence.
         rows: pool rows of K in layer slot 0 of each sequence's S context tokens, [B, S]; padding repeats the
@@ -124,7 +124,7 @@ class GatherAttention:
 
     def _span(self, start: int, table: Any, kv_len: Int64, queries: int, window: int | None) -> Span:
         size = self._pool.layout.block_size
-        first_query = kv_len - queries  # position of each sequence's first query
+        first_query = kv_len - queries  # position of each sequence's first query in this step
         first = np.zeros_like(kv_len) if window is None else np.maximum(0, first_query - window + 1)
         width = int((kv_len - first).max())
         position = first[:, None] + np.arange(width)  # [B, S], position of each context token

@@ -37,7 +37,7 @@ _LOG2E = math.log2(math.e)
 # ln 2 as the sum of two parts, the first of which is exact in a few bits. So x - n ln 2 keeps its precision
 # (Cody, Waite, 1980).
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
-_SMALLEST, _LARGEST = -87.0, 88.0  # beyond these arguments e^x is subnormal or infinite in float32
+_SMALLEST, _LARGEST = -87.0, 88.0  # bounds of x: beyond them, e^x is subnormal or infinite in float32
 
 
 def exp16(builder: Any, x: Any) -> Any:
@@ -168,7 +168,7 @@ def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
-    """Apply the rotary embedding in place to a row of 2 x ``half`` values, given as many cosines and sines."""
+    """Apply the rotary embedding in place to a row of 2 x ``half`` values, by as many cosines and sines."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         x, cosine, sine, half = args

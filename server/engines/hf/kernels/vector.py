@@ -197,7 +197,7 @@ def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = Fa
     Each result depends only on its two rows and k, not on the shape of the tile.
     """
     if rows * columns != 16:
-        raise ValueError(f"{rows} x {columns} is not 16")
+        raise ValueError(f"a tile has 16 dot products, not {rows} x {columns}")
 
     @intrinsic  # type: ignore[untyped-decorator]
     def tile(

@@ -222,7 +222,7 @@ class _Trial:
         ]:  # fmt: skip
             return False
         x = torch.randn(1, 4, hidden, generator=self._draw)
-        x[:, ::2] *= 30  # rows that are small and rows that are large compared with the residual sums
+        x[:, ::2] *= 30  # test small and large terms of the residual sums
         x = x.bfloat16()
         for pool in self._pools:
             pool.tensor.zero_()

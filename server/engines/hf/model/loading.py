@@ -44,7 +44,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, together with missing and surplus tensors
+            ignore_mismatched_sizes=True,  # _require_complete reports them, with missing and surplus tensors
             **options,
         )
     model: PreTrainedModel = loaded[0] if placement else loaded[0].to(plan.deployment.device)

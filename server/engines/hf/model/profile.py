@@ -44,7 +44,8 @@ def _profile_device(runner: ModelRunner, memory: DeviceMemory) -> int:
     memory.reset_peak()
     _step(runner)
     memory.wait()
-    # Workspaces that kernels allocated during the load are included as activations.
+    # The result includes workspaces that kernels allocated during the load; the plan counts them as
+    # activations.
     return memory.peak() - runner.weights_bytes - runner.pool.nbytes
 
 

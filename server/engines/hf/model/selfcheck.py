@@ -129,16 +129,19 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
 def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
     """Return block tables for the test prompts, by [sequence][group], with scattered block ids.
 
-    The ids are taken from both ends of the pool in turn.
-
-    The ids in a table are thus not ascending, so that the check detects code that assumes an order.
+    The ids are taken from both ends of the pool in turn. So the ids in a
+    table are not ascending, and the check detects code that assumes an order.
     """
     free = list(range(1, num_blocks))
     tables = []
     for prompt in prompts:
         blocks = -(-len(prompt) // layout.block_size)
         if blocks * len(layout.groups) > len(free):
-            raise DoesNotFit("the KV pool is too small for the self-check", field="--kv-cache-memory-bytes")
+            raise DoesNotFit(
+                "the KV pool is too small for the self-check",
+                field="--kv-cache-memory-bytes",
+                hint="give a larger value",
+            )
         tables.append(
             [
                 np.array([free.pop(0 if i % 2 else -1) for i in range(blocks)], dtype=np.int32)

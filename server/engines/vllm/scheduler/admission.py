@@ -56,7 +56,7 @@ class VllmAdmission(AdmissionAdapter):
         self.account, self.groups = account, account.groups
         self.forecast = SteadyForecast(account.groups.limits.layout.block_size)
         super().__init__(policy, account.groups.limits, self.forecast)
-        compile_loops()  # compile now, so that no request waits for it
+        compile_loops()  # compile now, so that no request waits for it.
         # After a refusal, each departure of a request permits one new decision. All waiting requests are
         # decided on again after a departure and a quarter of `block_size` steps, because freed blocks may
         # suffice for two requests. ``_refused`` has the id of the request refused last, and the step of its
@@ -67,7 +67,7 @@ class VllmAdmission(AdmissionAdapter):
         self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
         self._departed_then = 0  # `account.departed` alone at the last refusal
         self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
-        self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
+        self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step.
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
         # a step.
         self._slack = 0

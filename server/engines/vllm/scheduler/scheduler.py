@@ -268,8 +268,8 @@ class AdmissionMixin(Scheduler):
                 continue
             if request.num_preemptions:
                 if request.num_stale_output_tokens and not request.drop_stale_output:
-                    # vLLM skips this request too, because output tokens from before its preemption are still to
-                    # come.
+                    # vLLM skips this request too, because a step from before its preemption has not returned
+                    # its tokens yet.
                     continue
                 if self._refuse_never(request):
                     continue
@@ -437,7 +437,7 @@ class AdmissionMixin(Scheduler):
     # -- exceptions in our code ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Put requests that an exception in our code left in no list of vLLM's back into their list."""
+        """Return requests that an exception has left in none of vLLM's lists to the list they belong to."""
         listed = {*self.running, *self.waiting, *getattr(self, self._names.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():
@@ -451,8 +451,8 @@ class AdmissionMixin(Scheduler):
     def _guarded(self, when: str) -> Iterator[None]:
         """Catch exceptions of our code while the context is open; after the first, vLLM schedules on its own.
 
-        After a second exception, requests that can never fit are no longer rejected either. `when` tells in the
-        log when the exception occurred.
+        After a second exception, requests that can never fit are no longer rejected either. `when` says in the
+        log message when the exception occurred.
         """
         try:
             yield
