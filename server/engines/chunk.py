@@ -26,7 +26,7 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-# This class is not frozen: one object is created per token, and a frozen one takes five times as long.
+# This class is not frozen: one object is created per token, and creating a frozen one takes five times as long.
 @dataclass(slots=True)
 class Chunk:
     """New tokens of one of the n sequences of a request; treat it as immutable.

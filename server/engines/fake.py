@@ -37,8 +37,8 @@ log = logging.getLogger("tonnage.server")
 # times.
 _CHUNKS_A_ROUND = 64
 
-# A function of a request and the index of a sequence that returns the sequence's output tokens. If the iterator
-# ends, the sequence ends as at a stop token.
+# A function that takes a request and the index of one of its sequences. It returns an iterator of the
+# sequence's output tokens. When the iterator ends, the sequence ends as at a stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
 
 

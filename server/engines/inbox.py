@@ -22,7 +22,7 @@ class Inbox(Generic[Item]):
     __slots__ = ("_at_once", "_items", "_waiter")
 
     def __init__(self) -> None:
-        self._at_once = 0  # items taken since the reader last let other tasks run
+        self._at_once = 0  # number of items taken since the reader last let other tasks run
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
 

@@ -72,7 +72,7 @@ def process_tree_bytes(pid: int) -> int:
 
 
 def _held(tree: Sequence[int]) -> int:
-    """Return RssAnon + RssShmem of the given processes in bytes; a process that has ended counts as 0."""
+    """Return RssAnon + RssShmem of the processes ``tree`` in bytes; a process that has ended counts as 0."""
     anonymous = 0
     shared: dict[int, int] = {}
     for member in tree:

@@ -364,7 +364,7 @@ class HFEngine(Engine):
         """Return the capacity measured after the load; raise QueueFull before the load is complete."""
         ready = self._ready
         if ready is None or self._framework is None:
-            raise QueueFull("the engine is not ready")
+            raise QueueFull("the engine is not ready", hint="wait until /ready returns 200")
         rank = dataclasses.replace(
             self._plan.rank,
             weights_bytes=ready.weights_bytes,

@@ -189,7 +189,7 @@ class KVTier:
         self._spent_seconds += time.perf_counter() - since
 
     def finish(self, keys: Sequence[bytes], reused: int) -> None:
-        """Record a sequence's end in the tier's eviction order; its first block counts as used last.
+        """Record a sequence's end in the tier's eviction order; its first block becomes the most recently used.
 
         Args:
             keys: keys of the sequence's blocks that were offered to the tier, from its first token on.

@@ -198,7 +198,7 @@ class DiskTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Return whether the disk tier has a chunk and the request may read it, by the measured read times."""
+        """Return whether the disk tier has a chunk and the measured read times make reading it worthwhile."""
         request = req_context.req_id
         if self._store.contains(key) and self._reads(request):
             return _HIT

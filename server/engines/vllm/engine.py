@@ -387,7 +387,7 @@ class VLLMEngine(Engine):
             QueueFull: the engine has not started yet.
         """
         if not self._ready:
-            raise QueueFull("the engine is not ready")
+            raise QueueFull("the engine is not ready", hint="wait until /ready returns 200")
         config = self._llm.vllm_config
         rank = self._plan.rank
         measured = replace(

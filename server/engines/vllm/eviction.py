@@ -168,7 +168,7 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
     pool = manager.block_pool
     methods = {name for name in vars(type(pool.free_block_queue)) if not name.startswith("_")}
     if methods != QUEUE:
-        raise UnsupportedManager(f"unknown methods of the free queue: {', '.join(sorted(methods ^ QUEUE))}")
+        raise UnsupportedManager(f"unknown methods of vLLM's free queue: {', '.join(sorted(methods ^ QUEUE))}")
     if list(inspect.signature(manager.allocate_slots).parameters)[: len(ALLOCATE)] != ALLOCATE:
         raise UnsupportedManager("unknown arguments of KVCacheManager.allocate_slots")
     if not manager.enable_caching:
@@ -204,7 +204,7 @@ class LearnedQueue:
         pool = manager.block_pool
         free = pool.free_block_queue.get_all_free_blocks()
         if len(free) != len(pool.blocks) - 1 or pool.null_block.block_id != 0:
-            raise UnsupportedManager("blocks of the pool are already in use")
+            raise UnsupportedManager("some blocks of vLLM's pool are already in use")
         size = self._anchor.block_size
         _warm(size)
         smallest = min(group.block_size for group in (self._anchor, *self._others))

@@ -195,7 +195,7 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
             or not (cosine.is_contiguous() and sine.is_contiguous())
         ):
             return own(q, k, cosine, sine, *args, **kwargs)
-        # This makes a copy only if a norm was applied to each head before.
+        # `contiguous` makes a copy only if a norm was applied to each head before.
         flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()
         rotate(flat_q, cosine[0], sine[0])
         rotate(flat_k, cosine[0], sine[0])

@@ -67,6 +67,7 @@ def self_check(runner: ModelRunner) -> float:
                 f"{config.model_type!r} called the paged attention in {runner.attention_calls} of its "
                 f"{layers} layers",
                 field="model_type",
+                hint="use --backend vllm",
             )
         at = 0
         for number, count in enumerate(counts):

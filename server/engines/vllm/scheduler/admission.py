@@ -219,7 +219,7 @@ class VllmAdmission(AdmissionAdapter):
         reserved = self.account.reserved if state is None else state.reserved
         outsiders = self.account.outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
-            self._slack = 0  # not tracked while all reservations fit into the pool
+            self._slack = 0  # `_slack` is not used while all reservations fit into the pool
             return False
         if outsiders or self.groups.others:
             return True
