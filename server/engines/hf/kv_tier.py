@@ -148,7 +148,7 @@ class KVTier:
     def keep(self, keys: Sequence[bytes], start: int, blocks: Sequence[int]) -> None:
         """Copy a sequence's KV blocks from the pool to host memory; write them to the disk folder later.
 
-        A sequence longer than the host memory keeps its beginning, which alone can be hit.
+        Of a sequence longer than the host memory, only the beginning is copied, because a prefix hit needs it.
 
         Args:
             keys: keys of the sequence's blocks, from its first token on.

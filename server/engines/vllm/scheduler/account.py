@@ -5,7 +5,7 @@ values are read from vLLM at each step: the computed tokens and the block table 
 pool's free blocks. The blocks of a table are read only when a new request has a prefix hit. A step costs a few
 array operations.
 
-If two requests reference a block, it does not return to the pool when one of them ends. When a new request hits
+A block that two requests reference does not return to the pool when one of them ends. When a new request hits
 a block that is in use, the block counts as shared until no request holds it. So a request's `private` blocks
 are exact or too low, and too low is safe (`tonnage.cache.admission.snapshot`).
 """

@@ -144,7 +144,7 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return how many waiting requests, at most, admission decides on in this step.
+        """Return the upper bound of the waiting requests that admission decides on in this step.
 
         Within `block_size` steps, the decision on a refused request changes only if another request leaves. A
         new head of the queue has not been decided on yet: the previous head was aborted, or the new one has a
