@@ -34,7 +34,7 @@ from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Re
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
 from tonnage.server.engines.process_memory import PeakSampler
-from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
@@ -59,23 +59,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_HONOURED = BASIC_PARAMS | {
-    "logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "priority",
-}
-
 
 def capabilities() -> Capabilities:
     """Return the optional features of the HF engine in this installation; grammars need llguidance."""
-    return Capabilities(_HONOURED | {"grammar"} if find_spec("llguidance") else _HONOURED)
+    return Capabilities(ALL_PARAMS if find_spec("llguidance") else ALL_PARAMS - {"grammar"})
 
 
 def default_threads() -> int:

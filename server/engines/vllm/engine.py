@@ -30,7 +30,7 @@ from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.process_memory import PeakSampler
-from tonnage.server.engines.request import GenerationRequest, PoolingTask
+from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest, PoolingTask
 from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
@@ -41,7 +41,7 @@ from tonnage.server.engines.vllm.core_stats import EngineCores
 from tonnage.server.engines.vllm.grammar_checks import GrammarChecks
 from tonnage.server.engines.vllm.loading import load
 from tonnage.server.engines.vllm.outputs import OutputConverter
-from tonnage.server.engines.vllm.params import HONOURED, pooling_params, sampling_params
+from tonnage.server.engines.vllm.params import pooling_params, sampling_params
 from tonnage.server.engines.vllm.queue_position import QueuePositions
 from tonnage.server.text.gguf_tokenizer import model_files
 
@@ -70,7 +70,7 @@ class VLLMEngine(Engine):
         pools: PoolingTask | None = None,
         quantization: str | None = None,
     ) -> None:
-        honoured = HONOURED if find_spec("llguidance") else HONOURED - {"grammar"}
+        honoured = ALL_PARAMS if find_spec("llguidance") else ALL_PARAMS - {"grammar"}
         self._capabilities = Capabilities(honoured, pools=pools, own_metrics=True)
         self._pools = pools
         self._plan = plan

@@ -9,23 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tonnage.server.engines.chunk import TokenLogprobs
-from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest, Pooling, PoolingTask
+from tonnage.server.engines.request import GenerationRequest, Pooling, PoolingTask
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
-
-HONOURED = BASIC_PARAMS | {
-    "logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "grammar",
-    "priority",
-}
-
 
 # Names of entries in a request's `extra_args` (vLLM's `vllm_xargs`): the API key that sent the request, the
 # key's weight, and the request's priority.
