@@ -20,6 +20,20 @@ _KIB = 1024
 _SHARED_THAT_MATTERS = 4 * 1024 * _KIB
 
 
+def stat_fields(folder: str) -> list[bytes]:
+    """Return the fields from ``state`` on of ``folder``/stat (proc_pid_stat(5)), ``folder`` being in /proc.
+
+    Returns an empty list if the process has ended.
+    """
+    try:
+        with open(f"{folder}/stat", "rb") as stat:
+            text = stat.read()
+    except OSError:
+        return []
+    # The second field is the command in parentheses. The command may contain ") ", so search for the last ")".
+    return text[text.rindex(b")") + 2 :].split()
+
+
 def process_tree(pid: int) -> list[int]:
     """Return ``pid`` and the process ids of all its living descendants; empty if the process has ended.
 
@@ -33,9 +47,9 @@ def process_tree(pid: int) -> list[int]:
             continue
         child = int(name)
         alive = alive or child == pid
-        parent = _parent(child)
-        if parent is not None:
-            children.setdefault(parent, []).append(child)
+        state, parent, *_ = stat_fields(f"/proc/{name}") or (b"Z", b"0")
+        if state != b"Z":
+            children.setdefault(int(parent), []).append(child)
     if not alive:
         return []
     tree = [pid]
@@ -169,17 +183,6 @@ class PeakSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            text = stat.read()
-    except OSError:  # the process has ended since the tree was listed
-        return None
-    # The second field is the command in parentheses. The command may contain ") ", so search for the last ")".
-    state, parent, *_ = text[text.rindex(b")") + 2 :].split()
-    return None if state == b"Z" else int(parent)
 
 
 def _fields(path: str, names: tuple[str, ...]) -> dict[str, int]:
