@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 _KIB = 1024
 
@@ -112,8 +111,7 @@ class PeakSampler:
     """A thread that records the peak memory of a process tree, sampled every ``interval`` seconds.
 
     It samples less often if sampling would take more than 5 % of a core. It can miss a peak shorter than the
-    interval, and the first second of a new process. Use it as a context manager, or call ``start`` and
-    ``stop``.
+    interval, and the first second of a new process.
     """
 
     def __init__(self, pid: int | None = None, interval: float = 0.05) -> None:
@@ -174,15 +172,6 @@ class PeakSampler:
             else:
                 self._sample()
             pause = max(self._interval, (time.thread_time() - begun) / _SHARE_OF_A_CORE)
-
-    def __enter__(self) -> PeakSampler:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _fields(path: str, names: tuple[str, ...]) -> dict[str, int]:

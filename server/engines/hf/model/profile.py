@@ -34,9 +34,9 @@ def profile(runner: ModelRunner) -> int:
         return _profile_device(runner, memory)
     sampler = PeakSampler(os.getpid(), _INTERVAL)
     before = sampler.sample()
-    with sampler:
-        _step(runner)
-    return max(0, sampler.peak - before)
+    sampler.start()
+    _step(runner)
+    return max(0, sampler.stop() - before)
 
 
 def _profile_device(runner: ModelRunner, memory: DeviceMemory) -> int:
