@@ -13,7 +13,7 @@ import torch
 
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.device import DeviceMemory, memory_of
+from tonnage.server.engines.hf.model.device import CudaMemory, memory_of
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.process_memory import PeakSampler
@@ -39,7 +39,7 @@ def profile(runner: ModelRunner) -> int:
     return max(0, sampler.stop() - before)
 
 
-def _profile_device(runner: ModelRunner, memory: DeviceMemory) -> int:
+def _profile_device(runner: ModelRunner, memory: CudaMemory) -> int:
     memory.wait()
     memory.reset_peak()
     _step(runner)
