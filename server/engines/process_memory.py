@@ -60,13 +60,13 @@ def process_tree(pid: int) -> list[int]:
 def anonymous_bytes(pid: int | str = "self") -> int:
     """Return the anonymous memory (RssAnon) of a process in bytes; 0 if it has ended or there is no /proc.
 
-    The default is this process.
+    The default is this process. A call takes microseconds.
 
     /proc/PID/statm has the number of resident pages, and of those that belong to files or are shared
     (proc_pid_statm(5)).
     """
     try:
-        with open(f"/proc/{pid}/statm") as statm:
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as statm:
             _, resident, shared, *_ = map(int, statm.read().split())
     except OSError:
         return 0
