@@ -43,7 +43,7 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_ONCE)
-    _trim()
+    trim()
 
 
 # Free memory is returned when the process has grown by _GROWTH_BYTES, the default maximum size of a request
@@ -68,13 +68,14 @@ async def shrink_heap() -> NoReturn:
         await asyncio.sleep(_CHECK_SECONDS)
         now = anonymous_bytes()
         if now > least + _GROWTH_BYTES or freed >= _WORTH_BYTES:
-            _trim()
+            trim()
             least = anonymous_bytes()
             freed = now - least
         else:
             least = min(least, now)
 
 
-def _trim() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+def trim() -> None:
+    """Return free heap memory to the kernel; do nothing with a C library that has no malloc_trim."""
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
