@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tonnage.server.engines.capacity import limits_of
-from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.batch import Batch, batch_of
 from tonnage.server.engines.hf.model.device import CudaMemory, memory_of
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
@@ -82,22 +82,10 @@ def full_batch(runner: ModelRunner) -> Batch:
     if runner.attention == "gather":
         longest = min(limits.max_model_len, max(chunk, runner.plan.kv_cache.usable_blocks * layout.block_size))
         kv_len[0] = kv_len[-1] = longest
-    start = np.concatenate(([0], np.cumsum(counts)))
-    owner = np.repeat(np.arange(rows), counts)
-    positions = np.arange(start[-1]) - start[:-1][owner] + (kv_len - counts)[owner]
     # Sequences share blocks, so the batch fits every pool. The results are not used.
     width = -(-int(kv_len.max()) // layout.block_size)
     blocks = 1 + np.arange(width) % max(1, runner.pool.tensor.shape[0] - 1)
     table = np.tile(blocks.astype(np.int32), (rows, 1))
-    slots = table[owner, positions // layout.block_size].astype(np.int64) * layout.block_size
-    slots += positions % layout.block_size
-    groups = len(layout.groups)
-    return Batch(
-        token_ids=np.arange(len(positions), dtype=np.int64) % runner.vocab_size,
-        positions=positions,
-        query_start=start,
-        kv_len=kv_len,
-        slots=(slots,) * groups,
-        tables=(table,) * groups,
-        logits_at=start[1:] - 1,
-    )
+    token_ids = np.arange(counts.sum(), dtype=np.int64) % runner.vocab_size
+    tables, last = [table] * len(layout.groups), np.cumsum(counts) - 1
+    return batch_of(token_ids, kv_len - counts, counts, tables, layout.block_size, last)
