@@ -28,12 +28,13 @@ from tonnage.server.engines import watchdog
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
-from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
+from tonnage.server.engines.errors import EngineDead, QueueFull
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
 from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
 from tonnage.server.engines.process_memory import PeakSampler
+from tonnage.server.engines.rejections import Rejections
 from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.signals import interrupt_held
@@ -124,9 +125,8 @@ class HFEngine(Engine):
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._sampler = PeakSampler()
         self._ready: Ready | None = None
-        self._framework: int | None = None
-        self._never: dict[str, int] = {}
-        self._never_blocks: dict[str, int] = {}
+        self._measured = MeasuredMemory()
+        self._rejections = Rejections()
         self._dead: TonnageError | None = None
         self._draining = False
         self._idle = asyncio.Event()
@@ -182,8 +182,15 @@ class HFEngine(Engine):
         except BaseException:
             await self.stop()
             raise
-        self._framework = self._ready.framework_bytes(self._sampler.sample())
-        self._stats = self._ready.stats
+        ready = self._ready
+        self._measured = MeasuredMemory(
+            weights=ready.weights_bytes,
+            warm_weights=ready.warm_weights_bytes,
+            kv_pool=ready.kv_pool_bytes,
+            framework=ready.framework_bytes(self._sampler.sample()),
+            kv_tier=ready.kv_tier_bytes or None,
+        )
+        self._stats = ready.stats
         try:
             require_fits(self._plan, self.capacity().plan)
         except DoesNotFit:
@@ -317,11 +324,7 @@ class HFEngine(Engine):
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = refusal(wish, self._limits)
         if answer is not None:
-            reason = str(answer.reason)
-            self._never[reason] = self._never.get(reason, 0) + 1
-            missing = max(0, answer.needed_blocks - answer.usable_blocks)
-            self._never_blocks[reason] = self._never_blocks.get(reason, 0) + missing
-            raise NeverFits(str(answer), field="prompt")
+            self._rejections.reject(answer)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Tell the engine process to abort a request, or only sequence ``index`` of the request."""
@@ -329,35 +332,22 @@ class HFEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Return the last statistics received, plus measured memory and the number of rejected requests."""
-        ready = self._ready
-        return dataclasses.replace(
-            self._stats,
-            memory=MeasuredMemory(
-                weights=ready.weights_bytes if ready else None,
-                warm_weights=ready.warm_weights_bytes if ready else None,
-                kv_pool=ready.kv_pool_bytes if ready else None,
-                framework=self._framework,
-                kv_tier=ready.kv_tier_bytes if ready and ready.kv_tier_bytes else None,
-                process=self._sampler.current,
-                process_peak=self._sampler.peak,
-            ),
-            admissions=self._stats.admissions
-            + tuple(("never", reason, n) for reason, n in self._never.items()),
-            refused_blocks=self._stats.refused_blocks
-            + tuple(("never", reason, n) for reason, n in self._never_blocks.items()),
+        memory = dataclasses.replace(
+            self._measured, process=self._sampler.current, process_peak=self._sampler.peak
         )
+        return self._rejections.added_to(dataclasses.replace(self._stats, memory=memory))
 
     def capacity(self) -> Capacity:
         """Return the capacity measured after the load; raise QueueFull before the load is complete."""
-        ready = self._ready
-        if ready is None or self._framework is None:
+        ready, framework = self._ready, self._measured.framework
+        if ready is None or framework is None:
             raise QueueFull("the engine is not ready", hint="wait until /ready returns 200")
         rank = dataclasses.replace(
             self._plan.rank,
             weights_bytes=ready.weights_bytes,
             kv_pool_bytes=ready.kv_pool_bytes,
             activation_bytes=ready.activation_bytes,
-            framework_bytes=self._framework,
+            framework_bytes=framework,
             kv_tier_bytes=ready.kv_tier_bytes,
         )
         return Capacity(

@@ -33,7 +33,7 @@ from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest, PoolingTask
 from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.signals import interrupt_held
-from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm import processes
 from tonnage.server.engines.vllm.arguments import ENVIRONMENT, engine_arguments, scheduling_arguments
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
@@ -368,12 +368,9 @@ class VLLMEngine(Engine):
             process=self._sampler.current or None,
             process_peak=self._sampler.peak or None,
         )
-        told = self._cores.stats(memory, idle=not self._unfinished)
         return replace(
-            told,
+            self._positions.rejections.added_to(self._cores.stats(memory, idle=not self._unfinished)),
             ready=self.ready,
-            admissions=merged((told.admissions, self._positions.refused)),
-            refused_blocks=merged((told.refused_blocks, self._positions.refused_blocks)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
