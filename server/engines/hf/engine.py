@@ -30,7 +30,7 @@ from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
+from tonnage.server.engines.hf.messages import Abort, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
 from tonnage.server.engines.process_memory import PeakSampler
@@ -259,7 +259,7 @@ class HFEngine(Engine):
         except subprocess.TimeoutExpired:
             return False
 
-    def _receive(self, message: Ready | Failed | StepOutput, started: asyncio.Future[Ready]) -> None:
+    def _receive(self, message: Ready | TonnageError | StepOutput, started: asyncio.Future[Ready]) -> None:
         if isinstance(message, StepOutput):
             self._stats = message.stats
             for chunk in message.chunks:
@@ -267,14 +267,14 @@ class HFEngine(Engine):
                     self._ended(chunk.request_id)
                 if chunk.request_id in self._live:
                     self._live[chunk.request_id].put_nowait(chunk)
-        elif isinstance(message, Failed) and self._ready is not None:
-            self._die(message.error, started)
+        elif isinstance(message, TonnageError) and self._ready is not None:
+            self._die(message, started)
         elif started.done():  # The start was cancelled during the load.
             return
         elif isinstance(message, Ready):
             started.set_result(message)
         else:
-            started.set_exception(message.error)
+            started.set_exception(message)
 
     def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:
         self._dead = error = self._dead or error  # Keep the first error, because it is the cause of later ones.
@@ -297,7 +297,7 @@ class HFEngine(Engine):
         self._live[request.request_id] = inbox
         self._unfinished[request.request_id] = request.n
         self._idle.clear()
-        self._outbox.put(Generate(request))
+        self._outbox.put(request)
         remaining = request.n
         try:
             while remaining:
