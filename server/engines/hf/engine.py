@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -130,6 +131,7 @@ class HFEngine(Engine):
         self._dead: TonnageError | None = None
         self._draining = False
         self._idle = asyncio.Event()
+        self._idle.set()
         usable = plan.kv_cache.usable_blocks
         empty = PoolStats(
             plan.kv_cache.num_blocks, usable, 0, 0, usable, 0, evictions_by_cause=(0,) * len(EVICTION_CAUSES)
@@ -360,11 +362,8 @@ class HFEngine(Engine):
     async def drain(self, seconds: float) -> None:
         """Stop admitting requests, and wait at most ``seconds`` for the running requests."""
         self._draining = True
-        if self._live:
-            try:
-                await asyncio.wait_for(self._idle.wait(), seconds)
-            except TimeoutError:
-                return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
         """Stop the engine process; kill it if it does not end within 5 seconds or is still loading."""
