@@ -179,21 +179,26 @@ class FakeEngine(Engine):
     def add(self, request: GenerationRequest, arrival: float) -> _Request:
         """Queue a request that arrived at time ``arrival``, in seconds since any fixed origin."""
         entry = _Request(request, Inbox())
-        first = _Sequence(
-            prompt=len(request.prompt_token_ids),
-            max_tokens=request.params.max_tokens,
-            arrival=arrival,
-            forks=request.n - 1,
-            tenant=request.tenant,
-            priority=request.priority,
-            weight=request.weight,
-            owner=entry,
-            reply=self._reply(request, 0),
-        )
+        first = self._sequence(entry, 0, arrival)
+        first.forks = request.n - 1
         entry.sequences.append(first)
         self._live[request.request_id] = entry
         self.scheduler.add(first)
         return entry
+
+    def _sequence(self, owner: _Request, index: int, arrival: float) -> _Sequence:
+        request = owner.request
+        return _Sequence(
+            prompt=len(request.prompt_token_ids),
+            max_tokens=request.params.max_tokens,
+            arrival=arrival,
+            index=index,
+            tenant=request.tenant,
+            priority=request.priority,
+            weight=request.weight,
+            owner=owner,
+            reply=self._reply(request, index),
+        )
 
     def _refuse_never(self, request: GenerationRequest) -> None:
         """Raise NeverFits for a request that exceeds the length limits or an empty pool."""
@@ -312,22 +317,11 @@ class FakeEngine(Engine):
         return step
 
     def _fork(self, parent: _Sequence) -> list[_Sequence]:
-        request = parent.owner.request
         forks = [
-            _Sequence(
-                prompt=parent.prompt,
-                max_tokens=parent.max_tokens,
-                arrival=parent.arrival,
-                tenant=parent.tenant,
-                priority=parent.priority,
-                weight=parent.weight,
-                index=index,
-                owner=parent.owner,
-                reply=self._reply(request, index),
-                queued=parent.queued,
-            )
-            for index in range(1, request.n)
+            self._sequence(parent.owner, index, parent.arrival) for index in range(1, parent.owner.request.n)
         ]
+        for fork in forks:
+            fork.queued = parent.queued
         self.scheduler.fork(parent, forks)
         parent.owner.sequences += forks
         return forks
