@@ -21,7 +21,7 @@ from tonnage.server.engines.base import Capabilities
 from tonnage.server.engines.choice import ask_vllm, choose_backend, why_not_hf
 from tonnage.server.engines.hf.ahead import is_there, named
 from tonnage.server.engines.hf.engine import capabilities as hf_capabilities
-from tonnage.server.engines.vllm.params import HONOURED as HONOURED_BY_VLLM
+from tonnage.server.engines.request import ALL_PARAMS
 from tonnage.server.parsers import doctor as parser
 
 OK = 0
@@ -181,7 +181,7 @@ def _model(source: ModelSource) -> dict[str, Any]:
 
 def _honours() -> dict[str, frozenset[str]]:
     """Return the names of the SamplingParams fields that each backend honours, by backend."""
-    return {"hf": hf_capabilities().honours, "vllm": HONOURED_BY_VLLM, "fake": Capabilities().honours}
+    return {"hf": hf_capabilities().honours, "vllm": ALL_PARAMS, "fake": Capabilities().honours}
 
 
 def _rule(path: str, rule: FieldRule, honours: Mapping[str, frozenset[str]]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def _why_not_vllm(config: Any, path: str) -> str | None:
 
 
 def _served_as(name: str) -> set[str]:
-    """Return the names of vLLM's model classes that can serve an architecture of config.json.
+    """Return the names of vLLM's model classes that can serve the architecture ``name`` of config.json.
 
     If vLLM has no class for a classifier, it derives one from the class that generates text (_normalize_arch in
     model_executor/models/registry.py, vLLM 0.32).

@@ -26,7 +26,7 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-# This class is not frozen: one object is created per token, and a frozen one takes five times as long.
+# This class is not frozen: one object is created per token, and creating a frozen one takes five times as long.
 @dataclass(slots=True)
 class Chunk:
     """New tokens of one of the n sequences of a request; treat it as immutable.
@@ -44,7 +44,7 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    pooled: Pooled = ()  # result of a pooling request, in its only chunk
+    pooled: Pooled = ()  # result of a pooling request, in its only chunk.
     # Seconds from submission to admission; None if the engine does not report it.
     queued_seconds: float | None = None
     refused: bool = False  # if ``error`` is set: whether the request caused the error, not the engine

@@ -12,7 +12,7 @@ class EngineDead(TonnageError):
 
 
 class NeverFits(TonnageError):
-    """An error for a request that exceeds even an empty KV pool; the message has the numbers."""
+    """An error for a request that exceeds even an empty KV pool; its message has both sizes."""
 
     code = "exceeds_kv_capacity"
 

@@ -1,4 +1,4 @@
-"""An engine without a model: real admission and a real block manager with generated tokens, in this process.
+"""An engine without a model: it runs the real admission and block manager, and makes up its output tokens.
 
 It tests everything around an engine, and shows how a client behaves within the capacity of a plan. It queues,
 rejects, shares prefixes and frees blocks as an engine with that plan would, at a given token rate.
@@ -33,11 +33,12 @@ from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 log = logging.getLogger("tonnage.server")
 
 # Number of chunks delivered to their streams in one iteration of the event loop. Each chunk wakes a task that
-# writes to a socket (40 us). Delivering a whole batch at once would delay all other tasks by the sum.
+# writes to a socket (40 us). Delivering a whole batch at once would delay all other tasks by the sum of these
+# times.
 _CHUNKS_A_ROUND = 64
 
-# A function of a request and the index of a sequence that returns the sequence's output tokens. If the iterator
-# ends, the sequence ends as at a stop token.
+# A function that takes a request and the index of one of its sequences. It returns an iterator of the
+# sequence's output tokens. When the iterator ends, the sequence ends as at a stop token.
 Reply = Callable[[GenerationRequest, int], Iterator[int]]
 
 
@@ -99,7 +100,7 @@ class FakeEngine(Engine):
         token_rate: tokens per second of each sequence; infinite means no delay.
         reply: function that returns the output tokens of a sequence; random tokens by default.
         load_seconds: duration of ``start``.
-        start_error: error that ``start`` raises at its end.
+        start_error: error that ``start`` raises at its end; None for a start that succeeds.
         memory: measured memory to report in the statistics.
     """
 
@@ -178,21 +179,26 @@ class FakeEngine(Engine):
     def add(self, request: GenerationRequest, arrival: float) -> _Request:
         """Queue a request that arrived at time ``arrival``, in seconds since any fixed origin."""
         entry = _Request(request, Inbox())
-        first = _Sequence(
-            prompt=len(request.prompt_token_ids),
-            max_tokens=request.params.max_tokens,
-            arrival=arrival,
-            forks=request.n - 1,
-            tenant=request.tenant,
-            priority=request.priority,
-            weight=request.weight,
-            owner=entry,
-            reply=self._reply(request, 0),
-        )
+        first = self._sequence(entry, 0, arrival)
+        first.forks = request.n - 1
         entry.sequences.append(first)
         self._live[request.request_id] = entry
         self.scheduler.add(first)
         return entry
+
+    def _sequence(self, owner: _Request, index: int, arrival: float) -> _Sequence:
+        request = owner.request
+        return _Sequence(
+            prompt=len(request.prompt_token_ids),
+            max_tokens=request.params.max_tokens,
+            arrival=arrival,
+            index=index,
+            tenant=request.tenant,
+            priority=request.priority,
+            weight=request.weight,
+            owner=owner,
+            reply=self._reply(request, index),
+        )
 
     def _refuse_never(self, request: GenerationRequest) -> None:
         """Raise NeverFits for a request that exceeds the length limits or an empty pool."""
@@ -311,22 +317,11 @@ class FakeEngine(Engine):
         return step
 
     def _fork(self, parent: _Sequence) -> list[_Sequence]:
-        request = parent.owner.request
         forks = [
-            _Sequence(
-                prompt=parent.prompt,
-                max_tokens=parent.max_tokens,
-                arrival=parent.arrival,
-                tenant=parent.tenant,
-                priority=parent.priority,
-                weight=parent.weight,
-                index=index,
-                owner=parent.owner,
-                reply=self._reply(request, index),
-                queued=parent.queued,
-            )
-            for index in range(1, request.n)
+            self._sequence(parent.owner, index, parent.arrival) for index in range(1, parent.owner.request.n)
         ]
+        for fork in forks:
+            fork.queued = parent.queued
         self.scheduler.fork(parent, forks)
         parent.owner.sequences += forks
         return forks

@@ -43,12 +43,12 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECTED_AT_ONCE)
-    _trim()
+    trim()
 
 
-# Free memory is returned when the process has grown by a request body of the default maximum size
-# (max_request_body_bytes), and again as long as a return freed _WORTH_BYTES. Floods last longer than the second
-# between two checks (benchmarks/abuse.py).
+# Free memory is returned when the process has grown by _GROWTH_BYTES, the default maximum size of a request
+# body (max_request_body_bytes). If that freed at least _WORTH_BYTES, the next check returns free memory again.
+# A check per second is often enough, because a flood of requests lasts longer (benchmarks/abuse.py).
 _GROWTH_BYTES = 8 * 2**20
 _WORTH_BYTES = 2**20
 _CHECK_SECONDS = 1.0
@@ -57,9 +57,9 @@ _CHECK_SECONDS = 1.0
 async def shrink_heap() -> NoReturn:
     """Return free heap memory to the kernel whenever this process has grown, until the task is cancelled.
 
-    By itself, glibc returns only the free memory behind the last block in use. The memory of one case of
-    benchmarks/abuse.py was then added to what the cases before had left. With the case `unread` the API process
-    of the hf engine was 63 MiB above its share of the plan, where the limit is 42.
+    By itself, glibc returns only the free memory behind the last block in use. So in benchmarks/abuse.py, the
+    memory of each attack was added to the memory that earlier attacks had left. In the attack `unread`, the API
+    process of the hf engine took 63 MiB more than planned for it, and the benchmark permits 42 MiB.
 
     Garbage is not collected here, because a collection during a flood of requests delays the event loop.
     """
@@ -68,13 +68,14 @@ async def shrink_heap() -> NoReturn:
         await asyncio.sleep(_CHECK_SECONDS)
         now = anonymous_bytes()
         if now > least + _GROWTH_BYTES or freed >= _WORTH_BYTES:
-            _trim()
+            trim()
             least = anonymous_bytes()
             freed = now - least
         else:
             least = min(least, now)
 
 
-def _trim() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+def trim() -> None:
+    """Return free heap memory to the kernel; do nothing with a C library that has no malloc_trim."""
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 """A queue for the chunks of one request, with one reader on one event loop.
 
-asyncio.Queue costs three times as much per token, because it also supports bounds, several readers and their
-cancellation.
+asyncio.Queue costs three times as much per token, because it also supports an upper bound of its size, several
+readers and their cancellation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Inbox(Generic[Item]):
     __slots__ = ("_at_once", "_items", "_waiter")
 
     def __init__(self) -> None:
-        self._at_once = 0  # items taken since the reader last let other tasks run
+        self._at_once = 0  # number of items taken since the reader last let other tasks run
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
 

@@ -21,7 +21,7 @@ class LoRAModule:
 
 
 def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> tuple[LoRAModule, ...]:
-    """Return the LoRA adapters that the texts ``given``, of the form ``name=path``, describe.
+    """Return the LoRA adapters that ``given``, the values of --lora-modules (``name=path``), describe.
 
     Raises:
         DeploymentError: a name is used twice, a folder has no adapter, or a rank exceeds ``max_lora_rank``.
@@ -29,7 +29,9 @@ def lora_modules(given: Sequence[str], model_name: str, max_lora_rank: int) -> t
     modules = [_module(text, max_lora_rank) for text in given]
     names = [model_name, *(module.name for module in modules)]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise DeploymentError(f"the model name {min(twice)!r} is used twice", field=_FIELD)
+        raise DeploymentError(
+            f"the model name {min(twice)!r} is used twice", field=_FIELD, hint="rename the adapter"
+        )
     return tuple(modules)
 
 
@@ -40,7 +42,9 @@ def _module(text: str, max_lora_rank: int) -> LoRAModule:
     path = Path(folder).absolute()
     # The file adapter_model.bin is not accepted, because it is a pickle.
     if not (path / "adapter_model.safetensors").is_file():
-        raise DeploymentError(f"{path} has no adapter_model.safetensors", field=_FIELD)
+        raise DeploymentError(
+            f"{path} has no adapter_model.safetensors", field=_FIELD, hint="save it with PEFT"
+        )
     try:
         config = json.loads((path / "adapter_config.json").read_bytes())
         rank = config["r"]

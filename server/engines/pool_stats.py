@@ -41,7 +41,7 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        # make_plan has replaced None by the engine's default
+        # make_plan has replaced a value of None by the engine's default
         enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
         policy=policy or Policy(),
         kv_events=kv_events,
@@ -108,8 +108,8 @@ def engine_stats(
 def pool_stats(manager: KVCacheManager) -> PoolStats:
     """Return a snapshot of the KV block pool's statistics; this takes tens of microseconds."""
     stats, rows = manager.stats(), manager.rows
-    # Every KV cache group has blocks for the same positions, so the waste of one group is multiplied. Unused
-    # rows are zero and add nothing.
+    # Every KV cache group has blocks for the same positions. So the waste of one group is multiplied by the
+    # number of groups. Unused rows of the arrays are zero and add nothing.
     waste = (int(rows.room.sum()) - int(rows.computed.sum())) * len(manager.tables)
     return PoolStats(
         num_blocks=stats.num_blocks,

@@ -74,6 +74,20 @@ class SamplingParams:
 
 # Names of the sampling parameters that every engine supports. An engine's ``Capabilities`` name further ones.
 BASIC_PARAMS = frozenset({"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids"})
+# Names of the parameters that the hf engine and vLLM support; ``grammar`` needs the package llguidance.
+ALL_PARAMS = BASIC_PARAMS | {
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "grammar",
+    "priority",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,10 +57,10 @@ def events_config(value: str) -> KVEventsConfig | None:
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError("the value is not a JSON object")
     known = {field.name: field for field in fields(KVEventsConfig)}
     if unknown := given.keys() - known.keys():
-        raise ValueError(f"{min(unknown)} is none of {', '.join(known)}")
+        raise ValueError(f"the key {min(unknown)} is none of {', '.join(known)}")
     for name, found in given.items():
         default = getattr(KVEventsConfig(), name)
         wanted = str if default is None else type(default)

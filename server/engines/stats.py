@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tonnage.cache.admission.cost import StepCost
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from tonnage.cache.admission.auto import Auto
     from tonnage.cache.disk.counts import DiskCounts
 
-ReasonCounts = tuple[tuple[str, str, int], ...]  # (outcome, reason, count) with outcome admit, wait or never
+ReasonCounts = tuple[tuple[str, str, int], ...]  # counts by outcome and reason: ("wait", reason, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +126,7 @@ class AutoStats:
     @property
     def parts(self) -> dict[str, float]:
         """The learned seconds of an engine step by part (see ``COST_PARTS``); empty before they are known."""
-        cost = self.cost
-        if cost is None:
-            return {}
-        values = (cost.fixed, cost.prefill, cost.sequence, cost.context)
-        return dict(zip(COST_PARTS, values, strict=True))
+        return {} if self.cost is None else dict(zip(COST_PARTS, astuple(self.cost), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the statistics of mode ``auto`` as JSON for ``/memory`` and ``tonnage watch --json``."""
@@ -144,7 +139,8 @@ class AutoStats:
         }
 
 
-# Parts of a step's duration: seconds per step, per prefill token, per sequence, and per token of context.
+# Parts of a step's duration, in the order of the fields of `StepCost`: seconds per step, per prefill token, per
+# sequence, and per token of context.
 COST_PARTS = ("fixed", "prefill_token", "sequence", "context_token")
 
 
@@ -206,7 +202,7 @@ class EngineStats:
     pool: PoolStats
     memory: MeasuredMemory = field(default_factory=MeasuredMemory)
     admissions: ReasonCounts = ()
-    # (outcome, reason, number of missing blocks) for the outcomes wait and never
+    # blocks that refused requests lacked: (outcome, reason, number of blocks), with the outcome wait or never
     refused_blocks: ReasonCounts = ()
     preemptions: int = 0
     preempted_tokens: int | None = 0  # computed tokens discarded by preemptions; None if not counted
@@ -217,10 +213,10 @@ class EngineStats:
     # distinguish them.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # None if the engine does not check its invariants
+    invariant_violations: int | None = 0  # found so far; None if the engine does not check its invariants
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # None except in the admission mode ``auto``
-    tier: TierStats | None = None  # None except for an hf engine with a KV tier
+    auto: AutoStats | None = None  # None in admission modes other than ``auto``
+    tier: TierStats | None = None  # only of an hf engine with a KV tier; None otherwise
     since: float | None = None  # time of the last change of ``ready`` (epoch seconds); None if not reported
 
 
@@ -229,7 +225,6 @@ COUNTERS = (
     "preemptions", "preempted_tokens", "prompt_tokens", "generation_tokens", "prefix_hit_tokens",
     "shared_hit_tokens", "restarts", "invariant_violations",
 )  # fmt: skip
-_COST_FIELDS = ("fixed", "prefill", "sequence", "context")
 _BLOCKS = (
     "num_blocks", "usable", "used", "cached", "free", "reserved", "evictions", "committed", "tail_waste_slots",
 )  # fmt: skip
@@ -257,11 +252,11 @@ def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
     """
     if not parts:
         return None
-    costs = [part.cost for part in parts if part.cost is not None]
+    costs = [astuple(part.cost) for part in parts if part.cost is not None]
     gains = [part.gain for part in parts if part.gain is not None]
     shares = [part.share for part in parts if part.share is not None]
     return AutoStats(
-        StepCost(*(statistics.fmean(map(attrgetter(name), costs)) for name in _COST_FIELDS)) if costs else None,
+        StepCost(*map(statistics.fmean, zip(*costs, strict=True))) if costs else None,
         min(shares, default=None),
         statistics.fmean(gains) if gains else None,
         sum(part.fallbacks for part in parts),

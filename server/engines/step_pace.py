@@ -9,12 +9,13 @@ from __future__ import annotations
 
 # Intended duration of a step, in seconds. A much shorter step would read all weights for few tokens.
 STEP_SECONDS = 0.25
-# Prompt tokens that every step may compute, and all that it may compute before the first measurement. A token
-# takes 1 ms with vLLM on two cores with AVX-512 and 4 ms in the hf engine on two cores without: 32 take at most
-# 0.13 s. With 256 in the first step, a burst of prompts paused another key's stream for 2.3 s on the slower
-# cores, which the API process and the clients used, too (benchmarks/abuse.py resets).
+# Number of prompt tokens that every step may compute. Before the first measurement, a step may not compute
+# more. A token takes 1 ms with vLLM on two cores with AVX-512 and 4 ms in the hf engine on two cores without:
+# 32 take at most 0.13 s. With 256 in the first step, a burst of prompts paused another key's stream for 2.3 s
+# on the slower cores, which the API process and the clients used, too (benchmarks/abuse.py resets).
 LEAST_TOKENS = 32
-# A step with fewer prompt tokens says little of the time per token, unless the budget permits no more.
+# Steps with fewer prompt tokens are not measured, because their time per token is too inaccurate. If the budget
+# permits no more tokens, the step is measured nevertheless.
 MEASURED_TOKENS = 256
 
 
@@ -33,8 +34,8 @@ class StepPace:
     def took(self, prompt_tokens: int, seconds: float) -> None:
         """Record that an engine step with ``prompt_tokens`` prompt tokens took ``seconds``.
 
-        A step with few prompt tokens is ignored, because the fixed time of a step would count as theirs. On a
-        GPU the budget would then fall below a full step whenever only short prompts arrive.
+        A step with few prompt tokens is ignored, because these tokens would be charged the fixed time of a
+        step. On a GPU the budget would then fall below a full step whenever only short prompts arrive.
         """
         if prompt_tokens >= min(MEASURED_TOKENS, self._prompt_tokens()):
             self._seconds = seconds / prompt_tokens

@@ -33,7 +33,7 @@ _WINDOW_SECONDS = 3600.0
 # an engine has lived for a minute.
 BACK_OFF = (0.1, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 60.0
-_STOP_SECONDS = 20.0  # upper bound for the shutdown of a dead engine
+_STOP_SECONDS = 20.0  # upper bound, in seconds, for the shutdown of a dead engine
 
 
 class SupervisedEngine(Engine):
@@ -69,7 +69,7 @@ class SupervisedEngine(Engine):
         self._before: EngineStats | None = None  # sum of the counters of earlier engines
         self._watch: asyncio.Task[None] | None = None
         self._between = False
-        self._since: float | None = None  # last change of ``ready``, in seconds since the epoch
+        self._since: float | None = None  # last change of ``ready``, in seconds since the epoch.
         # Capacity of the last engine that loaded; all engines have equal plans.
         self._capacity: Capacity | None = None
         self._stopping = False
@@ -101,7 +101,7 @@ class SupervisedEngine(Engine):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Submit a request to the current engine; raise EngineDead during a restart."""
         if self._between:
-            raise EngineDead("the engine is restarting")
+            raise EngineDead("the engine is restarting", hint="repeat the request later")
         return self._engine.generate(request)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from tonnage.server.engines.process_memory import process_tree
+from tonnage.server.engines.process_memory import process_tree, stat_fields
 
 # Seconds between two checks. The limits are numbers of checks, because no check is made while the API process
 # is stopped or the machine sleeps.
@@ -38,14 +38,7 @@ def processor_ticks(tree: Iterable[int], main_threads: bool = False) -> int:
     total = 0
     for member in tree:
         folder = f"/proc/{member}/task/{member}" if main_threads else f"/proc/{member}"
-        try:
-            with open(f"{folder}/stat", "rb") as stat:
-                text = stat.read()
-        except OSError:  # the process ended after the listing
-            continue
-        # The second field is the command in parentheses. The command may contain ") ", so search for the last
-        # ")".
-        total += sum(map(int, text[text.rindex(b")") + 2 :].split()[11:15]))
+        total += sum(map(int, stat_fields(folder)[11:15]))
     return total
 
 

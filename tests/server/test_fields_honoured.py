@@ -15,7 +15,7 @@ from honoured import CHECKS, FLAGS, ROWS, TEMPLATE, TOOLS, checked
 from serving import PATIENCE, serving
 
 from tonnage.server.api.fields import POOLING_PATHS, TABLES, Standing
-from tonnage.server.engines.vllm import params as vllm_params
+from tonnage.server.engines.request import ALL_PARAMS
 
 
 @pytest.mark.parametrize("path", CHECKS)
@@ -26,7 +26,7 @@ def test_every_honoured_request_field_has_a_test_of_its_effect(path: str) -> Non
     # test_anthropic_messages.
     others = {*POOLING_PATHS, "/v1/messages", "/v1/messages/count_tokens"}
     assert set(TABLES) - set(CHECKS) == others
-    assert {rule.needs for rule in TABLES[path].values() if rule.needs} <= vllm_params.HONOURED
+    assert {rule.needs for rule in TABLES[path].values() if rule.needs} <= ALL_PARAMS
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from tonnage.server.demo.model import GGUF_SHA256, ensure_demo
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
 from tonnage.server.engines.hf import HFEngine
-from tonnage.server.engines.hf.messages import Failed, Ready
+from tonnage.server.engines.hf.messages import Ready
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
 
 TOKENS = 12
@@ -259,7 +259,7 @@ async def test_messages_of_the_engine_process_are_ignored_after_a_cancelled_star
     started: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
     started.cancel()
     engine._receive(Ready(8, 1, 1, 1, 1, 0.0, engine.stats()), started)
-    engine._receive(Failed(EngineDead("no model")), started)
+    engine._receive(EngineDead("no model"), started)
     assert started.cancelled()
     with pytest.raises(QueueFull, match="not ready"):
         engine.capacity()

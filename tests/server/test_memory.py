@@ -91,10 +91,11 @@ PEAK = f"""
 from tonnage.server.engines.process_memory import PeakSampler
 sampler = PeakSampler(interval=0.01)
 before = sampler.sample()
-with sampler:
-    held = bytearray(b"x") * (96 * {MIB})
-    sampler.sample()
-    del held
+sampler.start()
+held = bytearray(b"x") * (96 * {MIB})
+sampler.sample()
+del held
+sampler.stop()
 print(sampler.peak - before, sampler.current - before)
 """
 

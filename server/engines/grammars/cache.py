@@ -117,7 +117,7 @@ class GrammarCache:
         try:
             text = source or library.source_of(grammar)
             return CompiledGrammar(self._tokenizer, text, self._vocab_size, held)
-        # Any error fails this grammar only, because the caller serves other grammars, too.
+        # Report every error as an error of this grammar, because the process also serves other grammars.
         except Exception as error:
             raise GrammarError(library.first_line(str(error)), field=grammar.kind) from None
 

@@ -14,15 +14,15 @@ from tonnage.server.engines.errors import Refused
 from tonnage.server.text.grammar import Grammar
 
 if TYPE_CHECKING:
-    import llguidance  # optional (extra "grammar"), so only functions import it
+    import llguidance  # this package is optional (extra "grammar"), so only functions import it
 
 # Limits of one matcher; llguidance reports an error if one is exceeded. With llguidance's defaults, one mask of
 # a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's vocabulary). With these limits the
 # slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
 LIMITS: dict[str, Any] = {
-    "step_max_items": 10_000,  # default 50,000
-    "max_grammar_size": 12_000,  # default 500,000, in symbols; a schema of 1,000 optional properties has 10,000
-    "max_lexer_states": 10_000,  # default 250,000; one state takes 1 to 2 KB
+    "step_max_items": 10_000,  # llguidance's default is 50,000
+    "max_grammar_size": 12_000,  # symbols (default 500,000); a schema of 1,000 optional properties has 10,000
+    "max_lexer_states": 10_000,  # llguidance's default is 250,000; one state takes 1 to 2 KB
     "verbose_errors": False,  # verbose errors would include the parser's state
 }
 

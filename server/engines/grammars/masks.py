@@ -14,9 +14,10 @@ import torch
 
 from tonnage.planner.engines.runtime.grammars import GRAMMARS_BYTES
 from tonnage.server.engines.grammars import library, memory
+from tonnage.server.engines.process_memory import anonymous_bytes
 
 if TYPE_CHECKING:
-    import llguidance  # optional (extra "grammar")
+    import llguidance  # this package is optional (extra "grammar")
 
     from tonnage.server.engines.grammars.structural_tags import TagMatcher
 
@@ -96,11 +97,11 @@ class GrammarMatcher:
         Raises:
             GrammarError: the mask exceeds llguidance's limits.
         """
-        before, began = memory.resident_bytes(), time.thread_time()
+        before, began = anonymous_bytes(), time.thread_time()
         bits = self._matcher.compute_bitmask()
         self.seconds = time.thread_time() - began + self._spent
         if not _BUILDING.is_set():
-            self.compiled.held += max(0, memory.resident_bytes() - before)
+            self.compiled.held += max(0, anonymous_bytes() - before)
         self._check()
         self._bits = bits
 

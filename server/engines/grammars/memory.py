@@ -1,16 +1,10 @@
-"""Memory of this process and of its compiled grammars, in bytes.
-
-The process's memory is read from /proc/self/statm (proc_pid_statm(5)), which takes microseconds.
-"""
+"""Memory of the compiled grammars in this process, in bytes."""
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from typing import Protocol
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Held(Protocol):
@@ -35,19 +29,3 @@ def held_bytes() -> int:
     """Return the memory in bytes of all compiled grammars that are in the cache or in use."""
     with _LIVE_LOCK:
         return sum(compiled.held for compiled in _LIVE)
-
-
-def mapped_bytes() -> int:
-    """Return the size of this process's address space in bytes."""
-    return _fields()[0] * _PAGE
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes, without pages of files such as libraries."""
-    _, resident, shared, *_ = _fields()
-    return (resident - shared) * _PAGE
-
-
-def _fields() -> list[int]:
-    with open("/proc/self/statm", "rb", buffering=0) as statm:
-        return [int(field) for field in statm.read(256).split()]

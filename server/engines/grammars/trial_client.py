@@ -92,7 +92,7 @@ class TrialClient:
     # -- methods that run in the client's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        # Waiting jobs by tenant, in order of the tenants' waiting times.
+        # Waiting trials by tenant; the tenant that has waited longest comes first.
         waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         running: dict[int, _Job] = {}
         number = 0
@@ -186,7 +186,7 @@ class TrialClient:
         ``running`` has the trials that ran in the old process, by number.
         """
         log.error("the process that tries grammars ended; starting another")
-        time.sleep(1.0)  # limits the rate of restarts; only this thread waits
+        time.sleep(1.0)  # limit the rate of restarts; the sleep delays only this thread
         self._trial = _Trial(self._folder)
         for job in running.values():
             for request_id in job.askers:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.planner.engines.runtime.grammars import GRAMMAR_TRIAL_BYTES
-from tonnage.server.engines.grammars import memory
 from tonnage.server.engines.grammars.library import (
     GrammarError,
     byte_tokenizer,
@@ -32,6 +31,7 @@ from tonnage.server.engines.grammars.library import (
     source_of,
 )
 from tonnage.server.engines.grammars.messages import Tried, Try
+from tonnage.server.engines.process_memory import anonymous_bytes
 
 if TYPE_CHECKING:
     import llguidance
@@ -139,14 +139,15 @@ def _limit() -> None:
     os.nice(BEHIND_THE_ENGINE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
-    mapped = memory.mapped_bytes()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY_BYTES, mapped + MEMORY_BYTES))
+    with open("/proc/self/statm", "rb", buffering=0) as statm:  # the first number is the address space in pages
+        most = int(statm.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
 
 
 def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
     """Compile a grammar and compute its first token mask, as the engine will do; return the trial's result."""
-    before = memory.resident_bytes()
+    before = anonymous_bytes()
     try:
         source = trial.grammar.text
         for part in parts_of(trial.grammar):
@@ -162,14 +163,14 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
         return Tried(trial.number, error=TOO_MUCH)
     except Exception as error:  # the text is not a grammar, so a converter may raise any error
         return Tried(trial.number, error=first_line(str(error)))
-    return Tried(trial.number, source, bytes=memory.resident_bytes() - before)
+    return Tried(trial.number, source, bytes=anonymous_bytes() - before)
 
 
 def _result(reader: Connection, fork: _Fork) -> Tried:
     """Return the trial result that a fork has sent, or an error if the fork ended without a result."""
     try:
         tried: Tried = reader.recv()
-    except (EOFError, OSError):  # the kernel has killed the fork
+    except (EOFError, OSError):  # the fork ended without a result, because the kernel has killed it
         tried = Tried(fork.number, error=TOO_MUCH)
     _end(reader, fork)
     return tried

@@ -32,7 +32,7 @@ from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.hf.compile import SAY_SECONDS, Part
 
 OK, FAILED = 0, 1
-_SECONDS = 40  # seconds of processor time that compiling for one instruction set takes
+_SECONDS = 40  # processor time, in seconds, of compiling everything for one instruction set
 
 # The KV cache groups that most models have are compiled for every admission mode. Code for other groups is
 # compiled at a model's first start.
@@ -94,7 +94,7 @@ def named() -> list[str]:
 
 
 def is_there(level: Level, names: list[str]) -> bool:
-    """Return whether the archive for ``level`` has machine code of the parts ``names`` from these sources."""
+    """Return whether the archive for ``level`` has up-to-date machine code of the parts ``names``."""
     return all(
         {part.note for part in PARTS[name]}
         <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,3 +36,24 @@ class Batch:
     def sequences(self) -> int:
         """Number of sequences in the step's batch."""
         return len(self.kv_len)
+
+
+def batch_of(
+    token_ids: Int64, starts: Int64, counts: Int64, tables: Sequence[Int32], block_size: int, logits_at: Int64
+) -> Batch:
+    """Return the batch of a step in which each sequence computes consecutive tokens.
+
+    Args:
+        token_ids: tokens of all sequences, one after another, [T].
+        starts: position of each sequence's first token in the step, [S].
+        counts: number of each sequence's tokens in the step, [S].
+        tables: block tables of the sequences for each KV cache group, [S, max blocks].
+        block_size: tokens per block.
+        logits_at: indices in ``token_ids`` of the tokens that need logits, [L].
+    """
+    query_start = np.concatenate(([0], np.cumsum(counts)))
+    owner = np.repeat(np.arange(len(counts)), counts)
+    positions = np.arange(query_start[-1]) - query_start[:-1][owner] + starts[owner]
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = tuple(table[owner, blocks].astype(np.int64) * block_size + offsets for table in tables)
+    return Batch(token_ids, positions, query_start, starts + counts, slots, tuple(tables), logits_at)

@@ -31,7 +31,7 @@ from tonnage.server.engines.hf.compile import Preparation
 from tonnage.server.engines.hf.grammars import GrammarCompiler
 from tonnage.server.engines.hf.headroom import is_out_of_memory, out_of_memory
 from tonnage.server.engines.hf.kv_tier import tier_of
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
+from tonnage.server.engines.hf.messages import Abort, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.sampling.adjust import adjust, logprobs, needs_adjusting
 from tonnage.server.engines.hf.sampling.draw import is_greedy, most_likely, sample
 from tonnage.server.engines.hf.scheduler import HFScheduler
@@ -63,14 +63,14 @@ def main(descriptor: int, threads: int) -> None:
     try:
         engine = EngineLoop(load.plan, connection, threads, load.policy, load.sharing)
     except TonnageError as error:
-        connection.send(Failed(error))
+        connection.send(error)
         return
     except Exception as error:
         if is_out_of_memory(error):
-            connection.send(Failed(out_of_memory(load.plan, error)))
+            connection.send(out_of_memory(load.plan, error))
             return
         traceback.print_exc()
-        connection.send(Failed(TonnageError(f"the engine failed to start: {type(error).__name__}: {error}")))
+        connection.send(TonnageError(f"the engine failed to start: {type(error).__name__}: {error}"))
         return
     connection.send(engine.ready())
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -78,11 +78,9 @@ def main(descriptor: int, threads: int) -> None:
             engine.run()
             if engine.tier is not None:
                 engine.tier.close()
-        except InvariantViolation as error:  # the scheduler's guarantees no longer hold, so end the process
+        except InvariantViolation as error:  # end the process, because the block manager's state is wrong
             traceback.print_exc()
-            connection.send(
-                Failed(EngineDead(f"an engine invariant does not hold: {error}", hint="report this error"))
-            )
+            connection.send(EngineDead(f"an engine invariant does not hold: {error}", hint="report this error"))
 
 
 def set_threads(count: int) -> None:
@@ -171,8 +169,8 @@ class EngineLoop:
                 message = self.connection.recv()
                 if isinstance(message, Stop):
                     return
-                if isinstance(message, Generate):
-                    chunks += self.add(message.request)
+                if isinstance(message, GenerationRequest):
+                    chunks += self.add(message)
                 elif isinstance(message, Abort):
                     chunks += self.abort(message)
             chunks += self.step()
@@ -222,9 +220,8 @@ class EngineLoop:
     def _draw(self, logits: torch.Tensor, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
         """Draw the next token of each sequence in ``draws`` from its row of ``logits``.
 
-        The draws also get log probabilities if requested.
-
-        Grammars, penalties and biases of the sequence adjust the row first.
+        Grammars, penalties and biases of the sequence adjust the row first. The draws also get log
+        probabilities if their requests ask for them.
 
         Args:
             logits: [rows, vocabulary].

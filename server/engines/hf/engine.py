@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -28,13 +29,14 @@ from tonnage.server.engines import watchdog
 from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
-from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
+from tonnage.server.engines.errors import EngineDead, QueueFull
 from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, require_available, require_fits
-from tonnage.server.engines.hf.messages import Abort, Failed, Generate, Load, Ready, StepOutput, Stop
+from tonnage.server.engines.hf.messages import Abort, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
 from tonnage.server.engines.process_memory import PeakSampler
-from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest
+from tonnage.server.engines.rejections import Rejections
+from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.signals import interrupt_held
 from tonnage.server.engines.stats import EngineStats, MeasuredMemory, PoolStats
@@ -59,23 +61,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_HONOURED = BASIC_PARAMS | {
-    "logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "priority",
-}
-
 
 def capabilities() -> Capabilities:
     """Return the optional features of the HF engine in this installation; grammars need llguidance."""
-    return Capabilities(_HONOURED | {"grammar"} if find_spec("llguidance") else _HONOURED)
+    return Capabilities(ALL_PARAMS if find_spec("llguidance") else ALL_PARAMS - {"grammar"})
 
 
 def default_threads() -> int:
@@ -137,12 +126,12 @@ class HFEngine(Engine):
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._sampler = PeakSampler()
         self._ready: Ready | None = None
-        self._framework: int | None = None
-        self._never: dict[str, int] = {}
-        self._never_blocks: dict[str, int] = {}
+        self._measured = MeasuredMemory()
+        self._rejections = Rejections()
         self._dead: TonnageError | None = None
         self._draining = False
         self._idle = asyncio.Event()
+        self._idle.set()
         usable = plan.kv_cache.usable_blocks
         empty = PoolStats(
             plan.kv_cache.num_blocks, usable, 0, 0, usable, 0, evictions_by_cause=(0,) * len(EVICTION_CAUSES)
@@ -195,8 +184,15 @@ class HFEngine(Engine):
         except BaseException:
             await self.stop()
             raise
-        self._framework = self._ready.framework_bytes(self._sampler.sample())
-        self._stats = self._ready.stats
+        ready = self._ready
+        self._measured = MeasuredMemory(
+            weights=ready.weights_bytes,
+            warm_weights=ready.warm_weights_bytes,
+            kv_pool=ready.kv_pool_bytes,
+            framework=ready.framework_bytes(self._sampler.sample()),
+            kv_tier=ready.kv_tier_bytes or None,
+        )
+        self._stats = ready.stats
         try:
             require_fits(self._plan, self.capacity().plan)
         except DoesNotFit:
@@ -265,7 +261,7 @@ class HFEngine(Engine):
         except subprocess.TimeoutExpired:
             return False
 
-    def _receive(self, message: Ready | Failed | StepOutput, started: asyncio.Future[Ready]) -> None:
+    def _receive(self, message: Ready | TonnageError | StepOutput, started: asyncio.Future[Ready]) -> None:
         if isinstance(message, StepOutput):
             self._stats = message.stats
             for chunk in message.chunks:
@@ -273,14 +269,14 @@ class HFEngine(Engine):
                     self._ended(chunk.request_id)
                 if chunk.request_id in self._live:
                     self._live[chunk.request_id].put_nowait(chunk)
-        elif isinstance(message, Failed) and self._ready is not None:
-            self._die(message.error, started)
+        elif isinstance(message, TonnageError) and self._ready is not None:
+            self._die(message, started)
         elif started.done():  # The start was cancelled during the load.
             return
         elif isinstance(message, Ready):
             started.set_result(message)
         else:
-            started.set_exception(message.error)
+            started.set_exception(message)
 
     def _die(self, error: TonnageError, started: asyncio.Future[Ready]) -> None:
         self._dead = error = self._dead or error  # Keep the first error, because it is the cause of later ones.
@@ -303,7 +299,7 @@ class HFEngine(Engine):
         self._live[request.request_id] = inbox
         self._unfinished[request.request_id] = request.n
         self._idle.clear()
-        self._outbox.put(Generate(request))
+        self._outbox.put(request)
         remaining = request.n
         try:
             while remaining:
@@ -330,11 +326,7 @@ class HFEngine(Engine):
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = refusal(wish, self._limits)
         if answer is not None:
-            reason = str(answer.reason)
-            self._never[reason] = self._never.get(reason, 0) + 1
-            missing = max(0, answer.needed_blocks - answer.usable_blocks)
-            self._never_blocks[reason] = self._never_blocks.get(reason, 0) + missing
-            raise NeverFits(str(answer), field="prompt")
+            self._rejections.reject(answer)
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
         """Tell the engine process to abort a request, or only sequence ``index`` of the request."""
@@ -342,35 +334,22 @@ class HFEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Return the last statistics received, plus measured memory and the number of rejected requests."""
-        ready = self._ready
-        return dataclasses.replace(
-            self._stats,
-            memory=MeasuredMemory(
-                weights=ready.weights_bytes if ready else None,
-                warm_weights=ready.warm_weights_bytes if ready else None,
-                kv_pool=ready.kv_pool_bytes if ready else None,
-                framework=self._framework,
-                kv_tier=ready.kv_tier_bytes if ready and ready.kv_tier_bytes else None,
-                process=self._sampler.current,
-                process_peak=self._sampler.peak,
-            ),
-            admissions=self._stats.admissions
-            + tuple(("never", reason, n) for reason, n in self._never.items()),
-            refused_blocks=self._stats.refused_blocks
-            + tuple(("never", reason, n) for reason, n in self._never_blocks.items()),
+        memory = dataclasses.replace(
+            self._measured, process=self._sampler.current, process_peak=self._sampler.peak
         )
+        return self._rejections.added_to(dataclasses.replace(self._stats, memory=memory))
 
     def capacity(self) -> Capacity:
         """Return the capacity measured after the load; raise QueueFull before the load is complete."""
-        ready = self._ready
-        if ready is None or self._framework is None:
-            raise QueueFull("the engine is not ready")
+        ready, framework = self._ready, self._measured.framework
+        if ready is None or framework is None:
+            raise QueueFull("the engine is not ready", hint="wait until /ready returns 200")
         rank = dataclasses.replace(
             self._plan.rank,
             weights_bytes=ready.weights_bytes,
             kv_pool_bytes=ready.kv_pool_bytes,
             activation_bytes=ready.activation_bytes,
-            framework_bytes=self._framework,
+            framework_bytes=framework,
             kv_tier_bytes=ready.kv_tier_bytes,
         )
         return Capacity(
@@ -383,11 +362,8 @@ class HFEngine(Engine):
     async def drain(self, seconds: float) -> None:
         """Stop admitting requests, and wait at most ``seconds`` for the running requests."""
         self._draining = True
-        if self._live:
-            try:
-                await asyncio.wait_for(self._idle.wait(), seconds)
-            except TimeoutError:
-                return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
 
     async def stop(self) -> None:
         """Stop the engine process; kill it if it does not end within 5 seconds or is still loading."""

@@ -44,7 +44,7 @@ WAITING_BYTES = 256 << 20
 # A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
 MOST_SECONDS = 10.0
-_BLOCKS_PER_READ = 8  # number of blocks that one job of a reader thread reads
+_BLOCKS_PER_READ = 8  # number of blocks that one job of a reader thread reads.
 # The API process kills an engine process that does not end within 5 seconds (HFEngine.stop).
 _SECONDS_TO_CLOSE = 3.0
 
@@ -148,7 +148,7 @@ class KVTier:
     def keep(self, keys: Sequence[bytes], start: int, blocks: Sequence[int]) -> None:
         """Copy a sequence's KV blocks from the pool to host memory; write them to the disk folder later.
 
-        A sequence longer than the host memory keeps its beginning, which alone can be hit.
+        Of a sequence longer than the host memory, only the beginning is copied, because a prefix hit needs it.
 
         Args:
             keys: keys of the sequence's blocks, from its first token on.
@@ -189,7 +189,7 @@ class KVTier:
         self._spent_seconds += time.perf_counter() - since
 
     def finish(self, keys: Sequence[bytes], reused: int) -> None:
-        """Record a sequence's end in the tier's eviction order; its first block counts as used last.
+        """Record a sequence's end in the tier's eviction order; its first block becomes the most recently used.
 
         Args:
             keys: keys of the sequence's blocks that were offered to the tier, from its first token on.

@@ -1,14 +1,16 @@
-"""Messages between the API process and the HF engine's process, which are pickled on a socket."""
+"""Messages between the API process and the HF engine's process, which are pickled on a socket.
+
+Two messages are not classes of this module. The API process sends a `GenerationRequest` to get tokens for it.
+The engine process sends a `TonnageError` if it cannot start or must end.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tonnage.cache.admission import Policy
-from tonnage.planner.errors import TonnageError
 from tonnage.planner.plans import Plan
 from tonnage.server.engines.chunk import Chunk
-from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.sharing import Sharing
 from tonnage.server.engines.stats import EngineStats
 
@@ -20,13 +22,6 @@ class Load:
     plan: Plan
     policy: Policy
     sharing: Sharing
-
-
-@dataclass(frozen=True, slots=True)
-class Generate:
-    """A message to the engine process to generate tokens for a request."""
-
-    request: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +75,6 @@ class Ready:
         if self.device_bytes is None:
             return resident - named
         return self.device_bytes - named - self.activation_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The engine process's message that it cannot start or must end, with the error that caused it."""
-
-    error: TonnageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # vLLM logs to stderr, because stdout carries the plan and the output of --json.
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports usage statistics to its authors
+    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports usage statistics to its authors.
     # On a CPU, vLLM leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32). With two cores that
     # halves the compute, so every core computes here.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -44,7 +44,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
     """
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise DeploymentError(
-            "the variable is set and would override the planned KV pool",  # platforms/cpu.py, vLLM 0.32
+            "the variable is set and would override the planned KV pool",  # vLLM 0.32, platforms/cpu.py
             field="VLLM_CPU_KVCACHE_SPACE",
             hint="unset it and use --kv-cache-memory-bytes",
         )
@@ -78,7 +78,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "skip_tokenizer_init": False,
         # No defaults from the model's generation_config.json, because each request states every parameter.
         "generation_config": "vllm",
-        "disable_log_stats": True,  # vLLM prints no statistics, but our stat logger still receives them
+        "disable_log_stats": True,  # vLLM logs no statistics; our stat logger receives them nevertheless
         "enable_log_requests": False,
         "worker_extension_cls": "tonnage.server.engines.vllm.worker.WorkerExtension",
     }

@@ -45,7 +45,7 @@ class CpuWorker(OffloadingWorker):
     ) -> None:
         self._region, self._refs, self._per_chunk = region, kv_caches.group_data_refs, blocks_per_chunk
         self._blocks: list[torch.Tensor] = []
-        self._chunks: list[torch.Tensor] = []  # of shape (chunks, blocks of a chunk, bytes of a block)
+        self._chunks: list[torch.Tensor] = []  # host tier: [chunks, blocks of a chunk, bytes of a block]
         for each in kv_caches.tensors:
             page = each.page_size_bytes
             self._blocks.append(each.tensor.view(torch.int8).view(-1, page))

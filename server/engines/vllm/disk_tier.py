@@ -178,16 +178,17 @@ class DiskTier(SecondaryTierManager):
             learned=self._chunk if _learned(policy) else None,
         )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
-        self._waiting = self._unfinished = 0  # bytes to write, and jobs that were not yet reported to vLLM
-        self._reading = 0  # read jobs that were not yet reported to vLLM
+        self._waiting = self._unfinished = 0  # bytes that wait to be written; number of unreported jobs
+        self._reading = 0  # number of read jobs whose end is not yet reported to vLLM
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
         self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
         self._ended: deque[_Ended] = deque()
         self._report_at = 0.0  # time of the next report of the metrics
         self._reported = _VALUES(DiskCounts(0))
-        self._may_read: dict[str, int | None] = {}  # number of chunks that a request may still read; None: all
-        self._computed: dict[str, dict[Any, None]] = {}  # chunks that a running request has offloaded
-        # time of each request's last miss; an entry is removed when the request's first chunks are stored
+        self._may_read: dict[str, int | None] = {}  # chunks that each request may still read; None: all
+        self._computed: dict[str, dict[Any, None]] = {}  # chunks that each running request has offloaded.
+        # Time of each request's last cache miss; an entry is removed when the request's first chunks are
+        # stored.
         self._missed: dict[str, float] = {}
 
     # -- methods that vLLM calls -----------------------------------------------------------------------------
@@ -197,7 +198,7 @@ class DiskTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Return whether the disk tier has a chunk and the request may read it, by the measured read times."""
+        """Return whether the disk tier has a chunk and the measured read times make reading it worthwhile."""
         request = req_context.req_id
         if self._store.contains(key) and self._reads(request):
             return _HIT
@@ -372,7 +373,7 @@ def _learned(policy: object) -> bool:
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise DeploymentError("is not true or false", field="read_only")
+        raise DeploymentError(f"{value!r} is not true or false", field="read_only")
     return value
 
 

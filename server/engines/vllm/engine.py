@@ -30,10 +30,10 @@ from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
 from tonnage.server.engines.process_memory import PeakSampler
-from tonnage.server.engines.request import GenerationRequest, PoolingTask
+from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest, PoolingTask
 from tonnage.server.engines.sharing import Sharing, whole_blocks
 from tonnage.server.engines.signals import interrupt_held
-from tonnage.server.engines.stats import EngineStats, MeasuredMemory, merged
+from tonnage.server.engines.stats import EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm import processes
 from tonnage.server.engines.vllm.arguments import ENVIRONMENT, engine_arguments, scheduling_arguments
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
@@ -41,7 +41,7 @@ from tonnage.server.engines.vllm.core_stats import EngineCores
 from tonnage.server.engines.vllm.grammar_checks import GrammarChecks
 from tonnage.server.engines.vllm.loading import load
 from tonnage.server.engines.vllm.outputs import OutputConverter
-from tonnage.server.engines.vllm.params import HONOURED, pooling_params, sampling_params
+from tonnage.server.engines.vllm.params import pooling_params, sampling_params
 from tonnage.server.engines.vllm.queue_position import QueuePositions
 from tonnage.server.text.gguf_tokenizer import model_files
 
@@ -70,13 +70,13 @@ class VLLMEngine(Engine):
         pools: PoolingTask | None = None,
         quantization: str | None = None,
     ) -> None:
-        honoured = HONOURED if find_spec("llguidance") else HONOURED - {"grammar"}
+        honoured = ALL_PARAMS if find_spec("llguidance") else ALL_PARAMS - {"grammar"}
         self._capabilities = Capabilities(honoured, pools=pools, own_metrics=True)
         self._pools = pools
         self._plan = plan
         self._quantization = quantization
         self._on_cpu = plan.deployment.device == "cpu"
-        # On a CPU, a start with torch.compile takes minutes.
+        # On a CPU, torch.compile is not used, because it would extend the start by minutes.
         self._eager = plan.deployment.enforce_eager or self._on_cpu
         self._lora_paths = dict(loras or {})
         self._loras: dict[str, Any] = {}  # vLLM's LoRARequest of each adapter, by name
@@ -368,12 +368,9 @@ class VLLMEngine(Engine):
             process=self._sampler.current or None,
             process_peak=self._sampler.peak or None,
         )
-        told = self._cores.stats(memory, idle=not self._unfinished)
         return replace(
-            told,
+            self._positions.rejections.added_to(self._cores.stats(memory, idle=not self._unfinished)),
             ready=self.ready,
-            admissions=merged((told.admissions, self._positions.refused)),
-            refused_blocks=merged((told.refused_blocks, self._positions.refused_blocks)),
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
@@ -387,7 +384,7 @@ class VLLMEngine(Engine):
             QueueFull: the engine has not started yet.
         """
         if not self._ready:
-            raise QueueFull("the engine is not ready")
+            raise QueueFull("the engine is not ready", hint="wait until /ready returns 200")
         config = self._llm.vllm_config
         rank = self._plan.rank
         measured = replace(

@@ -168,9 +168,9 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
     pool = manager.block_pool
     methods = {name for name in vars(type(pool.free_block_queue)) if not name.startswith("_")}
     if methods != QUEUE:
-        raise UnsupportedManager(f"unknown methods of the free queue: {', '.join(sorted(methods ^ QUEUE))}")
+        raise UnsupportedManager(f"unknown methods of vLLM's free queue: {', '.join(sorted(methods ^ QUEUE))}")
     if list(inspect.signature(manager.allocate_slots).parameters)[: len(ALLOCATE)] != ALLOCATE:
-        raise UnsupportedManager("unknown arguments of allocate_slots")
+        raise UnsupportedManager("unknown arguments of KVCacheManager.allocate_slots")
     if not manager.enable_caching:
         raise UnsupportedManager("prefix caching is off")
     groups = []
@@ -204,7 +204,7 @@ class LearnedQueue:
         pool = manager.block_pool
         free = pool.free_block_queue.get_all_free_blocks()
         if len(free) != len(pool.blocks) - 1 or pool.null_block.block_id != 0:
-            raise UnsupportedManager("blocks of the pool are already in use")
+            raise UnsupportedManager("some blocks of vLLM's pool are already in use")
         size = self._anchor.block_size
         _warm(size)
         smallest = min(group.block_size for group in (self._anchor, *self._others))
@@ -214,14 +214,14 @@ class LearnedQueue:
         # Turn number of the conversation of each request that holds blocks, by request id.
         self.live: dict[str, int] = {}
         self._blocks = pool.blocks
-        self._stack: list[Any] = free[::-1]  # free blocks without content; the last is handed out first
+        self._stack: list[Any] = free[::-1]  # free blocks without content; the last is handed out first.
         # Ids of cached blocks chosen for eviction, the last goes first; a prefix can still hit them.
         self._chosen: list[int] = []
         # Ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order.
         self._taken: list[int] = []
         # The request that gets its first blocks now, and the block ids of its prefix hit.
         self._starting: tuple[Any, list[int]] | None = None
-        self._forgotten: set[int] = set()  # ids of blocks in use that left the prefix cache
+        self._forgotten: set[int] = set()  # ids of blocks in use that left the prefix cache.
         # vLLM's own queue, used after an exception in our code.
         self._plain: FreeKVCacheBlockQueue | None = None
         for block in free:
@@ -297,7 +297,7 @@ class LearnedQueue:
                 self._report_events()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
-                self._fail()  # puts every unreferenced block, also these, into vLLM's queue
+                self._fail()  # vLLM's own queue then gets every unreferenced block, these ones too
         else:
             self._plain.append_n(_not_queued(blocks))
 
@@ -368,7 +368,7 @@ class LearnedQueue:
         """Record whether vLLM allocated the first blocks of the request last passed to `starting`."""
         if self._plain is None and granted:
             try:
-                self._begin()  # does nothing if an earlier change of the queue has reported the request
+                self._begin()  # report the request, unless an earlier change of the queue has done so
             except Exception:
                 self._fail()
         self._starting = None

@@ -43,7 +43,7 @@ class GrammarState:
     def __init__(self, tenant: str, matcher: GrammarMatcher | TagMatcher | None, error: str | None) -> None:
         self.tenant, self.matcher, self.error = tenant, matcher, error
         self.request: Any = None  # vLLM's Request object, set before its first token mask is needed
-        self.done = False  # whether the text matches the whole grammar
+        self.done = False  # whether the output so far matches the whole grammar
         self._row: npt.NDArray[np.int32] | None = None
 
     def fill_bitmask(self, bitmask: torch.Tensor, index: int) -> None:

@@ -34,8 +34,8 @@ class LearnedCachePolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._chunks: OrderedDict[Any, ChunkStatus] = OrderedDict()  # the least recently used first
-        self._busy: dict[Any, int] = {}  # key of a chunk -> a value other than 0 while it is in transfer
+        self._chunks: OrderedDict[Any, ChunkStatus] = OrderedDict()  # the least recently used chunk comes first
+        self._busy: dict[Any, int] = {}  # key of a chunk -> a value other than 0 while it is in transfer.
         # The learned eviction order; None after an exception: then the least recently used chunks are evicted.
         self._order: LearnedChunkOrder[Any] | None = LearnedChunkOrder(cache_capacity)
 

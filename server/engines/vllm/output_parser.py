@@ -166,7 +166,7 @@ class VLLMOutputParser:
             ) from None
         outputs = adjusted.structured_outputs
         tag = None if outputs is None else outputs.structural_tag
-        # reads an output whose reasoning ended within the prompt
+        # The parser of outputs without reasoning, used if the reasoning has already ended in the prompt.
         plain = self._parsers.get((bool(tools), False))
 
         def reader(prompt: Sequence[int]) -> AnswerReader:

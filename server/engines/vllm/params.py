@@ -9,23 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tonnage.server.engines.chunk import TokenLogprobs
-from tonnage.server.engines.request import BASIC_PARAMS, GenerationRequest, Pooling, PoolingTask
+from tonnage.server.engines.request import GenerationRequest, Pooling, PoolingTask
 from tonnage.server.engines.vllm.checked_grammar import CheckedGrammar
-
-HONOURED = BASIC_PARAMS | {
-    "logprobs",
-    "prompt_logprobs",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "grammar",
-    "priority",
-}
-
 
 # Names of entries in a request's `extra_args` (vLLM's `vllm_xargs`): the API key that sent the request, the
 # key's weight, and the request's priority.
@@ -57,7 +42,7 @@ def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) 
         repetition_penalty=params.repetition_penalty,
         logit_bias=dict(params.logit_bias) or None,
         allowed_token_ids=list(params.allowed_token_ids) or None,
-        # vLLM converts the words to token ids in the same way as our tokenizer
+        # vLLM converts bad_words to the same token ids as our tokenizer
         bad_words=list(params.bad_words) or None,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,

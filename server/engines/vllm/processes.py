@@ -83,7 +83,7 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
     try:
         llm.shutdown(timeout=0 if at_once else None)
     except psutil.NoSuchProcess:  # vLLM read the name of a process that had just ended
-        kill(_engine_cores())  # kill cores that vLLM did not end
+        kill(_engine_cores())  # ids of engine cores that vLLM did not end
     finally:
         logger.setLevel(level)
 
@@ -96,7 +96,7 @@ def close_files(llm: Any) -> None:
     `shut_down`, because vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    with contextlib.suppress(AttributeError):  # the first call of `held` has deleted its attributes
+    with contextlib.suppress(AttributeError):  # the first call of `held` has deleted its attributes.
         # Call `held` again: an exception in the first call (also in vLLM's own thread) leaves sockets open.
         held()
     held.ctx.destroy(linger=0)

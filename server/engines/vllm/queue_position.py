@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 from tonnage.cache.admission import AdmissionRequest, Limits, Never, largest_prompt, refusal
 from tonnage.cache.admission.types import AGEING_SECONDS
-from tonnage.server.engines.errors import NeverFits
+from tonnage.server.engines.rejections import Rejections
 from tonnage.server.engines.request import GenerationRequest
 
 # Queue positions per second. vLLM's priorities are integers, so a position is an arrival time in milliseconds.
@@ -30,8 +29,7 @@ class QueuePositions:
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits, self._clock = limits, clock
-        self._refused: Counter[str] = Counter()
-        self._missing: Counter[str] = Counter()  # missing blocks by reason
+        self.rejections = Rejections()
 
     def position(self, priority: int) -> int:
         """Return vLLM's priority for a request that arrives now; vLLM runs the lowest value first.
@@ -52,10 +50,7 @@ class QueuePositions:
             prompt, output = max(1, prompt - 1), 1
         never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:
-            reason = str(never.reason)
-            self._refused[reason] += 1
-            self._missing[reason] += max(0, never.needed_blocks - never.usable_blocks)
-            raise NeverFits(str(never), field="prompt")
+            self.rejections.reject(never)
 
     def rejection(self, request: AdmissionRequest) -> Never | None:
         """Return why an empty KV pool cannot hold the request, or None if it can."""
@@ -64,16 +59,6 @@ class QueuePositions:
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
         answer = refusal(unshared, self.limits)
         return answer and replace(answer, largest_prompt_tokens=self._largest_prompt(request))
-
-    @property
-    def refused(self) -> tuple[tuple[str, str, int], ...]:
-        """Return ("never", reason, number of rejected requests) for each reason of a rejection."""
-        return tuple(("never", reason, count) for reason, count in self._refused.items())
-
-    @property
-    def refused_blocks(self) -> tuple[tuple[str, str, int], ...]:
-        """Return ("never", reason, number of KV blocks that rejected requests lacked) for each reason."""
-        return tuple(("never", reason, count) for reason, count in self._missing.items())
 
     def _largest_prompt(self, request: AdmissionRequest) -> int:
         """Return the longest prompt in tokens that fits if n sequences divide the KV pool equally."""

@@ -10,8 +10,7 @@ behave alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
 
 from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import AutoStats
@@ -27,9 +26,6 @@ Reasons = dict[tuple[str, str], int]
 class AdmissionStats:
     """Counts of Tonnage's scheduler in vLLM since its start, and its current numbers of KV blocks.
 
-    The fields from fixed_cost to fallbacks are the `AutoStats` of the mode `auto` as integers; None in other
-    modes.
-
     Attributes:
         mode: the admission mode.
         received: number of requests received.
@@ -41,13 +37,7 @@ class AdmissionStats:
         waste: token slots in used blocks that hold no token.
         broken: invariants of the block accounting found violated so far.
         cached: unreferenced blocks that a prefix can hit.
-        fixed_cost: learned duration of an empty step, in nanoseconds.
-        prefill_cost: learned duration of a step per prefill token, in nanoseconds.
-        sequence_cost: learned duration of a step per sequence, in nanoseconds.
-        context_cost: learned duration of a step per context token, in picoseconds.
-        share: `AutoStats.share`, the parameter of the learned admission rule, in thousandths.
-        gain: `AutoStats.gain`, rehearsed throughput relative to vLLM's rule, in thousandths.
-        fallbacks: how often mode `auto` went back to vLLM's rule.
+        auto: statistics of the admission mode `auto`; None in other modes.
         decisions: number of requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
         missing_blocks: number of missing blocks by (outcome, reason).
         evictions: number of evicted cached blocks by ("blocks", cause).
@@ -63,55 +53,19 @@ class AdmissionStats:
     waste: int | None = None
     broken: int | None = None
     cached: int | None = None
-    fixed_cost: int | None = None
-    prefill_cost: int | None = None
-    sequence_cost: int | None = None
-    context_cost: int | None = None
-    share: int | None = None
-    gain: int | None = None
-    fallbacks: int | None = None
+    auto: AutoStats | None = None
     decisions: Reasons = field(default_factory=dict)
     missing_blocks: Reasons = field(default_factory=dict)
     evictions: Reasons = field(default_factory=dict)
 
-    @property
-    def auto(self) -> AutoStats | None:
-        """Return the statistics of admission mode `auto`, restored from integer fields; None in other modes."""
-        if self.fallbacks is None:
-            return None
-        cost = None
-        if self.fixed_cost is not None:
-            prefill, sequence, context = self.prefill_cost or 0, self.sequence_cost or 0, self.context_cost or 0
-            cost = StepCost(self.fixed_cost / 1e9, prefill / 1e9, sequence / 1e9, context / 1e12)
-        return AutoStats(cost, _ratio(self.share), _ratio(self.gain), self.fallbacks)
-
-
-def auto_numbers(auto: AutoStats | None) -> dict[str, Any]:
-    """Return the statistics of admission mode `auto` as integer fields of `AdmissionStats`."""
-    if auto is None:
-        return {}
-    numbers = {"fallbacks": auto.fallbacks}
-    if auto.cost is not None:
-        numbers["fixed_cost"] = round(auto.cost.fixed * 1e9)
-        numbers["prefill_cost"] = round(auto.cost.prefill * 1e9)
-        numbers["sequence_cost"] = round(auto.cost.sequence * 1e9)
-        numbers["context_cost"] = round(auto.cost.context * 1e12)
-    if auto.share is not None:
-        numbers["share"] = round(auto.share * 1000)
-    if auto.gain is not None:
-        numbers["gain"] = round(auto.gain * 1000)
-    return numbers
-
-
-def _ratio(thousandths: int | None) -> float | None:
-    return None if thousandths is None else thousandths / 1000
-
 
 _NUMBERS = (
     "received", "unfinished", "failures", "reserved", "committed", "asked", "waste", "broken", "cached",
-    "fixed_cost", "prefill_cost", "sequence_cost", "context_cost", "share", "gain", "fallbacks",
 )  # fmt: skip
 _TABLES = ("decisions", "missing_blocks", "evictions")
+# The fields of `StepCost` in order: name of the transported integer, and how many of its units make a second.
+_COSTS = {"fixed_cost": 1e9, "prefill_cost": 1e9, "sequence_cost": 1e9, "context_cost": 1e12}
+_RATIO = 1000  # `AutoStats.share` and `AutoStats.gain` are transported in thousandths
 
 
 def write_stats(stats: AdmissionStats, into: dict[str, int]) -> None:
@@ -124,6 +78,14 @@ def write_stats(stats: AdmissionStats, into: dict[str, int]) -> None:
     for name in _TABLES:
         for (outcome, reason), count in getattr(stats, name).items():
             into[f"{PREFIX}{name} {outcome} {reason}"] = count
+    if (auto := stats.auto) is not None:
+        into[f"{PREFIX}fallbacks"] = auto.fallbacks
+        for name, value in (("share", auto.share), ("gain", auto.gain)):
+            if value is not None:
+                into[PREFIX + name] = round(value * _RATIO)
+        if auto.cost is not None:
+            for (name, unit), seconds in zip(_COSTS.items(), astuple(auto.cost), strict=True):
+                into[PREFIX + name] = round(seconds * unit)
 
 
 def take_stats(found: dict[str, int]) -> AdmissionStats | None:
@@ -142,4 +104,14 @@ def take_stats(found: dict[str, int]) -> AdmissionStats | None:
         if table in tables:
             outcome, reason = key
             tables[table][outcome, reason] = count
-    return AdmissionStats(mode, **{name: ours[name] for name in _NUMBERS if name in ours}, **tables)  # type: ignore[arg-type]
+    numbers = {name: ours[name] for name in _NUMBERS if name in ours}
+    return AdmissionStats(mode, **numbers, auto=_auto_of(ours), **tables)  # type: ignore[arg-type]
+
+
+def _auto_of(ours: dict[str, int]) -> AutoStats | None:
+    """Return the statistics of admission mode `auto` among transported numbers; None in other modes."""
+    if "fallbacks" not in ours:
+        return None
+    cost = StepCost(*(ours[name] / unit for name, unit in _COSTS.items())) if "fixed_cost" in ours else None
+    share, gain = (ours[name] / _RATIO if name in ours else None for name in ("share", "gain"))
+    return AutoStats(cost, share, gain, ours["fallbacks"])

@@ -23,8 +23,8 @@ class WorkerExtension:
         """Lower the worker's scheduling priority below the API process, and avoid a late compilation.
 
         vLLM 0.32 ranks tokens for log probabilities with a function that torch.compile compiles at the first
-        request for them. That compilation stalls all requests for 3 s (benchmarks/abuse.py, deaf). This method
-        replaces the function by its uncompiled version.
+        request for them. That compilation stalls all requests for 3 s (benchmarks/abuse.py, case `deaf`). This
+        method replaces the function by its uncompiled version.
         """
         from vllm.v1.sample import sampler  # imported here, because vLLM is optional in the API process
 

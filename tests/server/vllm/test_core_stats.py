@@ -8,7 +8,7 @@ from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, Schedule
 from tonnage.cache.admission.cost import StepCost
 from tonnage.server.engines.stats import AutoStats, EngineStats, MeasuredMemory
 from tonnage.server.engines.vllm.core_stats import EngineCores
-from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers, write_stats
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_stats
 
 BLOCKS = 101
 
@@ -79,7 +79,7 @@ def test_auto_mode_statistics_of_several_engine_cores_are_merged() -> None:
     assert now(made).auto is None  # nothing is told before the first step
     for index, share in ((0, 0.9), (1, 0.6)):
         auto = AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), share, gain=1.1, fallbacks=index)
-        made.record(index, step(AdmissionStats("auto", **auto_numbers(auto))), None)
+        made.record(index, step(AdmissionStats("auto", auto=auto)), None)
     assert now(made).auto == AutoStats(StepCost(0.017, 0.001, 0.0, 3e-9), 0.6, gain=1.1, fallbacks=1)
 
 

@@ -11,6 +11,7 @@ from tonnage.cache.admission import AdmissionRequest, Limits
 from tonnage.planner.model.layout import KVGroup, KVLayout
 from tonnage.server.engines.errors import NeverFits
 from tonnage.server.engines.request import GenerationRequest, SamplingParams
+from tonnage.server.engines.stats import EngineStats, PoolStats
 from tonnage.server.engines.vllm.queue_position import QueuePositions
 from tonnage.server.engines.vllm.scheduler import TonnageScheduler
 from tonnage.server.engines.vllm.stats_transport import NEVER_FITS
@@ -140,8 +141,9 @@ def test_rejection_of_a_request_that_never_fits_states_exact_numbers() -> None:
     positions.check(asked(64, 16, 2), pools=False)  # what it said would fit does
     with pytest.raises(NeverFits):
         positions.check(asked(65, 16, 2), pools=False)
-    assert positions.refused == (("never", "blocks", 2),)
-    assert positions.refused_blocks == (("never", "blocks", 6 + 2),)
+    stats = positions.rejections.added_to(EngineStats(True, 0, 0, PoolStats(0, 0, 0, 0, 0, 0)))
+    assert stats.admissions == (("never", "blocks", 2),)
+    assert stats.refused_blocks == (("never", "blocks", 6 + 2),)
     with pytest.raises(NeverFits, match="max_model_len is 400"):
         positions.check(asked(390, 16), pools=False)
     with pytest.raises(NeverFits, match="max_num_seqs is 8"):

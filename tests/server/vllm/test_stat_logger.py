@@ -23,7 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tonnage.planner.errors import DeploymentError
 from tonnage.server.demo.model import ensure_demo
 from tonnage.server.engines.stats import AutoStats, stats_of_auto
-from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers, write_stats
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_stats
 from tonnage.server.observe.vllm import logger as module
 from tonnage.server.observe.vllm.logger import TonnageStatLogger
 from tonnage.server.watch.samples import Samples
@@ -251,7 +251,7 @@ def test_auto_mode_statistics_reach_the_stat_logger_as_integers_in_vllms_message
     assert known.cost is not None
     assert known.share is not None
     stats = SchedulerStats(num_running_reqs=3)
-    write_stats(replace(TOLD, mode="auto", **auto_numbers(known)), stats.waiting_lora_adapters)
+    write_stats(replace(TOLD, mode="auto", auto=known), stats.waiting_lora_adapters)
     assert {type(count) for count in stats.waiting_lora_adapters.values()} == {int}
     TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
     seen = page()
@@ -269,7 +269,7 @@ def test_auto_mode_statistics_reach_the_stat_logger_as_integers_in_vllms_message
 
 def test_auto_mode_without_fitted_costs_exports_no_step_costs(made: Any) -> None:
     stats = SchedulerStats()
-    write_stats(AdmissionStats("auto", **auto_numbers(AutoStats())), stats.waiting_lora_adapters)
+    write_stats(AdmissionStats("auto", auto=AutoStats()), stats.waiting_lora_adapters)
     TonnageStatLogger(made, [0]).record(over_the_wire(stats), None)
     seen = page()
     assert value(seen, "tonnage_admission_holding") == 0

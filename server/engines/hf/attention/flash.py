@@ -62,18 +62,7 @@ class FlashAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return one layer's attention of the step's queries over their context in the KV pool.
-
-        Args:
-            group: index of the layer's KV cache group.
-            slot: index of the layer within its KV cache group (layer slot).
-            query: [T, heads, size].
-            scaling: factor of the scores.
-            softcap: bound of the scores by tanh; None for no bound.
-
-        Returns:
-            The attention, in the shape of ``query``.
-        """
+        """Return one layer's attention, by FlashAttention; see `PoolAttention.read` for the arguments."""
         k, v = self.layer(slot)
         window = self.windows[group]
         return self._kernel(
@@ -85,7 +74,7 @@ class FlashAttention(PagedAttention):
             max_seqlen_q=self.longest_query,
             max_seqlen_k=int(self.pages[group].length.max()),
             softmax_scale=scaling,
-            causal=True,  # in both builds, causal means that the queries are the last tokens of their context
+            causal=True,  # in both builds, causal means that the queries are the last tokens of their context.
             # The numbers of visible tokens left and right of a query, without the query itself; -1 means all.
             window_size=[-1, -1] if window is None else [window - 1, 0],
             softcap=softcap or 0.0,

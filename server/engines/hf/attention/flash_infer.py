@@ -43,18 +43,7 @@ class FlashInferAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return one layer's attention of the step's queries over their context in the KV pool.
-
-        Args:
-            group: index of the layer's KV cache group.
-            slot: index of the layer within its KV cache group (layer slot).
-            query: [T, heads, size].
-            scaling: factor of the scores.
-            softcap: bound of the scores by tanh; None for no bound.
-
-        Returns:
-            The attention, in the shape of ``query``.
-        """
+        """Return one layer's attention, by FlashInfer; see `PoolAttention.read` for the arguments."""
         # The plan is made once per group and step, because all layers of the known families have the same
         # scaling and softcap.
         if self._planned.get(group) != (scaling, softcap):

@@ -122,18 +122,7 @@ class FlexAttention(PagedAttention):
     def read(
         self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Return one layer's attention of the step's queries over their context in the KV pool.
-
-        Args:
-            group: index of the layer's KV cache group.
-            slot: index of the layer within its KV cache group (layer slot).
-            query: [T, heads, size].
-            scaling: factor of the scores.
-            softcap: bound of the scores by tanh; None for no bound.
-
-        Returns:
-            The attention, in the shape of ``query``.
-        """
+        """Return one layer's attention, by FlexAttention; see `PoolAttention.read` for the arguments."""
         mask, size = self._masks[group], self.pool.layout.block_size
         rows, slots = mask.seq_lengths
         padded = query.new_zeros(rows, *query.shape[1:])

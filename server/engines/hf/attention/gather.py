@@ -15,11 +15,12 @@ import torch
 from torch.nn import functional as F
 
 from tonnage.planner.engines.runtime.hf import GATHERED_TOKENS
+from tonnage.server.engines.hf.attention.paged import PoolAttention
 from tonnage.server.engines.hf.batch import Batch, Int64
 from tonnage.server.engines.hf.pool import PagedPool, on_device
 
 # The attention of one step, called in each layer: (KV cache group, layer slot, query, key, value, scaling,
-# softcap) -> output. See GatherAttention.__call__.
+# softcap) -> output. See PoolAttention.__call__.
 Attention = Callable[[int, int, torch.Tensor, torch.Tensor, torch.Tensor, float, float | None], torch.Tensor]
 Backend = Callable[[Batch], Attention]
 
@@ -29,7 +30,7 @@ class Span:
     """Queries of a step that attend together: consecutive decodes, or one prefill chunk.
 
     Attributes:
-        start: index of the first query token in the flat batch.
+        start: index of the span's first token in the flat batch.
         sequences: number of sequences, B.
         queries: query tokens per sequence.
         rows: pool rows of K in layer slot 0 of each sequence's S context tokens, [B, S]; padding repeats the
@@ -44,46 +45,22 @@ class Span:
     mask: torch.Tensor | None
 
 
-class GatherAttention:
+class GatherAttention(PoolAttention):
     """The attention of one step in plain torch, with indices computed once per step and KV cache group."""
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int) -> None:
-        self._pool = pool
+        super().__init__(batch, pool)
         self._repeat = query_heads // pool.layout.kv_heads
-        self._device = pool.tensor.device
-        self._write_rows = [self._put(pool.row_index(slots)) for slots in batch.slots]
         self._by_group = [self._spans(batch, number) for number in range(len(batch.slots))]
 
-    def __call__(
-        self,
-        group: int,
-        slot: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        softcap: float | None,
+    def read(
+        self, group: int, slot: int, query: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
-        """Write K and V of one layer to the pool, then return the layer's attention [T, heads, size].
-
-        Args:
-            group: index of the layer's KV cache group.
-            slot: index of the layer within its KV cache group (layer slot).
-            query: [T, heads, size].
-            key: [T, KV heads, size].
-            value: [T, KV heads, size].
-            scaling: factor of the scores.
-            softcap: bound of the scores by tanh; None for no bound.
-        """
-        pool = self._pool
+        """Return one layer's attention in plain torch; see `PoolAttention.read` for the arguments."""
+        pool = self.pool
         size = pool.layout.block_size
         k_shift, v_shift = 2 * slot * size, (2 * slot + 1) * size
-        rows = self._write_rows[group]
-        pool.write(rows + k_shift, key)
-        pool.write(rows + v_shift, value)
-
-        heads, kv_heads = query.shape[1], pool.layout.kv_heads
-        repeat = heads // kv_heads
+        heads, kv_heads, repeat = query.shape[1], pool.layout.kv_heads, self._repeat
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for span in self._by_group[group]:
             tokens = span.sequences * span.queries
@@ -99,11 +76,8 @@ class GatherAttention:
             output[span.start : span.start + tokens] = out.reshape(tokens, heads, query.shape[-1])
         return output
 
-    def _put(self, array: Any) -> torch.Tensor:
-        return on_device(array, self._device)
-
     def _spans(self, batch: Batch, number: int) -> list[Span]:
-        window = self._pool.layout.groups[number].window
+        window = self.pool.layout.groups[number].window
         lengths = np.diff(batch.query_start)
         table = batch.tables[number]
         spans = []
@@ -123,15 +97,15 @@ class GatherAttention:
         return spans
 
     def _span(self, start: int, table: Any, kv_len: Int64, queries: int, window: int | None) -> Span:
-        size = self._pool.layout.block_size
-        first_query = kv_len - queries  # position of each sequence's first query
+        size = self.pool.layout.block_size
+        first_query = kv_len - queries  # position of each sequence's first query in this step
         first = np.zeros_like(kv_len) if window is None else np.maximum(0, first_query - window + 1)
         width = int((kv_len - first).max())
         position = first[:, None] + np.arange(width)  # [B, S], position of each context token
         valid = position < kv_len[:, None]
         safe = np.where(valid, position, first[:, None])
         slots = np.take_along_axis(table, safe // size, axis=1).astype(np.int64) * size + safe % size
-        rows = self._put(self._pool.row_index(slots))
+        rows = on_device(self.pool.row_index(slots), self.device)
         if queries == 1 and valid.all():
             return Span(start, len(kv_len), 1, rows, None)
         # The position of each query, [B, Q, 1].
@@ -139,7 +113,7 @@ class GatherAttention:
         see = (position[:, None, :] <= query) & valid[:, None, :]
         if window is not None:
             see &= position[:, None, :] > query - window
-        mask = self._put(see)[:, None].repeat(1, 1, self._repeat, 1)
+        mask = on_device(see, self.device)[:, None].repeat(1, 1, self._repeat, 1)
         return Span(start, len(kv_len), queries, rows, mask)
 
 

@@ -1,7 +1,4 @@
-"""Attention that the CPU kernel of ``kernels.attention`` computes in place on the KV pool's blocks.
-
-It has the same call interface as the reference implementation in ``gather``.
-"""
+"""Attention that the CPU kernel of ``kernels.attention`` computes in place on the KV pool's blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Scratch:
 class InPlaceAttention:
     """The attention of one step, computed by the CPU kernel from the KV pool's blocks.
 
-    It has the same call interface as the reference, ``gather.GatherAttention``.
+    It is called like a `PoolAttention`, but the kernel itself writes K and V.
     """
 
     def __init__(self, batch: Batch, pool: PagedPool, query_heads: int, scratch: Scratch) -> None:

@@ -25,7 +25,7 @@ NAME = "tonnage_paged"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An implementation of paged attention, whose ``load`` returns a function from batch to attention."""
+    """An implementation of paged attention; ``load`` returns a function from a step's batch to an attention."""
 
     name: str
     load: Callable[[], Backend]

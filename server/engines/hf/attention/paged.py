@@ -1,4 +1,4 @@
-"""Common parts of the GPU attention kernels: writing K and V to the pool, and visible block tables."""
+"""Common parts of the attention implementations: writing K and V to the pool, and visible block tables."""
 
 from __future__ import annotations
 
@@ -46,19 +46,12 @@ def pages(batch: Batch, group: int, window: int | None, block_size: int) -> Page
     return Pages(table.astype(np.int32), length.astype(np.int32), skipped.astype(np.int32))
 
 
-class PagedAttention(ABC):
-    """The attention of one step by a GPU kernel; a subclass computes it from the KV pool's blocks.
-
-    It has the same call interface as ``gather.GatherAttention``.
-    """
+class PoolAttention(ABC):
+    """The attention of one step, called in each layer; a subclass computes it from K and V in the KV pool."""
 
     def __init__(self, batch: Batch, pool: PagedPool) -> None:
         self.pool, self.device = pool, pool.tensor.device
         self._rows = [on_device(pool.row_index(slots), self.device) for slots in batch.slots]
-        groups, size = pool.layout.groups, pool.layout.block_size
-        self.windows = [group.window for group in groups]
-        self.pages = [pages(batch, number, group.window, size) for number, group in enumerate(groups)]
-        self.longest_query = int(np.diff(batch.query_start).max())
 
     def __call__(
         self,
@@ -70,7 +63,17 @@ class PagedAttention(ABC):
         scaling: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write K and V of one layer to the pool, then return the layer's attention [T, heads, size]."""
+        """Write K and V of one layer to the pool, then return the layer's attention [T, heads, size].
+
+        Args:
+            group: index of the layer's KV cache group.
+            slot: index of the layer within its KV cache group (layer slot).
+            query: [T, heads, size].
+            key: [T, KV heads, size].
+            value: [T, KV heads, size].
+            scaling: factor of the scores.
+            softcap: bound of the scores by tanh; None for no bound.
+        """
         size = self.pool.layout.block_size
         self.pool.write(self._rows[group] + 2 * slot * size, key)
         self.pool.write(self._rows[group] + (2 * slot + 1) * size, value)
@@ -92,6 +95,17 @@ class PagedAttention(ABC):
         Returns:
             The attention, in the shape of ``query``.
         """
+
+
+class PagedAttention(PoolAttention):
+    """The attention of one step by a GPU kernel, which reads the blocks that the step's queries can see."""
+
+    def __init__(self, batch: Batch, pool: PagedPool) -> None:
+        super().__init__(batch, pool)
+        groups, size = pool.layout.groups, pool.layout.block_size
+        self.windows = [group.window for group in groups]
+        self.pages = [pages(batch, number, group.window, size) for number, group in enumerate(groups)]
+        self.longest_query = int(np.diff(batch.query_start).max())
 
     def layer(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of layer slot ``slot``: views [blocks, block size, KV heads, size] of the KV pool."""

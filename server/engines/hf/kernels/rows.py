@@ -11,22 +11,27 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from tonnage.server.engines.hf.kernels.vector import (
     F32,
+    I1,
+    I8,
     I32,
     I64,
     V16F,
     V16H,
     V16I,
+    at,
     call,
     constant,
+    fetch_line,
     fma,
     halves,
     lanes,
     load,
     load_first,
+    loop,
+    operation,
     splat,
     store,
     store_first,
@@ -37,7 +42,7 @@ _LOG2E = math.log2(math.e)
 # ln 2 as the sum of two parts, the first of which is exact in a few bits. So x - n ln 2 keeps its precision
 # (Cody, Waite, 1980).
 _LN2_HIGH, _LN2_LOW = 0.693359375, math.log(2) - 0.693359375
-_SMALLEST, _LARGEST = -87.0, 88.0  # beyond these arguments e^x is subnormal or infinite in float32
+_SMALLEST, _LARGEST = -87.0, 88.0  # bounds of x: beyond them, e^x is subnormal or infinite in float32
 
 
 def exp16(builder: Any, x: Any) -> Any:
@@ -67,30 +72,14 @@ def _widen(builder: Any, address: Any, offset: Any) -> Any:
     return builder.bitcast(builder.shl(builder.zext(half, V16I), constant(V16I, 16)), V16F)
 
 
-def _loop(
-    builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
-) -> list[Any]:
-    """Emit ``for i in range(0, count, 16)``, with the values in ``carried`` updated by each iteration."""
-    before = builder.block
-    head, inside, after = (builder.append_basic_block(name) for name in ("row.head", "row.body", "row.after"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(I64)
-    index.add_incoming(ir.Constant(I64, 0), before)
-    values = []
-    for value in carried:
-        phi = builder.phi(value.type)
-        phi.add_incoming(value, before)
-        values.append(phi)
-    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
-    builder.position_at_end(inside)
-    new = body(index, values)
-    index.add_incoming(builder.add(index, ir.Constant(I64, 16)), builder.block)
-    for phi, value in zip(values, new, strict=True):
-        phi.add_incoming(value, builder.block)
-    builder.branch(head)
-    builder.position_at_end(after)
-    return values
+def _each(builder: Any, count: Any, body: Callable[[Any], None]) -> None:
+    """Emit ``for i in range(0, count, 16)``, without values that an iteration passes to the next one."""
+
+    def step(index: Any, _: list[Any]) -> list[Any]:
+        body(index)
+        return []
+
+    loop(builder, count, [], step)
 
 
 def _bytes(builder: Any, index: Any, shift: int) -> Any:
@@ -110,190 +99,140 @@ def _fold(builder: Any, name: str, value: Any) -> Any:
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def square_sum(_typing: Any, x: Any, n: Any) -> Any:
+@operation(integers=2, result=types.float32)
+def square_sum(builder: Any, x: Any, n: Any) -> Any:
     """Return the sum of the squares of ``n`` bfloat16 values in float32."""
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        def step(index: Any, sums: list[Any]) -> list[Any]:
-            value = _widen(builder, args[0], _bytes(builder, index, 1))
-            return [fma(builder, value, value, sums[0])]
+    def step(index: Any, sums: list[Any]) -> list[Any]:
+        value = _widen(builder, x, _bytes(builder, index, 1))
+        return [fma(builder, value, value, sums[0])]
 
-        (total,) = _loop(builder, args[1], [constant(V16F, 0.0)], step)
-        return _fold(builder, "add", total)
-
-    return types.float32(types.int64, types.int64), generate
+    (total,) = loop(builder, n, [constant(V16F, 0.0)], step)
+    return _fold(builder, "add", total)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scale_row(_typing: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, shift: Any) -> Any:
+@operation(integers=4, floats=2)
+def scale_row(builder: Any, x: Any, weight: Any, out: Any, n: Any, factor: Any, shift: Any) -> None:
     """Compute out = x * factor * (weight + shift) for ``n`` bfloat16 values, in float32."""
+    many, plus = splat(builder, factor, V16F), splat(builder, shift, V16F)
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, weight, out, n, factor, shift = args
-        many, plus = splat(builder, factor, V16F), splat(builder, shift, V16F)
+    def step(index: Any) -> None:
+        offset = _bytes(builder, index, 1)
+        scaled = builder.fmul(_widen(builder, x, offset), many)
+        gain = builder.fadd(_widen(builder, weight, offset), plus)
+        store(builder, to_bfloat(builder, builder.fmul(scaled, gain)), out, offset)
 
-        def step(index: Any, _: list[Any]) -> list[Any]:
-            offset = _bytes(builder, index, 1)
-            scaled = builder.fmul(_widen(builder, x, offset), many)
-            gain = builder.fadd(_widen(builder, weight, offset), plus)
-            store(builder, to_bfloat(builder, builder.fmul(scaled, gain)), out, offset)
-            return []
-
-        _loop(builder, n, [], step)
-        return context.get_dummy_value()
-
-    signature = types.void(types.int64, types.int64, types.int64, types.int64, types.float32, types.float32)
-    return signature, generate
+    _each(builder, n, step)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def add_row(_typing: Any, a: Any, b: Any, out: Any, n: Any) -> Any:
+@operation(integers=4)
+def add_row(builder: Any, a: Any, b: Any, out: Any, n: Any) -> None:
     """Compute out = a + b for ``n`` bfloat16 values, rounded once; ``out`` may be ``a`` or ``b``."""
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        a, b, out, n = args
+    def step(index: Any) -> None:
+        offset = _bytes(builder, index, 1)
+        total = builder.fadd(_widen(builder, a, offset), _widen(builder, b, offset))
+        store(builder, to_bfloat(builder, total), out, offset)
 
-        def step(index: Any, _: list[Any]) -> list[Any]:
-            offset = _bytes(builder, index, 1)
-            total = builder.fadd(_widen(builder, a, offset), _widen(builder, b, offset))
-            store(builder, to_bfloat(builder, total), out, offset)
-            return []
-
-        _loop(builder, n, [], step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    _each(builder, n, step)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def rotate_row(_typing: Any, x: Any, cosine: Any, sine: Any, half: Any) -> Any:
-    """Apply the rotary embedding in place to a row of 2 x ``half`` values, given as many cosines and sines."""
+@operation(integers=4)
+def rotate_row(builder: Any, x: Any, cosine: Any, sine: Any, half: Any) -> None:
+    """Apply the rotary embedding in place to a row of 2 x ``half`` values, by as many cosines and sines."""
+    far = _bytes(builder, half, 1)
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, cosine, sine, half = args
-        far = _bytes(builder, half, 1)
+    def step(index: Any) -> None:
+        near_at = _bytes(builder, index, 1)
+        far_at = builder.add(near_at, far)
+        a, b = _widen(builder, x, near_at), _widen(builder, x, far_at)
+        turned = builder.fneg(builder.fmul(b, _widen(builder, sine, near_at)))
+        first = fma(builder, a, _widen(builder, cosine, near_at), turned)
+        turned = builder.fmul(a, _widen(builder, sine, far_at))
+        second = fma(builder, b, _widen(builder, cosine, far_at), turned)
+        store(builder, to_bfloat(builder, first), x, near_at)
+        store(builder, to_bfloat(builder, second), x, far_at)
 
-        def step(index: Any, _: list[Any]) -> list[Any]:
-            near_at = _bytes(builder, index, 1)
-            far_at = builder.add(near_at, far)
-            a, b = _widen(builder, x, near_at), _widen(builder, x, far_at)
-            turned = builder.fneg(builder.fmul(b, _widen(builder, sine, near_at)))
-            first = fma(builder, a, _widen(builder, cosine, near_at), turned)
-            turned = builder.fmul(a, _widen(builder, sine, far_at))
-            second = fma(builder, b, _widen(builder, cosine, far_at), turned)
-            store(builder, to_bfloat(builder, first), x, near_at)
-            store(builder, to_bfloat(builder, second), x, far_at)
-            return []
-
-        _loop(builder, half, [], step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    _each(builder, half, step)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def gate_row(_typing: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) -> Any:
+@operation(integers=3, floats=2)
+def gate_row(builder: Any, gate: Any, up: Any, n: Any, linear: Any, cubic: Any) -> None:
     """Compute gate = g sigmoid(linear g + cubic g^3) up in place, where g is the old gate, all bfloat16.
 
     SiLU has (linear, cubic) = (1, 0). The tanh form of GELU has (c, 0.044715 c) with c = 2 sqrt(2 / pi),
     because (1 + tanh z) / 2 = sigmoid(2 z).
     """
+    linear, cubic = splat(builder, linear, V16F), splat(builder, cubic, V16F)
+    one = constant(V16F, 1.0)
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        gate, up, n, linear, cubic = args
-        linear, cubic = splat(builder, linear, V16F), splat(builder, cubic, V16F)
-        one = constant(V16F, 1.0)
+    def step(index: Any) -> None:
+        offset = _bytes(builder, index, 1)
+        g = _widen(builder, gate, offset)
+        z = builder.fmul(g, fma(builder, builder.fmul(g, g), cubic, linear))
+        open_ = builder.fdiv(g, builder.fadd(one, exp16(builder, builder.fneg(z))))
+        value = builder.fmul(open_, _widen(builder, up, offset))
+        store(builder, to_bfloat(builder, value), gate, offset)
 
-        def step(index: Any, _: list[Any]) -> list[Any]:
-            offset = _bytes(builder, index, 1)
-            g = _widen(builder, gate, offset)
-            z = builder.fmul(g, fma(builder, builder.fmul(g, g), cubic, linear))
-            open_ = builder.fdiv(g, builder.fadd(one, exp16(builder, builder.fneg(z))))
-            value = builder.fmul(open_, _widen(builder, up, offset))
-            store(builder, to_bfloat(builder, value), gate, offset)
-            return []
-
-        _loop(builder, n, [], step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.float32, types.float32), generate
+    _each(builder, n, step)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scale_scores(_typing: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
+@operation(integers=2, floats=2, result=types.float32)
+def scale_scores(builder: Any, x: Any, n: Any, scale: Any, cap: Any) -> Any:
     """Scale ``n`` float32 scores in place and return their maximum.
 
     The result is x scale, or with cap > 0 the bounded cap tanh(x scale / cap).
     """
+    by = splat(builder, scale, V16F)
+    capped = builder.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
+    with builder.if_then(capped):
+        top = splat(builder, cap, V16F)
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, n, scale, cap = args
-        by = splat(builder, scale, V16F)
-        capped = builder.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
-        with builder.if_then(capped):
-            top = splat(builder, cap, V16F)
-
-            def squash(index: Any, _: list[Any]) -> list[Any]:
-                offset = _bytes(builder, index, 2)
-                y = builder.fdiv(builder.fmul(load(builder, x, V16F, offset), by), top)
-                e = exp16(builder, builder.fmul(y, constant(V16F, 2.0)))
-                share = builder.fdiv(constant(V16F, 2.0), builder.fadd(e, constant(V16F, 1.0)))
-                store(builder, builder.fmul(top, builder.fsub(constant(V16F, 1.0), share)), x, offset)
-                return []
-
-            _loop(builder, n, [], squash)
-        factor = builder.select(capped, constant(V16F, 1.0), by)
-
-        def step(index: Any, best: list[Any]) -> list[Any]:
+        def squash(index: Any) -> None:
             offset = _bytes(builder, index, 2)
-            value = builder.fmul(load(builder, x, V16F, offset), factor)
-            store(builder, value, x, offset)
-            return [builder.select(builder.fcmp_ordered(">", value, best[0]), value, best[0])]
+            y = builder.fdiv(builder.fmul(load(builder, x, V16F, offset), by), top)
+            e = exp16(builder, builder.fmul(y, constant(V16F, 2.0)))
+            share = builder.fdiv(constant(V16F, 2.0), builder.fadd(e, constant(V16F, 1.0)))
+            store(builder, builder.fmul(top, builder.fsub(constant(V16F, 1.0), share)), x, offset)
 
-        (best,) = _loop(builder, n, [constant(V16F, float("-inf"))], step)
-        return _fold(builder, "max", best)
+        _each(builder, n, squash)
+    factor = builder.select(capped, constant(V16F, 1.0), by)
 
-    return types.float32(types.int64, types.int64, types.float32, types.float32), generate
+    def step(index: Any, best: list[Any]) -> list[Any]:
+        offset = _bytes(builder, index, 2)
+        value = builder.fmul(load(builder, x, V16F, offset), factor)
+        store(builder, value, x, offset)
+        return [builder.select(builder.fcmp_ordered(">", value, best[0]), value, best[0])]
+
+    (best,) = loop(builder, n, [constant(V16F, float("-inf"))], step)
+    return _fold(builder, "max", best)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def exp_row(_typing: Any, x: Any, n: Any, shift: Any) -> Any:
+@operation(integers=2, floats=1, result=types.float32)
+def exp_row(builder: Any, x: Any, n: Any, shift: Any) -> Any:
     """Replace ``n`` float32 values x by e^(x - shift) in place; return their sum."""
+    by = splat(builder, shift, V16F)
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, n, shift = args
-        by = splat(builder, shift, V16F)
+    def step(index: Any, sums: list[Any]) -> list[Any]:
+        offset = _bytes(builder, index, 2)
+        value = exp16(builder, builder.fsub(load(builder, x, V16F, offset), by))
+        store(builder, value, x, offset)
+        return [builder.fadd(sums[0], value)]
 
-        def step(index: Any, sums: list[Any]) -> list[Any]:
-            offset = _bytes(builder, index, 2)
-            value = exp16(builder, builder.fsub(load(builder, x, V16F, offset), by))
-            store(builder, value, x, offset)
-            return [builder.fadd(sums[0], value)]
-
-        (total,) = _loop(builder, n, [constant(V16F, 0.0)], step)
-        return _fold(builder, "add", total)
-
-    return types.float32(types.int64, types.int64, types.float32), generate
+    (total,) = loop(builder, n, [constant(V16F, 0.0)], step)
+    return _fold(builder, "add", total)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def scale_floats(_typing: Any, x: Any, n: Any, factor: Any) -> Any:
+@operation(integers=2, floats=1)
+def scale_floats(builder: Any, x: Any, n: Any, factor: Any) -> None:
     """Multiply ``n`` float32 values by ``factor`` in place."""
+    by = splat(builder, factor, V16F)
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        x, n, factor = args
-        by = splat(builder, factor, V16F)
+    def step(index: Any) -> None:
+        offset = _bytes(builder, index, 2)
+        store(builder, builder.fmul(load(builder, x, V16F, offset), by), x, offset)
 
-        def step(index: Any, _: list[Any]) -> list[Any]:
-            offset = _bytes(builder, index, 2)
-            store(builder, builder.fmul(load(builder, x, V16F, offset), by), x, offset)
-            return []
-
-        _loop(builder, n, [], step)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32), generate
+    _each(builder, n, step)
 
 
 def weighted_sum(rows: int) -> Callable[..., None]:
@@ -304,9 +243,9 @@ def weighted_sum(rows: int) -> Callable[..., None]:
     even index, then the values of odd index.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @operation(integers=8)
     def add(
-        _typing: Any,
+        builder: Any,
         p: Any,
         p_stride: Any,
         v: Any,
@@ -315,108 +254,75 @@ def weighted_sum(rows: int) -> Callable[..., None]:
         sums: Any,
         stride: Any,
         width: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            p, p_stride, v, v_stride, tokens, sums, stride, width = args
-            places = []
-            for r in range(rows):
-                row = builder.add(sums, builder.mul(stride, ir.Constant(I64, r)))
-                places += [row, builder.add(row, ir.Constant(I64, 64))]
-            start = [load(builder, place, V16F) for place in places]
-            full = builder.icmp_signed(">=", width, ir.Constant(I64, 32))
+    ) -> None:
+        places = []
+        for r in range(rows):
+            row = builder.add(sums, builder.mul(stride, ir.Constant(I64, r)))
+            places += [row, builder.add(row, ir.Constant(I64, 64))]
+        start = [load(builder, place, V16F) for place in places]
+        full = builder.icmp_signed(">=", width, ir.Constant(I64, 32))
 
-            def loop(fetch: Callable[[Any], Any]) -> None:
-                def step(index: Any, totals: list[Any]) -> list[Any]:
-                    token = builder.lshr(index, ir.Constant(I64, 4))
-                    even, odd = halves(builder, fetch(builder.mul(token, v_stride)))
-                    new = []
-                    for r in range(rows):
-                        where = builder.add(
-                            builder.mul(p_stride, ir.Constant(I64, r)), _bytes(builder, token, 2)
-                        )
-                        weight = splat(builder, load(builder, p, F32, where), V16F)
-                        new.append(fma(builder, weight, even, totals[2 * r]))
-                        new.append(fma(builder, weight, odd, totals[2 * r + 1]))
-                    return new
+        def accumulate(fetch: Callable[[Any], Any]) -> None:
+            def step(index: Any, totals: list[Any]) -> list[Any]:
+                token = builder.lshr(index, ir.Constant(I64, 4))
+                even, odd = halves(builder, fetch(builder.mul(token, v_stride)))
+                new = []
+                for r in range(rows):
+                    where = builder.add(builder.mul(p_stride, ir.Constant(I64, r)), _bytes(builder, token, 2))
+                    weight = splat(builder, load(builder, p, F32, where), V16F)
+                    new.append(fma(builder, weight, even, totals[2 * r]))
+                    new.append(fma(builder, weight, odd, totals[2 * r + 1]))
+                return new
 
-                totals = _loop(builder, _bytes(builder, tokens, 4), start, step)
-                for place, total in zip(places, totals, strict=True):
-                    store(builder, total, place)
+            totals = loop(builder, _bytes(builder, tokens, 4), start, step)
+            for place, total in zip(places, totals, strict=True):
+                store(builder, total, place)
 
-            with builder.if_else(full) as (whole, part):
-                with whole:
-                    loop(lambda offset: load(builder, v, V16I, offset))
-                with part:
-                    loop(lambda offset: load_first(builder, v, offset, width))
-            return context.get_dummy_value()
+        with builder.if_else(full) as (whole, part):
+            with whole:
+                accumulate(lambda offset: load(builder, v, V16I, offset))
+            with part:
+                accumulate(lambda offset: load_first(builder, v, offset, width))
 
-        return types.void(*[types.int64] * 8), generate
-
-    return add  # type: ignore[no-any-return]
+    return add
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store_sums(_typing: Any, sums: Any, out: Any, width: Any, factor: Any) -> Any:
+@operation(integers=3, floats=1)
+def store_sums(builder: Any, sums: Any, out: Any, width: Any, factor: Any) -> None:
     """Store a row of `weighted_sum`'s sums times ``factor`` as ``width`` <= 32 bfloat16 values.
 
     It restores the order of the values: sums has first the even, then the odd indices.
     """
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        sums, out, width, factor = args
-        by = splat(builder, factor, V16F)
-        even = to_bfloat(builder, builder.fmul(load(builder, sums, V16F), by))
-        odd = to_bfloat(builder, builder.fmul(load(builder, sums, V16F, ir.Constant(I64, 64)), by))
-        order = [i // 2 + 16 * (i % 2) for i in range(32)]
-        both = builder.shuffle_vector(even, odd, lanes(order))
-        full = builder.icmp_signed(">=", width, ir.Constant(I64, 32))
-        with builder.if_else(full) as (whole, part):
-            with whole:
-                store(builder, both, out)
-            with part:
-                store_first(builder, both, out, width)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.float32), generate
+    by = splat(builder, factor, V16F)
+    even = to_bfloat(builder, builder.fmul(load(builder, sums, V16F), by))
+    odd = to_bfloat(builder, builder.fmul(load(builder, sums, V16F, ir.Constant(I64, 64)), by))
+    order = [i // 2 + 16 * (i % 2) for i in range(32)]
+    both = builder.shuffle_vector(even, odd, lanes(order))
+    full = builder.icmp_signed(">=", width, ir.Constant(I64, 32))
+    with builder.if_else(full) as (whole, part):
+        with whole:
+            store(builder, both, out)
+        with part:
+            store_first(builder, both, out, width)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def copy_bytes(_typing: Any, destination: Any, source: Any, count: Any) -> Any:
+@operation(integers=3)
+def copy_bytes(builder: Any, destination: Any, source: Any, count: Any) -> None:
     """Copy ``count`` bytes (memcpy)."""
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.IntType(8).as_pointer()
-        to, start = (builder.inttoptr(address, kind) for address in args[:2])
-        call(
-            builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), [to, start, args[2], ir.Constant(ir.IntType(1), 0)]
-        )
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    to, start = at(builder, destination, I8), at(builder, source, I8)
+    call(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), [to, start, count, ir.Constant(I1, 0)])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fetch_rows(_typing: Any, address: Any, stride: Any, rows: Any, width: Any) -> Any:
+@operation(integers=4)
+def fetch_rows(builder: Any, address: Any, stride: Any, rows: Any, width: Any) -> None:
     """Prefetch ``rows`` rows of ``width`` bytes, ``stride`` bytes apart, into the second-level cache."""
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        address, stride, rows, width = args
+    def row(index: Any) -> None:
+        start = builder.add(address, builder.mul(builder.lshr(index, ir.Constant(I64, 4)), stride))
 
-        def row(index: Any, _: list[Any]) -> list[Any]:
-            start = builder.add(address, builder.mul(builder.lshr(index, ir.Constant(I64, 4)), stride))
+        def line(index: Any) -> None:
+            fetch_line(builder, builder.add(start, _bytes(builder, index, 2)))
 
-            def line(index: Any, _: list[Any]) -> list[Any]:
-                where = builder.inttoptr(
-                    builder.add(start, _bytes(builder, index, 2)), ir.IntType(8).as_pointer()
-                )
-                read, level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-                call(builder, "llvm.prefetch.p0", ir.VoidType(), [where, read, level, data])
-                return []
+        _each(builder, builder.lshr(width, ir.Constant(I64, 2)), line)
 
-            _loop(builder, builder.lshr(width, ir.Constant(I64, 2)), [], line)
-            return []
-
-        _loop(builder, _bytes(builder, rows, 4), [], row)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    _each(builder, _bytes(builder, rows, 4), row)

@@ -7,6 +7,7 @@ the same sums, and LLVM splits them to the available vector width. Addresses are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -188,6 +189,71 @@ def store_first(builder: Any, values: Any, address: Any, count: Any) -> None:
     copy_values(builder, pointer, room, count)
 
 
+def loop(
+    builder: Any,
+    count: Any,
+    carried: list[Any],
+    body: Callable[[Any, list[Any]], list[Any]],
+    step: int = 16,
+) -> list[Any]:
+    """Emit ``for i in range(0, count, step)``, with the values in ``carried`` updated by each iteration.
+
+    ``body`` emits an iteration: it gets i and the values, and returns the new values. The result is the values
+    after the last iteration.
+    """
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("loop.head", "loop.body", "loop.end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    values = []
+    for value in carried:
+        phi = builder.phi(value.type)
+        phi.add_incoming(value, before)
+        values.append(phi)
+    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+    builder.position_at_end(inside)
+    new = body(index, values)
+    index.add_incoming(builder.add(index, ir.Constant(I64, step)), builder.block)
+    for phi, value in zip(values, new, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values
+
+
+def fetch_line(builder: Any, address: Any) -> None:
+    """Emit a prefetch of the cache line at an address into the second-level cache."""
+    read, level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [at(builder, address, I8), read, level, data])
+
+
+def operation(
+    *, integers: int, floats: int = 0, result: types.Type = types.void
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that makes a numba intrinsic of a function that emits the intrinsic's LLVM IR.
+
+    The decorated function gets the LLVM builder and the intrinsic's arguments, ``integers`` int64 values before
+    ``floats`` float32 values. It returns the result's value, or None for a ``result`` of type void.
+    """
+    signature = result(*[types.int64] * integers, *[types.float32] * floats)
+
+    def decorate(emit: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            value = emit(builder, *args)
+            return context.get_dummy_value() if value is None else value
+
+        # numba takes the parameters of the intrinsic from the signature of ``emit``, without the first one.
+        @functools.wraps(emit)
+        def define(_typing: Any, *_: Any) -> Any:
+            return signature, generate
+
+        return intrinsic(define)  # type: ignore[no-any-return]
+
+    return decorate
+
+
 def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = False) -> Callable[..., None]:
     """Return an intrinsic for ``rows`` x ``columns`` (16 in all) dot products of bfloat16 rows of length k.
 
@@ -197,11 +263,11 @@ def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = Fa
     Each result depends only on its two rows and k, not on the shape of the tile.
     """
     if rows * columns != 16:
-        raise ValueError(f"{rows} x {columns} is not 16")
+        raise ValueError(f"a tile has 16 dot products, not {rows} x {columns}")
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @operation(integers=8)
     def tile(
-        _typing: Any,
+        builder: Any,
         x: Any,
         x_stride: Any,
         w: Any,
@@ -210,68 +276,49 @@ def dot_tile(rows: int, columns: int, prefetch: int = 0, *, float_out: bool = Fa
         out: Any,
         out_stride: Any,
         ahead: Any,
-    ) -> Any:
-        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            x, x_stride, w, w_stride, k, out, out_stride, ahead = args
-            xs = [builder.add(x, builder.mul(x_stride, ir.Constant(I64, r))) for r in range(rows)]
-            ws = [builder.add(w, builder.mul(w_stride, ir.Constant(I64, c))) for c in range(columns)]
+    ) -> None:
+        xs = [builder.add(x, builder.mul(x_stride, ir.Constant(I64, r))) for r in range(rows)]
+        ws = [builder.add(w, builder.mul(w_stride, ir.Constant(I64, c))) for c in range(columns)]
 
-            def accumulate(sums: list[Any], fetch: Callable[[Any], Any]) -> list[Any]:
-                mine = [fetch(address) for address in xs]
-                new = list(sums)
-                for c, address in enumerate(ws):
-                    column = fetch(address)
-                    for r in range(rows):
-                        new[r * columns + c] = multiply_pairs(builder, new[r * columns + c], mine[r], column)
-                return new
+        def accumulate(sums: list[Any], fetch: Callable[[Any], Any]) -> list[Any]:
+            mine = [fetch(address) for address in xs]
+            new = list(sums)
+            for c, address in enumerate(ws):
+                column = fetch(address)
+                for r in range(rows):
+                    new[r * columns + c] = multiply_pairs(builder, new[r * columns + c], mine[r], column)
+            return new
 
-            whole = builder.shl(
-                builder.lshr(k, ir.Constant(I64, 5)), ir.Constant(I64, 6)
-            )  # bytes of a row that fill whole 512-bit vectors
-            before = builder.block
-            head, body, after = (builder.append_basic_block(name) for name in ("k.head", "k.body", "k.after"))
-            builder.branch(head)
-            builder.position_at_end(head)
-            offset = builder.phi(I64)
-            offset.add_incoming(ir.Constant(I64, 0), before)
-            sums = [builder.phi(V16F) for _ in range(16)]
-            for total in sums:
-                total.add_incoming(constant(V16F, 0.0), before)
-            builder.cbranch(builder.icmp_signed("<", offset, whole), body, after)
-            builder.position_at_end(body)
+        # Bytes of a row that fill whole 512-bit vectors.
+        whole = builder.shl(builder.lshr(k, ir.Constant(I64, 5)), ir.Constant(I64, 6))
+
+        def step(offset: Any, sums: list[Any]) -> list[Any]:
             for row in range(prefetch):
-                line = builder.add(builder.add(ahead, builder.mul(w_stride, ir.Constant(I64, row))), offset)
-                read, level, data = (ir.Constant(I32, value) for value in (0, 2, 1))
-                call(builder, "llvm.prefetch.p0", ir.VoidType(), [at(builder, line, I8), read, level, data])
-            new = accumulate(sums, lambda address: load(builder, address, V16I, offset))
-            offset.add_incoming(builder.add(offset, ir.Constant(I64, 64)), body)
-            for total, value in zip(sums, new, strict=True):
-                total.add_incoming(value, body)
-            builder.branch(head)
+                start = builder.add(ahead, builder.mul(w_stride, ir.Constant(I64, row)))
+                fetch_line(builder, builder.add(start, offset))
+            return accumulate(sums, lambda address: load(builder, address, V16I, offset))
 
-            builder.position_at_end(after)
-            tail = builder.and_(k, ir.Constant(I64, 31))
-            rest, done = (builder.append_basic_block(name) for name in ("k.tail", "k.done"))
-            builder.cbranch(builder.icmp_signed("!=", tail, ir.Constant(I64, 0)), rest, done)
-            builder.position_at_end(rest)
-            tailed = accumulate(sums, lambda address: load_first(builder, address, whole, tail))
-            builder.branch(done)
-            builder.position_at_end(done)
-            final = []
-            for total, value in zip(sums, tailed, strict=True):
-                merged = builder.phi(V16F)
-                merged.add_incoming(total, after)
-                merged.add_incoming(value, rest)
-                final.append(merged)
+        sums = loop(builder, whole, [constant(V16F, 0.0)] * 16, step, 64)
+        after = builder.block
+        tail = builder.and_(k, ir.Constant(I64, 31))
+        rest, done = (builder.append_basic_block(name) for name in ("k.tail", "k.done"))
+        builder.cbranch(builder.icmp_signed("!=", tail, ir.Constant(I64, 0)), rest, done)
+        builder.position_at_end(rest)
+        tailed = accumulate(sums, lambda address: load_first(builder, address, whole, tail))
+        builder.branch(done)
+        builder.position_at_end(done)
+        final = []
+        for total, value in zip(sums, tailed, strict=True):
+            merged = builder.phi(V16F)
+            merged.add_incoming(total, after)
+            merged.add_incoming(value, rest)
+            final.append(merged)
 
-            result = sum_lanes(builder, final)
-            if not float_out:
-                result = to_bfloat(builder, result)
-            for r in range(rows):
-                part = builder.shuffle_vector(result, result, lanes(range(r * columns, (r + 1) * columns)))
-                store(builder, part, out, builder.mul(out_stride, ir.Constant(I64, r)))
-            return context.get_dummy_value()
+        result = sum_lanes(builder, final)
+        if not float_out:
+            result = to_bfloat(builder, result)
+        for r in range(rows):
+            part = builder.shuffle_vector(result, result, lanes(range(r * columns, (r + 1) * columns)))
+            store(builder, part, out, builder.mul(out_stride, ir.Constant(I64, r)))
 
-        return types.void(*[types.int64] * 8), generate
-
-    return tile  # type: ignore[no-any-return]
+    return tile

@@ -30,7 +30,7 @@ def compile_all() -> None:
     out = torch.zeros_like(token)
     places = [tensor.data_ptr() for tensor in (token, token, token, out, block)]
     write, tables = np.array([32], np.int64), np.array([[1]], np.int32)
-    # block size in tokens, bytes of a block, number of heads, number of KV heads, head size
+    # Block size in tokens, bytes of a block, number of heads, number of KV heads, head size.
     geometry = (16, 2 * 16 * 64, 1, 1, 32)
     numbers = (np.float32(1.0), np.float32(0.0))
     step = (write, tables, items, shares, *geometry, *numbers, 0, scratch)

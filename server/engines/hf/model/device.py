@@ -5,28 +5,7 @@ The tests have no GPU. They replace `CudaMemory` by a test double that records t
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-
-
-class DeviceMemory(Protocol):
-    """The interface that measures the memory of one GPU, in bytes."""
-
-    def wait(self) -> None:
-        """Wait until the GPU has finished all queued work."""
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of the peak of GPU memory that torch has allocated."""
-
-    def peak(self) -> int:
-        """Return the peak of GPU memory that torch has allocated since `reset_peak`, in bytes."""
-
-    def free(self) -> int:
-        """Return the bytes of the GPU's memory that no process uses."""
-
-    def used(self) -> int:
-        """Return the bytes of GPU memory that all processes take, with CUDA contexts and torch's cache."""
 
 
 class CudaMemory:
@@ -47,16 +26,12 @@ class CudaMemory:
         """Return the peak of GPU memory that torch has allocated since `reset_peak`, in bytes."""
         return torch.cuda.max_memory_allocated(self._device)
 
-    def free(self) -> int:
-        """Return the bytes of the GPU's memory that no process uses."""
-        return torch.cuda.mem_get_info(self._device)[0]
-
     def used(self) -> int:
         """Return the bytes of GPU memory that all processes take, with CUDA contexts and torch's cache."""
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
 
-def memory_of(device: torch.device) -> DeviceMemory | None:
+def memory_of(device: torch.device) -> CudaMemory | None:
     """Return the object that measures a GPU's memory, or None for a CPU, where process memory is measured."""
     return CudaMemory(device) if device.type == "cuda" else None

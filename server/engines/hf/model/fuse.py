@@ -12,28 +12,12 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 
 from tonnage.server.engines.hf.kernels import linear, small
-
-
-class GatedMLP(nn.Module):
-    """The type of a module that ``_is_gated_mlp`` recognizes: down_proj(act(gate_proj(x)) * up_proj(x))."""
-
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-
-class RMSNorm(nn.Module):
-    """The type of a module that ``_is_rms_norm`` accepts; some families call ``eps`` ``variance_epsilon``."""
-
-    weight: nn.Parameter
-    eps: float
-
 
 # Relative difference (L2) up to which two bfloat16 results count as equal. One rounding changes a value by up
 # to 2^-9, and a gated MLP rounds four times. A different formula (another activation, or a norm with weight
@@ -45,11 +29,13 @@ _SAME_NORM = 2**-8  # a norm rounds its result once, and in some families also a
 def fuse(model: nn.Module) -> Counter[str]:
     """Replace modules of a loaded model by CPU kernels; return the number of replaced modules of each kind."""
     done: Counter[str] = Counter()
-    for module in list(model.modules()):
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if _is_gated_mlp(module):
             mlps = [functools.partial(gated_mlp, module, act) for act in ACTIVATIONS.values()]
             done["gated mlp"] += _try(module, mlps, _SAME, module.gate_proj.in_features)
         elif _is_rms_norm(module):
+            # Some families call ``eps`` ``variance_epsilon``.
             epsilon = getattr(module, "variance_epsilon", None) or module.eps
             norms = [
                 functools.partial(small.rms_norm, weight=module.weight, epsilon=float(epsilon), shift=shift)
@@ -73,12 +59,12 @@ _GELU = 2 * (2 / torch.pi) ** 0.5  # tanh form of GELU (Hendrycks and Gimpel, ar
 ACTIVATIONS = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}
 
 
-def _is_gated_mlp(module: nn.Module) -> TypeGuard[GatedMLP]:
+def _is_gated_mlp(module: nn.Module) -> bool:
     projections = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     return all(type(p) is nn.Linear and p.bias is None and linear.serves(p.weight) for p in projections)
 
 
-def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
+def _is_rms_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return (
         type(module).__name__.endswith("RMSNorm")
@@ -91,10 +77,11 @@ def _is_rms_norm(module: nn.Module) -> TypeGuard[RMSNorm]:
     )
 
 
-def gated_mlp(module: GatedMLP, activation: tuple[float, float], x: torch.Tensor) -> torch.Tensor:
+def gated_mlp(module: Any, activation: tuple[float, float], x: torch.Tensor) -> torch.Tensor:
     """Return down_proj(act(gate_proj(x)) * up_proj(x)) by the linear kernels.
 
-    ``activation`` has the coefficients (linear, cubic) of act, see ``rows.gate_row``.
+    ``module`` has the three projections. ``activation`` has the coefficients (linear, cubic) of act, see
+    ``rows.gate_row``.
     """
     inner = linear.gated(x, module.gate_proj.weight, module.up_proj.weight, activation)
     return linear.linear(inner, module.down_proj.weight)
@@ -195,7 +182,7 @@ def _rotation(own: Rotation, rotate: Callable[..., None]) -> Rotation:
             or not (cosine.is_contiguous() and sine.is_contiguous())
         ):
             return own(q, k, cosine, sine, *args, **kwargs)
-        # This makes a copy only if a norm was applied to each head before.
+        # `contiguous` makes a copy only if a norm was applied to each head before.
         flat_q, flat_k = flat_q.contiguous(), flat_k.contiguous()
         rotate(flat_q, cosine[0], sine[0])
         rotate(flat_k, cosine[0], sine[0])

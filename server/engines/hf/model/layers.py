@@ -19,7 +19,7 @@ from torch import nn
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.attention.in_place import InPlaceAttention, Scratch
 from tonnage.server.engines.hf.attention.interface import PagedBatch
-from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.batch import batch_of
 from tonnage.server.engines.hf.kernels import layer as kernel
 from tonnage.server.engines.hf.kernels import linear, small
 from tonnage.server.engines.hf.model.fuse import gated_mlp
@@ -187,18 +187,16 @@ class _Trial:
     """
 
     def __init__(self, layout: KVLayout, query_heads: int, threads: int) -> None:
-        size, groups = layout.block_size, len(layout.groups)
         self._layout, self._heads = layout, query_heads
         self._pools = [PagedPool(layout, 3, torch.device("cpu")) for _ in range(2)]
         self._scratch = Scratch(self._pools[0], threads)
-        self._batch = Batch(
-            token_ids=np.zeros(4, np.int64),
-            positions=np.array([0, 1, 2, 4]),
-            query_start=np.array([0, 3, 4]),
-            kv_len=np.array([3, 5], np.int64),
-            slots=(np.array([size, size + 1, size + 2, 2 * size + 4]),) * groups,
-            tables=(np.array([[1], [2]], np.int32),) * groups,
-            logits_at=np.array([2, 3]),
+        self._batch = batch_of(
+            np.zeros(4, np.int64),
+            np.array([0, 4]),
+            np.array([3, 1]),
+            [np.array([[1], [2]], np.int32)] * len(layout.groups),
+            layout.block_size,
+            np.array([2, 3]),
         )
         draw = torch.Generator().manual_seed(0)
         cosine, sine = (torch.randn(1, 4, layout.head_size, generator=draw).bfloat16() for _ in range(2))
@@ -222,7 +220,7 @@ class _Trial:
         ]:  # fmt: skip
             return False
         x = torch.randn(1, 4, hidden, generator=self._draw)
-        x[:, ::2] *= 30  # rows that are small and rows that are large compared with the residual sums
+        x[:, ::2] *= 30  # test small and large terms of the residual sums
         x = x.bfloat16()
         for pool in self._pools:
             pool.tensor.zero_()

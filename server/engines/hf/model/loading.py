@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tonnage.planner.errors import CheckpointError, DeploymentError
 from tonnage.planner.plans import Plan
+from tonnage.server.engines.heap import trim
 from tonnage.server.engines.hf.attention.interface import NAME, register
 from tonnage.server.engines.hf.model.formats import load_options
 from tonnage.server.text.gguf_reader_cache import cached_gguf_reader
@@ -44,7 +44,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below, together with missing and surplus tensors
+            ignore_mismatched_sizes=True,  # _require_complete reports them, with missing and surplus tensors
             **options,
         )
     model: PreTrainedModel = loaded[0] if placement else loaded[0].to(plan.deployment.device)
@@ -109,8 +109,7 @@ def _own_memory(model: torch.nn.Module) -> None:
         if type(parameter) is torch.nn.Parameter:
             parameter.data = parameter.data.clone()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # C libraries other than glibc have no malloc_trim
-        ctypes.CDLL(None).malloc_trim(0)
+    trim()
 
 
 def storage_bytes(model: torch.nn.Module) -> int:

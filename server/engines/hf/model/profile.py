@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tonnage.server.engines.capacity import limits_of
-from tonnage.server.engines.hf.batch import Batch
-from tonnage.server.engines.hf.model.device import DeviceMemory, memory_of
+from tonnage.server.engines.hf.batch import Batch, batch_of
+from tonnage.server.engines.hf.model.device import CudaMemory, memory_of
 from tonnage.server.engines.hf.model.runner import ModelRunner
 from tonnage.server.engines.hf.sampling.draw import sample
 from tonnage.server.engines.process_memory import PeakSampler
@@ -34,17 +34,18 @@ def profile(runner: ModelRunner) -> int:
         return _profile_device(runner, memory)
     sampler = PeakSampler(os.getpid(), _INTERVAL)
     before = sampler.sample()
-    with sampler:
-        _step(runner)
-    return max(0, sampler.peak - before)
+    sampler.start()
+    _step(runner)
+    return max(0, sampler.stop() - before)
 
 
-def _profile_device(runner: ModelRunner, memory: DeviceMemory) -> int:
+def _profile_device(runner: ModelRunner, memory: CudaMemory) -> int:
     memory.wait()
     memory.reset_peak()
     _step(runner)
     memory.wait()
-    # Workspaces that kernels allocated during the load are included as activations.
+    # The result includes workspaces that kernels allocated during the load; the plan counts them as
+    # activations.
     return memory.peak() - runner.weights_bytes - runner.pool.nbytes
 
 
@@ -81,22 +82,10 @@ def full_batch(runner: ModelRunner) -> Batch:
     if runner.attention == "gather":
         longest = min(limits.max_model_len, max(chunk, runner.plan.kv_cache.usable_blocks * layout.block_size))
         kv_len[0] = kv_len[-1] = longest
-    start = np.concatenate(([0], np.cumsum(counts)))
-    owner = np.repeat(np.arange(rows), counts)
-    positions = np.arange(start[-1]) - start[:-1][owner] + (kv_len - counts)[owner]
     # Sequences share blocks, so the batch fits every pool. The results are not used.
     width = -(-int(kv_len.max()) // layout.block_size)
     blocks = 1 + np.arange(width) % max(1, runner.pool.tensor.shape[0] - 1)
     table = np.tile(blocks.astype(np.int32), (rows, 1))
-    slots = table[owner, positions // layout.block_size].astype(np.int64) * layout.block_size
-    slots += positions % layout.block_size
-    groups = len(layout.groups)
-    return Batch(
-        token_ids=np.arange(len(positions), dtype=np.int64) % runner.vocab_size,
-        positions=positions,
-        query_start=start,
-        kv_len=kv_len,
-        slots=(slots,) * groups,
-        tables=(table,) * groups,
-        logits_at=start[1:] - 1,
-    )
+    token_ids = np.arange(counts.sum(), dtype=np.int64) % runner.vocab_size
+    tables, last = [table] * len(layout.groups), np.cumsum(counts) - 1
+    return batch_of(token_ids, kv_len - counts, counts, tables, layout.block_size, last)

@@ -13,7 +13,7 @@ import torch
 from tonnage.planner.errors import DoesNotFit, TonnageError, UnsupportedArchitecture
 from tonnage.planner.model.layout import KVLayout
 from tonnage.server.engines.hf.attention.interface import NAME
-from tonnage.server.engines.hf.batch import Batch
+from tonnage.server.engines.hf.batch import Batch, batch_of
 from tonnage.server.engines.hf.model.fuse import plain
 from tonnage.server.engines.hf.model.runner import ModelRunner
 
@@ -67,6 +67,7 @@ def self_check(runner: ModelRunner) -> float:
                 f"{config.model_type!r} called the paged attention in {runner.attention_calls} of its "
                 f"{layers} layers",
                 field="model_type",
+                hint="use --backend vllm",
             )
         at = 0
         for number, count in enumerate(counts):
@@ -129,16 +130,19 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
 def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
     """Return block tables for the test prompts, by [sequence][group], with scattered block ids.
 
-    The ids are taken from both ends of the pool in turn.
-
-    The ids in a table are thus not ascending, so that the check detects code that assumes an order.
+    The ids are taken from both ends of the pool in turn. So the ids in a
+    table are not ascending, and the check detects code that assumes an order.
     """
     free = list(range(1, num_blocks))
     tables = []
     for prompt in prompts:
         blocks = -(-len(prompt) // layout.block_size)
         if blocks * len(layout.groups) > len(free):
-            raise DoesNotFit("the KV pool is too small for the self-check", field="--kv-cache-memory-bytes")
+            raise DoesNotFit(
+                "the KV pool is too small for the self-check",
+                field="--kv-cache-memory-bytes",
+                hint="give a larger value",
+            )
         tables.append(
             [
                 np.array([free.pop(0 if i % 2 else -1) for i in range(blocks)], dtype=np.int32)
@@ -156,30 +160,17 @@ def _batch(
     counts: list[int],
 ) -> Batch:
     picked = [i for i, count in enumerate(counts) if count]
-    positions = [np.arange(done[i], done[i] + counts[i]) for i in picked]
     width = max(len(tables[i][0]) for i in picked)
-    size = layout.block_size
-    slots, padded = [], []
-    for group in range(len(layout.groups)):
-        slots.append(
-            np.concatenate(
-                [
-                    tables[i][group][p // size].astype(np.int64) * size + p % size
-                    for i, p in zip(picked, positions, strict=True)
-                ]
-            )
-        )
-        table = np.zeros((len(picked), width), dtype=np.int32)
-        for row, i in enumerate(picked):
-            table[row, : len(tables[i][group])] = tables[i][group]
-        padded.append(table)
-    flat = np.concatenate(positions)
-    return Batch(
-        token_ids=np.concatenate([prompts[i][p] for i, p in zip(picked, positions, strict=True)]),
-        positions=flat,
-        query_start=np.cumsum([0, *(counts[i] for i in picked)]),
-        kv_len=np.array([done[i] + counts[i] for i in picked], dtype=np.int64),
-        slots=tuple(slots),
-        tables=tuple(padded),
-        logits_at=np.arange(len(flat)),
+    padded = np.zeros((len(layout.groups), len(picked), width), dtype=np.int32)
+    for row, i in enumerate(picked):
+        for group, table in enumerate(tables[i]):
+            padded[group, row, : len(table)] = table
+    token_ids = np.concatenate([prompts[i][done[i] : done[i] + counts[i]] for i in picked])
+    return batch_of(
+        token_ids,
+        np.array([done[i] for i in picked], dtype=np.int64),
+        np.array([counts[i] for i in picked], dtype=np.int64),
+        [*padded],
+        layout.block_size,
+        np.arange(len(token_ids)),
     )

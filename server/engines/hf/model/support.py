@@ -41,8 +41,8 @@ def served() -> tuple[str, ...]:
     """Return the model types that the HF engine serves, each reviewed and tested.
 
     Tests run a tiny random model of each type (tests/server/test_hf_runner.py, test_hf_families.py). In float32
-    it generates the tokens that transformers' generate returns. In bfloat16 it passes the self-check. It takes
-    the planned bytes.
+    the model generates the tokens that transformers' generate returns. In bfloat16 it passes the self-check.
+    Its memory is as planned.
     """
     return tuple(sorted(name for name, family in families().items() if family.hf == "served"))
 

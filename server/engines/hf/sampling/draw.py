@@ -14,9 +14,9 @@ import torch
 from tonnage.server.engines.hf.kernels.small import peaks
 from tonnage.server.engines.request import SamplingParams
 
-ROWS = 16  # rows drawn at a time, so that copies [rows, vocabulary] are small compared with the activations
+ROWS = 16  # number of rows drawn at a time: copies [rows, vocabulary] stay small compared with the activations
 GREEDY_BELOW = 1e-5  # vLLM's threshold (sampling_params.py: _SAMPLING_EPS)
-TOP = 1024  # likeliest tokens to try before sorting the whole vocabulary (3 ms per row for 49,152 tokens)
+TOP = 1024  # number of likeliest tokens to try; sorting the whole vocabulary takes 3 ms per row (49,152 tokens)
 
 
 def most_likely(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
@@ -80,7 +80,7 @@ def _draw(probabilities: torch.Tensor, _: Sequence[SamplingParams], draws: torch
 def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Return the first column of each row whose cumulative weight exceeds draw x total weight, [rows].
 
-    It is never a column of weight 0.
+    The weight of the returned column is never 0.
     """
     total = weights.cumsum(dim=-1, dtype=torch.float64)
     picked = torch.searchsorted(total, draws * total[:, -1:], right=True)

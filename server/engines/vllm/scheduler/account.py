@@ -5,7 +5,7 @@ values are read from vLLM at each step: the computed tokens and the block table 
 pool's free blocks. The blocks of a table are read only when a new request has a prefix hit. A step costs a few
 array operations.
 
-If two requests reference a block, it does not return to the pool when one of them ends. When a new request hits
+A block that two requests reference does not return to the pool when one of them ends. When a new request hits
 a block that is in use, the block counts as shared until no request holds it. So a request's `private` blocks
 are exact or too low, and too low is safe (`tonnage.cache.admission.snapshot`).
 """
@@ -59,12 +59,12 @@ class Account:
     def __init__(self, scheduler: Any, groups: Groups) -> None:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
-        self.reserved = 0  # reserved blocks of all KV cache groups and all entries
+        self.reserved = 0  # reserved blocks of all KV cache groups and all entries.
         # Number of events that freed blocks: entries that were removed, and steps before which blocks returned
         # without the end of a request.
         self.departed = 0
-        self._free = self.pool.get_num_free_blocks()  # number of free blocks at the last `sync`
-        self._departed_then = 0  # value of `departed` at the last `sync`
+        self._free = self.pool.get_num_free_blocks()  # number of free blocks in vLLM's pool at the last `sync`
+        self._departed_then = 0  # value of `departed` at the last `sync`.
         # By request id, the prompt tokens that an unfinished request found in the prefix cache when it first
         # started.
         self.found: dict[str, int] = {}
@@ -90,7 +90,7 @@ class Account:
         return len(self._slots)
 
     def sync(self, scheduled: dict[str, int] | None = None) -> None:
-        """Remove accounts of requests that no longer run, and add those of requests that have started.
+        """Remove the entries of requests that no longer run, and add entries for requests that have started.
 
         Args:
             scheduled: number of tokens of each request in the step just scheduled. None before a step; then no
@@ -218,10 +218,10 @@ class Account:
         return Hit(blocks, tokens, used, len(blocks) - used)
 
     def lost(self, hit: Hit) -> Int32Array | None:
-        """Return how many blocks now private to each running request a new one would share, int32 [running].
+        """Return how many of each running request's private blocks would become shared, int32 [running].
 
         Args:
-            hit: the prefix hit of the new request.
+            hit: the prefix hit of a new request, which would share the hit's blocks.
 
         Returns:
             The number of blocks per running request, or None if the hit has no block in use.

@@ -56,7 +56,7 @@ class VllmAdmission(AdmissionAdapter):
         self.account, self.groups = account, account.groups
         self.forecast = SteadyForecast(account.groups.limits.layout.block_size)
         super().__init__(policy, account.groups.limits, self.forecast)
-        compile_loops()  # compile now, so that no request waits for it
+        compile_loops()  # compile now, so that no request waits for it.
         # After a refusal, each departure of a request permits one new decision. All waiting requests are
         # decided on again after a departure and a quarter of `block_size` steps, because freed blocks may
         # suffice for two requests. ``_refused`` has the id of the request refused last, and the step of its
@@ -67,7 +67,7 @@ class VllmAdmission(AdmissionAdapter):
         self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
         self._departed_then = 0  # `account.departed` alone at the last refusal
         self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
-        self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step
+        self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step.
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
         # a step.
         self._slack = 0
@@ -144,7 +144,7 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return how many waiting requests, at most, admission decides on in this step.
+        """Return the upper bound of the waiting requests that admission decides on in this step.
 
         Within `block_size` steps, the decision on a refused request changes only if another request leaves. A
         new head of the queue has not been decided on yet: the previous head was aborted, or the new one has a
@@ -219,7 +219,7 @@ class VllmAdmission(AdmissionAdapter):
         reserved = self.account.reserved if state is None else state.reserved
         outsiders = self.account.outsiders()
         if reserved <= self.limits.usable_blocks and not outsiders:
-            self._slack = 0  # not tracked while all reservations fit into the pool
+            self._slack = 0  # `_slack` is not used while all reservations fit into the pool
             return False
         if outsiders or self.groups.others:
             return True

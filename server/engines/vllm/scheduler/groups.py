@@ -143,8 +143,8 @@ def read_groups(scheduler: Any, names: VllmNames) -> Groups:
         ),
         lookahead=scheduler.num_spec_tokens + scheduler.num_lookahead_tokens,
         # vLLM 0.30 to 0.33 (v1/core/sched/async_scheduler.py) counts draft tokens as computed until their step
-        # returns. schedule() may add another step before that, unless the tokens without drafts reach
-        # max_tokens.
+        # returns. Before it returns, schedule() may schedule another step of the request, unless the tokens
+        # without drafts reach max_tokens.
         in_flight=scheduler.num_spec_tokens if config.scheduler_config.async_scheduling else 0,
     )
 

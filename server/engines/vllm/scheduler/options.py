@@ -15,8 +15,8 @@ from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.errors import DeploymentError, did_you_mean, nearest
 from tonnage.planner.units import parse_seconds
 
-# The default, mode auto, follows vLLM's own rule until a rehearsal shows that another rule serves the load
-# better (benchmarks/vllm_admission.py --matrix).
+# The default, mode auto, follows vLLM's own rule until a simulation shows that another rule has a higher
+# throughput for the load (benchmarks/vllm_admission.py --matrix).
 DEFAULT = AdmissionMode.AUTO
 KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction", "keys")
 EVICTION = ("lru", "learned")  # vLLM's own eviction, and `tonnage.server.engines.vllm.eviction`
@@ -64,7 +64,7 @@ def _read(additional: object, environment: Mapping[str, str]) -> tuple[dict[str,
     """Return all configured options by name, and the options from vLLM's additional config alone."""
     given: object = additional.get("tonnage", {}) if isinstance(additional, Mapping) else {}
     if not isinstance(given, Mapping):
-        raise BadOption(f'additional_config["tonnage"] is {given!r}; an object with {", ".join(KEYS)} is meant')
+        raise BadOption(f'additional_config["tonnage"] is {given!r}, not an object with {", ".join(KEYS)}')
     unknown = [str(key) for key in given if key not in KEYS]
     if unknown:
         close = did_you_mean(unknown[0], KEYS)

@@ -10,7 +10,7 @@ from typing import Any
 from tonnage.server.engines.stats import stats_of_auto
 from tonnage.server.engines.vllm.scheduler.admission import VllmAdmission
 from tonnage.server.engines.vllm.scheduler.pool import Evictions, cached_blocks
-from tonnage.server.engines.vllm.stats_transport import AdmissionStats, auto_numbers
+from tonnage.server.engines.vllm.stats_transport import AdmissionStats
 
 # Seconds between two updates of statistics that take O(running) time. Prometheus scrapes less often.
 _LOOK_SECONDS = 1.0
@@ -117,5 +117,5 @@ class Report:
         committed = max(0, min(committed, admission.limits.usable_blocks))
         return replace(
             stats, reserved=reserved, committed=committed, asked=self._asked_blocks,
-            waste=self._waste, broken=self._broken, **auto_numbers(stats_of_auto(admission.auto)),
+            waste=self._waste, broken=self._broken, auto=stats_of_auto(admission.auto),
         )  # fmt: skip

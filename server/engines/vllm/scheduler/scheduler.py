@@ -42,6 +42,7 @@ from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_st
 # This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
+_NO_REPORT = "Tonnage failed to report its scheduler's statistics and stops reporting them"
 # Requests with another status wait for more than free blocks.
 _STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -84,8 +85,10 @@ class AdmissionMixin(Scheduler):
                 self._account.groups.limits.usable_blocks,
             )
         if _is_reported(self.vllm_config):
-            with self._reporting():
+            try:
                 self._report = Report(self)
+            except Exception:
+                logger.exception(_NO_REPORT)
 
     # -- methods that vLLM calls -----------------------------------------------------------------------------
 
@@ -99,9 +102,7 @@ class AdmissionMixin(Scheduler):
             with self._guarded("for a new request"):
                 blocks = sum(self._account.reservation(request))
                 self._refuse_never(request)
-        if self._report is not None:
-            with self._reporting():
-                self._report.added(request.request_id, blocks)
+        self._tell(lambda report: report.added(request.request_id, blocks))
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
         """Schedule a step by vLLM, with only the requests that may take part in the step."""
@@ -123,9 +124,7 @@ class AdmissionMixin(Scheduler):
                 if self.admission.mode is not AdmissionMode.GREEDY or self.admission.shares.several:
                     allowed, stalled = self._plan()
         begun = self.clock()
-        if self._report is not None:
-            with self._reporting():
-                self._report.stepping()
+        self._tell(lambda report: report.stepping())
         with self._within_budget(allowed), self._only(allowed, stalled):
             output = super().schedule(*args, **named)
         if self.admission is not None:
@@ -134,9 +133,7 @@ class AdmissionMixin(Scheduler):
                     self._account.sync(output.num_scheduled_tokens)
                     self.admission.took(free - self._account.pool.get_num_free_blocks())
                 self._times.scheduled(output, begun)
-        if self._report is not None:
-            with self._reporting():
-                self._report.stepped(output, self.admission)
+        self._tell(lambda report: report.stepped(output, self.admission))
         return output
 
     def update_from_output(self, *args: Any, **named: Any) -> dict[int, EngineCoreOutputs]:
@@ -154,9 +151,7 @@ class AdmissionMixin(Scheduler):
         return outputs
 
     def _free_request(self, request: Request, *args: Any, **named: Any) -> Any:
-        if self._report is not None:
-            with self._reporting():
-                self._report.left(request.request_id)
+        self._tell(lambda report: report.left(request.request_id))
         if self.admission is not None:
             with self._guarded("when a request ended"):
                 self._account.leave(request.request_id)
@@ -201,9 +196,9 @@ class AdmissionMixin(Scheduler):
         Our stat logger removes the values again (`tonnage.server.engines.vllm.stats_transport`).
         """
         stats = super().make_stats(*args, **named)
-        if stats is not None and self._report is not None:
-            with self._reporting():
-                write_stats(self._admission_stats(self._report), stats.waiting_lora_adapters)
+        if stats is not None:
+            into = stats.waiting_lora_adapters
+            self._tell(lambda report: write_stats(self._admission_stats(report), into))
         return stats
 
     def _admission_stats(self, report: Report) -> AdmissionStats:
@@ -268,8 +263,8 @@ class AdmissionMixin(Scheduler):
                 continue
             if request.num_preemptions:
                 if request.num_stale_output_tokens and not request.drop_stale_output:
-                    # vLLM skips this request too, because output tokens from before its preemption are still to
-                    # come.
+                    # vLLM skips this request too, because a step from before its preemption has not returned
+                    # its tokens yet.
                     continue
                 if self._refuse_never(request):
                     continue
@@ -437,7 +432,7 @@ class AdmissionMixin(Scheduler):
     # -- exceptions in our code ------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Put requests that an exception in our code left in no list of vLLM's back into their list."""
+        """Return requests that an exception has left in none of vLLM's lists to the list they belong to."""
         listed = {*self.running, *self.waiting, *getattr(self, self._names.holders)}
         for request in self.requests.values():
             if request in listed or request.is_finished():
@@ -451,8 +446,8 @@ class AdmissionMixin(Scheduler):
     def _guarded(self, when: str) -> Iterator[None]:
         """Catch exceptions of our code while the context is open; after the first, vLLM schedules on its own.
 
-        After a second exception, requests that can never fit are no longer rejected either. `when` tells in the
-        log when the exception occurred.
+        After a second exception, requests that can never fit are no longer rejected either. `when` says in the
+        log message when the exception occurred.
         """
         try:
             yield
@@ -465,14 +460,18 @@ class AdmissionMixin(Scheduler):
             self.fallbacks = 1
             logger.exception("Tonnage failed %s: from now on vLLM schedules on its own", when)
 
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Catch exceptions in the collection of statistics and stop the collection; admission continues."""
+    def _tell(self, event: Callable[[Report], object]) -> None:
+        """Call ``event`` with the collector of statistics, if there is one.
+
+        After an exception, no more statistics are collected; admission continues.
+        """
+        if self._report is None:
+            return
         try:
-            yield
+            event(self._report)
         except Exception:
             self._report = None
-            logger.exception("Tonnage failed to report its scheduler's statistics and stops reporting them")
+            logger.exception(_NO_REPORT)
 
 
 def _holds_blocks(request: Request) -> bool:

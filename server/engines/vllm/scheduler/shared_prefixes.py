@@ -1,4 +1,4 @@
-"""`--shared-system-prompt` inside vLLM: requests with different cache salts share the blocks of given prefixes.
+"""`--shared-system-prompt` inside vLLM: prompts share the blocks of configured prefixes whatever their salts.
 
 vLLM puts a request's salt into the hash of its first block, and all later hashes depend on it. Here, if a
 prompt begins with a shared prefix, its salt enters the hash of the first block after the prefix's whole blocks.
