@@ -233,8 +233,8 @@ def anthropic_error(code: str, message: str, param: str | None, request_id: str)
     kind = _ANTHROPIC_TYPES.get(RULES[ErrorCode(code)].status, "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     if param == "thread":
-        # After this error the anthropic package sends the whole conversation (2.14,
-        # lib/threads/_thread_state.py).
+        # This server does not store threads. At this error code the anthropic package sends the whole
+        # conversation instead (2.14, lib/threads/_thread_state.py).
         error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": error, "request_id": request_id}
 

@@ -202,8 +202,8 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
             continue
         *path, last = found["loc"]
         names = []
-        # `_places` yields nothing for a field inside a union: pydantic's path then contains the tag of the
-        # union's member, which is no key of the document.
+        # `_places` yields nothing for a field inside a union type: pydantic's path then contains the tag of one
+        # of its types, which is no key in the body.
         for place, where in _places(document, path):
             if isinstance(where, dict) and last in where:
                 del where[last]
@@ -241,13 +241,13 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        # In a union, pydantic's location includes the name of the union's member, which is no key of the value.
+        # For a union type, pydantic's location includes the name of one of its types, which is no key in the body.
         if isinstance(value, dict):
             value = value.get(part, value)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
         if part in fields.expected:
-            # pydantic reports one error per member of a union, so the message describes the whole field.
+            # pydantic reports one error for each type of a union, so the message describes the whole field.
             param = _dotted(location[: at + 1])
             message = f"{param} must be {fields.expected[str(part)]}, not empty; got {shown(value)}"
             return ApiError(ErrorCode.INVALID_VALUE, message, param=param)

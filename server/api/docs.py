@@ -77,8 +77,10 @@ def docs_router(title: str, app: FastAPI) -> APIRouter:
     """
     router = APIRouter(include_in_schema=False)
     sending = _Sending()
-    documents: list[bytes] = []  # the OpenAPI document once it is serialised
-    # The package is looked up only here, so that a command can first name the missing extra.
+    # holds the OpenAPI document after its first request, serialized as JSON
+    documents: list[bytes] = []
+
+    # fastapi_offline is looked up only here, so that a command can first name the extra that is missing.
     static = files(_FILES) / "static"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'

@@ -191,7 +191,7 @@ RESPONSES: FieldTable = {
     **_ignored("service_tier", takes=_STRING),
     **_ignored("safety_identifier", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    **_ignored("client_metadata"),  # Codex sends data about its session in this field
+    **_ignored("client_metadata"),  # Codex sends data about its session in client_metadata
     **_honoured("reasoning", why="a chat template that reads reasoning_effort or enable_thinking"),
     **_honoured("include_reasoning", why="a reasoning parser"),
     **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),

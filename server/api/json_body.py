@@ -179,12 +179,13 @@ def _check_values(
         return
     quotes = commas = brackets = names = 0
     more = ""
-    cut = b""  # the backslash at the end of a slice that escapes the first character of the next one
+    cut = b""  # a backslash at the end of a slice, which escapes the first character of the next slice
     for at in range(0, len(body), _COUNTED_AT_ONCE):
         text = (cut + body[at : at + _COUNTED_AT_ONCE]).replace(b"\\\\", b"")
         cut = b"\\" if text.endswith(b"\\") else b""
         pieces = text.replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[quotes % 2 :: 2])  # every second piece is text outside the JSON strings
+        # The text is split at its quotes, so every second piece lies outside the JSON strings.
+        outside = b"".join(pieces[quotes % 2 :: 2])
         quotes += len(pieces) - 1
         if quotes // 2 > _MAX_STRINGS:
             more = " and more"

@@ -19,7 +19,9 @@ from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
+# OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
+MAX_TOP_LOGPROBS = 20
+
 # maximum number of allowed_token_ids in a request; a logits mask of this many ids takes less than a millisecond
 # per generated token
 MAX_ALLOWED = 10_000

@@ -78,8 +78,10 @@ class EventStream(Response):
         self._last = last
         self._started = False
         self._generated = False
-        self._ended = False  # whether all events are sent except the one that ends the stream
-        # number of messages sent; the stream is silent when it has not changed for keep_alive seconds
+        # whether all events are sent except the one that ends the stream
+        self._ended = False
+
+        # number of events sent; if it stays the same for keep_alive seconds, a comment is sent
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

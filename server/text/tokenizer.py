@@ -263,8 +263,10 @@ class Detokenizer:
     ) -> None:
         self._decode = tokenizer.decode_all if special_tokens else tokenizer.decode
         self._ids = _context(tokenizer, prompt_token_ids)
-        self._read = len(self._ids)  # number of tokens in _ids whose text has been returned
-        # number of characters of the decoded _ids that have been returned
+        # number of tokens in _ids whose text has been returned
+        self._read = len(self._ids)
+
+        # number of characters of the text of _ids that have been returned
         self._shown = len(self._decode(self._ids)) if self._ids else 0
 
     def push(self, token_ids: Sequence[int]) -> str:

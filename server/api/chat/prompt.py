@@ -153,14 +153,14 @@ def _check(message: Message, at: int) -> None:
     if message.role == "tool" and not message.tool_call_id:
         raise ApiError(
             ErrorCode.MISSING_PARAMETER,
-            f"you must provide messages.{at}.tool_call_id, the id of the call that this is the result of",
+            f"you must provide messages.{at}.tool_call_id, the id of the tool call that the message answers",
             param=f"messages.{at}.tool_call_id",
         )
     for name in ("reasoning", "reasoning_content"):
         if getattr(message, name) is not None and message.role != "assistant":
             raise ApiError(
                 ErrorCode.UNSUPPORTED_PARAMETER,
-                f"messages.{at}.{name}: only an assistant's message has it, the role is {message.role}",
+                f"messages.{at}.{name}: only an assistant's message may have it, the role is {message.role}",
                 param=f"messages.{at}.{name}",
             )
 
@@ -175,7 +175,8 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
     if message.name is not None:
         shown["name"] = message.name
     thought = message.reasoning if message.reasoning is not None else message.reasoning_content
-    # Reasoning is passed under both names of the field, as in vLLM 0.32 (renderers/chat_utils.py).
+    # The template gets the reasoning under both names of the field (`reasoning` and `reasoning_content`), as in
+    # vLLM 0.32 (renderers/chat_utils.py).
     if thought is not None:
         shown["reasoning"] = shown["reasoning_content"] = thought
     if message.tool_calls:

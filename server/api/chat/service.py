@@ -127,7 +127,8 @@ class ChatService(OpenAIEvents):
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    if continuous:  # as in vLLM, the role chunk has the usage before the first token
+                    # As in vLLM, a choice's first chunk, which has only the role, has the usage before the token.
+                    if continuous:
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index, b'""' if readers is None else b"null")
                 if continuous:
@@ -158,7 +159,8 @@ class ChatService(OpenAIEvents):
                     finishes[delta.index] = delta.finish_reason
                     shown = _shown_finish(delta.finish_reason, delta.index in called)
                     event += events.finish(delta.index, shown)
-                elif events.tokens_member and delta.token_ids:  # their text is not sent yet
+                # The parser holds back the text of these tokens, but the client gets their ids now.
+                elif events.tokens_member and delta.token_ids:
                     event += events.nothing(delta.index)
                 if event:
                     yield event
@@ -253,7 +255,7 @@ class ChatService(OpenAIEvents):
 
 
 def _hides_tokens(request: ChatRequest, use: ToolUse) -> bool:
-    """Return whether an answer must omit its token ids, because they would show the reasoning that it omits."""
+    """Return whether an answer must omit its token ids, because they would reveal the hidden reasoning."""
     return request.include_reasoning is False and use.reasons
 
 
@@ -290,11 +292,11 @@ class _ChatEvents(ChunkWriter):
     """Writer of the server-sent chunks of one streamed chat completion."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
-    # JSON members of the next chunk only: the prompt's token ids, and the ids of the choice's new tokens
+    # JSON members that only the next chunk has: the prompt's token ids, and the ids of the choice's new tokens
     prompt_member = tokens_member = b""
 
     def role(self, index: int, content: bytes) -> bytes:
-        # ``content`` is null where a call may follow: clients open a text block for an empty text
+        # ``content`` is null if a tool call may follow, because clients show an empty text as a block of its own.
         return self._choice(index, b'{"role":"assistant","content":%b,"refusal":null}' % content)
 
     def content(self, index: int, text: str | None, logprobs: bytes) -> bytes:

@@ -108,7 +108,10 @@ class CompletionService(OpenAIEvents):
         return shown.encode()
 
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
-        """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs."""
+        """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs.
+
+        ``echo`` has, for each choice, the prompt's text with which it begins, or an empty string.
+        """
         if request.logprobs is None:
             return []
         special = request.skip_special_tokens is False
@@ -119,7 +122,10 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
-        """Return the ``n`` answers of each prompt, of ``generated``, with the highest mean log probability."""
+        """Return each prompt's ``n`` answers with the highest mean log probability.
+
+        ``answers`` has ``generated`` consecutive answers for each prompt.
+        """
         if generated == n:
             return answers
         kept: list[_Answer] = []

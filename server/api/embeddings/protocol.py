@@ -11,7 +11,7 @@ from tonnage.server.api.fields import EMBEDDING
 from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
 from tonnage.server.requests.submission import TokenCounts
 
-MAX_INPUTS = 2048  # OpenAI's limit (API reference, "input")
+MAX_INPUTS = 2048  # OpenAI's limit of the inputs in one request (API reference of embeddings, "input")
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]

@@ -67,8 +67,10 @@ class FunctionCallItem(BaseModel):
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Annotated[Any, Dropped] = None  # the openai client's parse() adds this field
-    # the openai client 3 sends it as ``async_``
+    # the openai client's parse() adds this field
+    parsed_arguments: Annotated[Any, Dropped] = None
+
+    # the openai client 3 sends ``async`` as ``async_``
     async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))
     caller: None = None
     namespace: None = None
@@ -202,7 +204,7 @@ def _drop_defaults(document: dict[str, Any]) -> list[str]:
     return ignored
 
 
-# OpenAI's limits (API reference, "metadata")
+# OpenAI's limits of the characters in a metadata key and value (API reference, "metadata")
 MetadataName = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem

@@ -308,7 +308,7 @@ def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
 def _shown_text(request: ResponseRequest) -> dict[str, Any]:
     assert request.text is not None
     shown: dict[str, Any] = request.text.model_dump(by_alias=True, exclude_none=True)
-    # shown as strict, because the answer always matches the schema
+    # The response repeats the format with ``strict`` true, because the answer always matches the schema.
     if shown.get("format", {}).get("type") == "json_schema":
         shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
