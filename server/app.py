@@ -140,14 +140,14 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    # Without --access-log, only failed requests are logged. With it every request is, so they need no second line.
+    # The access log has a line for every request, so failed requests get a line of their own only without it.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals, operations_only=operations_only)
     return app
 
 
 def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
-    """Return the model's chat template, or None if it has none; log a warning if tools cannot be used with it."""
+    """Return the model's chat template, or None if it has none; warn if it cannot show a request's tools."""
     # The demo model's own chat template ignores tools, so the shipped hermes template is used for them.
     tool_template = "hermes" if settings.model == "demo" else None
     found = ChatTemplate.from_folder(folder, settings.chat_template, tool_template=tool_template)

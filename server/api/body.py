@@ -241,7 +241,7 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        # For a union type, pydantic's location includes the name of one of its types, which is no key in the body.
+        # For a union type, pydantic's location includes the name of one of its types, no key in the body.
         if isinstance(value, dict):
             value = value.get(part, value)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):

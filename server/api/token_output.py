@@ -91,7 +91,8 @@ class TokenOutput:
         self._shows_tokens = self._shows_prompt and not hides_tokens
         self._ids: list[list[int]] = [[] for _ in range(submission.sequences)]
         self._scores: dict[int, str] = {}  # index of a prompt -> JSON of its log probabilities
-        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # upper bound of the bytes of a token id in JSON
+        # upper bound of the bytes of a token id in JSON
+        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1
         if self._shows_prompt:
             held.hold(self._id_bytes * self._n * sum(map(len, submission.prompts)))
 

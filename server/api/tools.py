@@ -69,7 +69,9 @@ def tool_use(
         return _without_tools(state, grammar, template_arguments)
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise ApiError(ErrorCode.INVALID_VALUE, "two tools have the same name", param="tools")
+        raise ApiError(
+            ErrorCode.INVALID_VALUE, "two tools have the same name; give each a name of its own", param="tools"
+        )
     if function is not None and function not in names:
         raise ApiError(
             ErrorCode.INVALID_VALUE, f"tool_choice: {function} is not among the tools", param="tool_choice"

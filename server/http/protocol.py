@@ -48,7 +48,7 @@ CLOSED_AT_ONCE = 64
 # files open (/proc/PID/fd of the API process); 32 of them are listening sockets (commands/serve.py). The other
 # 50 are for an engine that starts while another one ends, for logs, and for connections that are being closed.
 RESERVED_FILES = 96
-# Fewest file descriptors with which the server starts: 46 of its own, and those of an engine process that starts.
+# Fewest file descriptors with which the server starts: 46 of its own, and those of a starting engine.
 FEWEST_FILES = 64
 
 # Number of requests that a connection may send before the first is answered; above it the connection is closed.

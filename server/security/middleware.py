@@ -50,8 +50,8 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        # A stream sends its chunks through this ``send`` and so bypasses the middleware, which needs only the
-        # start of a response. Passing each token through all middleware would take a twentieth of its time.
+        # A stream sends its chunks through ``tonnage.send`` and so bypasses the middleware, which needs only
+        # the start of a response. Passing each token through all middleware would take a twentieth of its time.
         scope["tonnage.send"] = send
 
         async def named(message: Message) -> None:
@@ -65,7 +65,8 @@ class RequestId:
         try:
             await self._app(scope, receive, named)
         finally:
-            # ``send`` refers to the scope too, so only the garbage collector would free the request.
+            # The scope and ``send`` refer to each other. Without this line only the garbage collector would
+            # free the request.
             del scope["tonnage.send"]
 
 

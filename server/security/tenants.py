@@ -113,7 +113,7 @@ class Quotas:
         most = max(1, queue // 2)
         if sequences > most:
             raise _never(
-                f"{sequences} sequences at once; a key may have {most} of the queue's {queue} places: "
+                f"the request has {sequences} sequences; a key may have {most} of the queue's {queue} places: "
                 "send fewer prompts or a smaller n"
             )
         held, free = self._account(tenant).sequences, queue - queued - sequences
@@ -137,7 +137,8 @@ class Quotas:
         if limit is not None:
             if sequences > limit:
                 raise _never(
-                    f"{sequences} sequences at once; this key may run {limit}: send fewer prompts or a lower n"
+                    f"the request has {sequences} sequences; this key may have {limit} in flight: send fewer "
+                    "prompts or a lower n"
                 )
             if account.sequences + sequences > limit:
                 raise ApiError(
@@ -149,8 +150,8 @@ class Quotas:
         if rate is not None:
             if tokens > rate:
                 raise _never(
-                    f"{tokens} tokens; this key may use {rate} per minute: shorten the prompt, or lower "
-                    "max_tokens"
+                    f"the request may use {tokens} tokens; this key may use {rate} per minute: shorten the "
+                    "prompt, or lower max_tokens"
                 )
             if tokens > account.tokens:
                 raise ApiError(

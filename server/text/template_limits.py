@@ -84,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for value in values:
             mine.rounds = getattr(mine, "rounds", 0) + 1
             if mine.rounds > MOST_ROUNDS:
-                raise jinja2.TemplateError(f"the loops of the template make more than {MOST_ROUNDS:,} iterations")
+                raise jinja2.TemplateError(f"the template's loops have more than {MOST_ROUNDS:,} iterations")
             yield value
 
     def concatenated(self, *values: Any) -> str:

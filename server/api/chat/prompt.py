@@ -90,7 +90,9 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
         raise ApiError(
-            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is reserved", param="chat_template_kwargs"
+            ErrorCode.INVALID_VALUE,
+            f"chat_template_kwargs: {name} is set by the server; leave it out",
+            param="chat_template_kwargs",
         )
 
 
@@ -127,7 +129,7 @@ def render(
     if not last or at < 0:
         raise ApiError(
             ErrorCode.INVALID_VALUE,
-            "continue_final_message: the chat template does not show the final message unchanged",
+            "continue_final_message is impossible: the chat template does not show the final message unchanged",
             param="continue_final_message",
         )
     return text[: at + len(last)]

@@ -121,13 +121,13 @@ class ChatService(OpenAIEvents):
             events.prompt_member = ids_member("prompt_token_ids", prompt)
         shows_tokens = bool(request.return_token_ids) and not _hides_tokens(request, use)
         continuous = request.continuous_usage()
-        reported: list[int] = []  # token counts of each choice when the previous usage was sent
+        reported: list[int] = []  # number of tokens of each choice in the usage that was sent last
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    # As in vLLM, a choice's first chunk, which has only the role, has the usage before the token.
+                    # As in vLLM, a choice's first chunk has only the role, and the usage before the token.
                     if continuous:
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index, b'""' if readers is None else b"null")
@@ -296,7 +296,7 @@ class _ChatEvents(ChunkWriter):
     prompt_member = tokens_member = b""
 
     def role(self, index: int, content: bytes) -> bytes:
-        # ``content`` is null if a tool call may follow, because clients show an empty text as a block of its own.
+        # ``content`` is null if a tool call may follow: clients show an empty text as a block of its own.
         return self._choice(index, b'{"role":"assistant","content":%b,"refusal":null}' % content)
 
     def content(self, index: int, text: str | None, logprobs: bytes) -> bytes:

@@ -197,13 +197,13 @@ class CompletionService(OpenAIEvents):
         if scored and "prompt_logprobs" not in state.honours:
             raise ApiError(
                 ErrorCode.UNSUPPORTED_PARAMETER,
-                "logprobs together with echo are not supported by this server's engine",
+                "logprobs together with echo are not supported by this server's engine; leave one of them out",
                 param="logprobs",
             )
         state.check_ready()
         if request.suffix and scored:
             raise ApiError(
-                ErrorCode.INVALID_VALUE, "suffix cannot be used with echo and logprobs", param="suffix"
+                ErrorCode.INVALID_VALUE, "suffix cannot be used with both echo and logprobs", param="suffix"
             )
         prompts = await self._tokens(request, generated)
         max_tokens = generator.max_tokens(
@@ -249,7 +249,9 @@ class CompletionService(OpenAIEvents):
             raise ApiError(ErrorCode.INVALID_VALUE, f"best_of is {best_of}, less than n = {n}", param="best_of")
         if request.stream:
             raise ApiError(
-                ErrorCode.INVALID_VALUE, "best_of greater than n cannot be streamed", param="best_of"
+                ErrorCode.INVALID_VALUE,
+                f"best_of is {best_of}, more than n = {n}: this cannot be streamed; send stream: false",
+                param="best_of",
             )
         return best_of
 

@@ -58,8 +58,8 @@ class ScoreRequest(ScoringBody):
         if len(first) not in (1, len(second)):
             raise ApiError(
                 ErrorCode.INVALID_VALUE,
-                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one text in {names[0]}, or "
-                f"as many as in {names[1]}",
+                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one text in {names[0]}, "
+                f"or as many as in {names[1]}",
                 param=names[0],
             )
         return first, second, names[1]
