@@ -122,6 +122,7 @@ def _apply(
 ) -> list[str]:
     """Remove the fields that the pydantic model does not define from a request body; return the ignored names.
 
+    ``prefix`` precedes the names: it is empty for the body itself, and ``stream_options.`` for that object.
     Raises ApiError for a field that the API or the engine does not support.
     """
     ignored: list[str] = []

@@ -293,7 +293,7 @@ class ForcedReader:
     def _next_value(self, text: str, deltas: list[CallDelta]) -> _JsonValue | None:
         """Return a reader of the next call's arguments, and append the call's name to ``deltas``.
 
-        Returns None if no call begins in ``text``, the newest text. A colon ends the head of a call.
+        Returns None if no call begins in ``text``, the newest text. The call's arguments begin after a colon.
         """
         if self._function is not None:
             name = self._function

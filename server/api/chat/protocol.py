@@ -77,9 +77,9 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     """One message of a conversation, of any role.
 
-    Only an assistant's message with tool calls or a refusal may leave out ``content``. An earlier answer may be
-    sent back with the client's extra null fields. ``reasoning`` is vLLM's field for the assistant's reasoning,
-    and ``reasoning_content`` the older name.
+    Only an assistant's message with tool calls or a refusal may leave out ``content``. A client may send
+    back an earlier answer with further fields that are null. ``reasoning`` is vLLM's field for the assistant's
+    reasoning, and ``reasoning_content`` the older name.
     """
 
     model_config = STRICT
