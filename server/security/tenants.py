@@ -112,9 +112,10 @@ class Quotas:
             return
         most = max(1, queue // 2)
         if sequences > most:
-            raise _never(
-                f"the request has {sequences} sequences; a key may have {most} of the queue's {queue} places: "
-                "send fewer prompts or a smaller n"
+            raise ApiError(
+                ErrorCode.INSUFFICIENT_QUOTA,
+                f"the request needs {sequences} sequences at once; a key may have {most} of the queue's {queue} "
+                "places: send fewer prompts or a smaller n",
             )
         held, free = self._account(tenant).sequences, queue - queued - sequences
         if held + sequences > max(1, free):
@@ -136,9 +137,10 @@ class Quotas:
         limit = tenant.max_num_seqs
         if limit is not None:
             if sequences > limit:
-                raise _never(
-                    f"the request has {sequences} sequences; this key may have {limit} in flight: send fewer "
-                    "prompts or a lower n"
+                raise ApiError(
+                    ErrorCode.INSUFFICIENT_QUOTA,
+                    f"the request needs {sequences} sequences at once; this key may run {limit}: send fewer "
+                    "prompts or a lower n",
                 )
             if account.sequences + sequences > limit:
                 raise ApiError(
@@ -149,9 +151,10 @@ class Quotas:
         rate = tenant.tokens_per_minute
         if rate is not None:
             if tokens > rate:
-                raise _never(
-                    f"the request may use {tokens} tokens; this key may use {rate} per minute: shorten the "
-                    "prompt, or lower max_tokens"
+                raise ApiError(
+                    ErrorCode.INSUFFICIENT_QUOTA,
+                    f"the request needs {tokens} tokens; this key may use {rate} per minute: shorten the prompt, "
+                    "or lower max_tokens",
                 )
             if tokens > account.tokens:
                 raise ApiError(
@@ -181,7 +184,3 @@ class Quotas:
             account.tokens = min(float(tenant.tokens_per_minute), account.tokens + earned)
         account.filled = now
         return account
-
-
-def _never(message: str) -> ApiError:
-    return ApiError(ErrorCode.INSUFFICIENT_QUOTA, f"the request needs {message}")
