@@ -18,7 +18,6 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
 MAX_TOP_LOGPROBS = 20
 
@@ -52,20 +51,22 @@ def short_stop(stop: Stop) -> Stop:
     return stop
 
 
-class StreamOptions(BaseModel):
-    """OpenAI's ``stream_options``: whether a streamed answer also reports its token usage."""
+class StrictModel(BaseModel):
+    """Base class of the objects in request bodies, which rejects unknown fields and values of another type."""
 
-    model_config = STRICT
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    """OpenAI's ``stream_options``: whether a streamed answer also reports its token usage."""
 
     include_usage: bool | None = None
     # vLLM's field: if include_usage is also set, every chunk of the stream has the token usage
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(StrictModel):
     """A named JSON schema; ``strict`` has no effect, because the answer always matches the schema."""
-
-    model_config = STRICT
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
@@ -73,19 +74,15 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """OpenAI's ``response_format``: free text, any JSON object, or a named JSON schema."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's ``structured_outputs``: a constraint on the answer, with exactly one of its fields set."""
-
-    model_config = STRICT
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1, max_length=10_000)
@@ -94,10 +91,8 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
 
-class EngineBody(BaseModel):
+class EngineBody(StrictModel):
     """Base class of all request bodies that lead to a request to the engine."""
-
-    model_config = STRICT
 
     model: str
     add_special_tokens: bool | None = None

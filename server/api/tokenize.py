@@ -18,7 +18,7 @@ from tonnage.server.api.chat.protocol import Messages
 from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.json_body import most_values, read_body
-from tonnage.server.api.sampling import STRICT, TokenId
+from tonnage.server.api.sampling import StrictModel, TokenId
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
@@ -33,9 +33,7 @@ _WRITTEN_AT_ONCE = 2**14
 _BYTES_A_TOKEN = 8
 
 
-class _Named(BaseModel):
-    model_config = STRICT
-
+class _Named(StrictModel):
     model: str | None = None
 
 
