@@ -242,18 +242,13 @@ class AssistantMessage(BaseModel):
     annotations: list[Any] = []
 
 
-class ToolCallMessage(BaseModel):
+class ToolCallMessage(AssistantMessage):
     """An assistant's message that calls tools.
 
     Messages without calls use AssistantMessage, because OpenAI leaves out their ``tool_calls`` instead of
     sending null.
     """
 
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
-    refusal: None = None
-    annotations: list[Any] = []
     tool_calls: list[ToolCall]
 
 

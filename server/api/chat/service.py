@@ -261,7 +261,7 @@ def _hides_tokens(request: ChatRequest, use: ToolUse) -> bool:
 
 def _message(
     use: ToolUse, text: str, token_ids: Sequence[int], prompt: Sequence[int], counts: TokenCounts
-) -> AssistantMessage | ToolCallMessage:
+) -> AssistantMessage:
     """Return the message of an answer, and add the tokens of its reasoning to ``counts``."""
     if use.reader is None:
         return AssistantMessage(content=text)
