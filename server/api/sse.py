@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
+from tonnage.server.errors import ApiError, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.http.outbox import Outbox, Outboxes
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.counts import Outcome
 
-_DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
 
@@ -30,11 +28,6 @@ def outcome_of(error: ApiError) -> Outcome:
     if error.is_timeout:
         return "aborted"
     return "rejected" if error.is_refusal else "error"
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return an error as a server-sent event with OpenAI's error object."""
-    return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
 
 
 # Entry of the OpenAPI document for a route that returns JSON or, on request, events.
@@ -63,9 +56,9 @@ class EventStream(Response):
         outboxes: Outboxes,
         headers: dict[str, str],
         keep_alive: float,
-        timeout: float | None = None,
-        on_error: Callable[[ApiError], bytes] = error_event,
-        last: bytes = _DONE,
+        timeout: float | None,
+        on_error: Callable[[ApiError], bytes],
+        last: bytes,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
         del self.headers["content-length"]

@@ -24,8 +24,8 @@ from tonnage.server.api.chat.protocol import (
     ToolCallMessage,
 )
 from tonnage.server.api.completions.service import ChunkWriter, outcome_of_finishes, usage, usage_so_far
-from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Finish, Generator
+from tonnage.server.api.endpoint import StreamingService
+from tonnage.server.api.generation import Finish
 from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
@@ -38,14 +38,10 @@ from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of, merged
 
 
-class ChatService(OpenAIEvents):
+class ChatService(StreamingService[ChatRequest]):
     """Logic of the chat completions endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
         """Return the complete chat completion as JSON; cancelling the call aborts the request."""

@@ -18,8 +18,8 @@ from tonnage.server.api.completions.protocol import (
     PromptTokensDetails,
     Usage,
 )
-from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Delta, Finish, Generator
+from tonnage.server.api.endpoint import StreamingService
+from tonnage.server.api.generation import Delta, Finish
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
@@ -48,14 +48,10 @@ class _Answer:
         return self.logprob / max(1, self.tokens)
 
 
-class CompletionService(OpenAIEvents):
+class CompletionService(StreamingService[CompletionRequest]):
     """Logic of the completions endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: CompletionRequest, ticket: Ticket) -> bytes:
         """Return the complete answer as JSON; cancelling the call aborts the request."""

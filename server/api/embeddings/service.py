@@ -9,21 +9,16 @@ from tonnage.server.api.embeddings.protocol import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from tonnage.server.api.generation import Generator
+from tonnage.server.api.endpoint import Service
 from tonnage.server.api.pooling_run import PoolingRun, as_base64, vector_of, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.requests.accounts import Ticket
-from tonnage.server.state import ServerState
 
 
-class EmbeddingService:
+class EmbeddingService(Service[EmbeddingRequest]):
     """Logic of the embeddings endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: EmbeddingRequest, ticket: Ticket) -> bytes:
         """Return the embeddings of all inputs as JSON; cancelling the call aborts the request."""

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.service import outcome_of_finishes
+from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Delta, Finish, Generator
 from tonnage.server.api.messages import output
 from tonnage.server.api.messages.conversion import blocks_of, chat_request
@@ -19,7 +20,7 @@ from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 
-class MessagesService:
+class MessagesService(StreamingService[MessagesRequest]):
     """Logic of Anthropic's messages endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
@@ -27,7 +28,7 @@ class MessagesService:
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._generator = generator
+        super().__init__(state, generator)
         self._chat = ChatService(state, generator)
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:

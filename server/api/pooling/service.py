@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 
 from tonnage.server.api.embeddings.protocol import EmbeddingUsage
-from tonnage.server.api.generation import Generator
+from tonnage.server.api.endpoint import Service
 from tonnage.server.api.pooling.protocol import (
     CLASSIFICATION_FIELDS,
     POOLING_FIELDS,
@@ -23,17 +23,12 @@ from tonnage.server.api.pooling_run import PoolingRun, Values, as_base64, rows_o
 from tonnage.server.engines.request import Pooling
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
-from tonnage.server.state import ServerState
 
 
-class ClassificationService:
+class ClassificationService(Service[ClassificationRequest]):
     """Logic of the classification endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = CLASSIFICATION_FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: ClassificationRequest, ticket: Ticket) -> bytes:
         """Return the label of each input as JSON; cancelling the call aborts the request."""
@@ -54,14 +49,10 @@ class ClassificationService:
         return Classification(index=index, label=label, probs=vector_of(result), num_classes=len(result))
 
 
-class PoolingService:
+class PoolingService(Service[PoolingRequest]):
     """Logic of the pooling endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = POOLING_FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: PoolingRequest, ticket: Ticket) -> bytes:
         """Return the result of each input as JSON; cancelling the call aborts the request."""

@@ -15,6 +15,7 @@ import pydantic_core
 from tonnage.server.api.chat.prompt import chat_prompt, earlier_calls
 from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
+from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.responses import output
 from tonnage.server.api.responses.protocol import (
@@ -48,7 +49,7 @@ class _Stream:
     response: dict[str, Any]
 
 
-class ResponseService:
+class ResponseService(StreamingService[ResponseRequest]):
     """Logic of the responses endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
@@ -57,8 +58,7 @@ class ResponseService:
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
+        super().__init__(state, generator)
         self._streams: WeakKeyDictionary[Ticket, _Stream] = WeakKeyDictionary()
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tonnage.server.api.embeddings.protocol import EmbeddingUsage
-from tonnage.server.api.generation import Generator
+from tonnage.server.api.endpoint import Service
 from tonnage.server.api.pooling_run import PoolingRun
 from tonnage.server.api.scores.pairs import pair_prompts
 from tonnage.server.api.scores.protocol import (
@@ -31,18 +32,13 @@ from tonnage.server.api.scores.protocol import (
 from tonnage.server.engines.request import Pooling
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
-from tonnage.server.state import ServerState
 
 # Lower bound of the product of two norms in a cosine (torch.nn.functional.cosine_similarity, eps).
 _SMALLEST_NORMS = 1e-8
 
 
-class _Scores:
+class _Scores(Service[Any]):
     """Base class of the services of /v1/score and /v1/rerank, which scores pairs of texts."""
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def _scores(
         self, request: ScoringBody, first: Sequence[str], second: Sequence[str], param: str, ticket: Ticket
