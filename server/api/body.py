@@ -13,11 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.requests import Request
 
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
-from tonnage.server.api.json_body import MAX_ITEMS, MAX_VALUES, document_steps, shown
+from tonnage.server.api.json_body import (
+    MAX_ITEMS,
+    MAX_VALUES,
+    document_steps,
+    most_values,
+    read_body,
+    shown,
+)
 from tonnage.server.engines.request import BASIC_PARAMS
 from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.state import ServerState
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -45,6 +54,26 @@ class Fields(Generic[Model]):
     expected: Mapping[str, str] = field(default_factory=dict)
     drop: Callable[[dict[str, Any]], Sequence[str]] = lambda document: ()
     items: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)
+
+
+async def read_fields(
+    request: Request, state: ServerState, fields: Fields[Model]
+) -> tuple[Model, tuple[str, ...], int]:
+    """Read and validate the body of an HTTP request.
+
+    Returns:
+        The validated body, the names of its fields that had no effect, and its size in bytes.
+
+    Raises:
+        ApiError: The body is invalid, too large or too slow; the message names the field and what it accepts.
+        ClientDisconnected: The client disconnected.
+    """
+    settings = state.settings
+    raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
+    most = most_values(state.max_model_len)
+    steps = parse_steps(raw, fields, state.honours, lenient=settings.lenient, most=most)
+    body, ignored = await state.bodies.in_turn(len(raw), steps)
+    return body, ignored, len(raw)
 
 
 def parse_steps(
@@ -258,7 +287,18 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
     return ApiError(code, f"{param} {message}; got {shown(first['input'])}", param=param)
 
 
-def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
+def openapi_body(fields: Fields[Model], models: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a route's entry for its request body in the OpenAPI document, which FastAPI cannot derive.
+
+    ``models`` are the values that the field ``model`` may have; it may have any if they are empty.
+    """
+    schema = _inline_schema(fields)
+    if models:
+        schema["properties"]["model"]["enum"] = list(models)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inline_schema(fields: Fields[Model]) -> dict[str, Any]:
     """Return the JSON schema of a request body for the OpenAPI document, with all ``$defs`` inlined.
 
     The schema also lists the fields that are accepted without effect, with their types.

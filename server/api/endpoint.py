@@ -10,14 +10,13 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_steps
+from tonnage.server.api.body import Fields, read_fields
 from tonnage.server.api.generation import Generator
-from tonnage.server.api.json_body import most_values, read_body
 from tonnage.server.api.sampling import EngineBody
 from tonnage.server.api.sse import EventStream, outcome_of
 from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
@@ -72,13 +71,6 @@ class Endpoint(Generic[Body]):
         self._state = state
         self._service = service
 
-    @property
-    def openapi_extra(self) -> dict[str, Any]:
-        """The request body for the OpenAPI document, which FastAPI cannot derive from the handler."""
-        schema = inline_schema(self._service.fields)
-        schema["properties"]["model"]["enum"] = list(self._state.model_names)
-        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
     async def answer(self, request: Request) -> Response:
         """Answer one request, and record exactly one outcome for it even when it fails."""
         tenant = request.scope.get("tonnage.tenant", ANONYMOUS)
@@ -100,24 +92,19 @@ class Endpoint(Generic[Body]):
 
     async def _answer(self, request: Request, ticket: Ticket) -> Response:
         state, service = self._state, self._service
-        settings = state.settings
-        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        lenient, most = settings.lenient, most_values(state.max_model_len)
-        steps = parse_steps(raw, service.fields, state.honours, lenient=lenient, most=most)
-        body, ignored = await state.bodies.in_turn(len(raw), steps)
-        del raw, steps
+        body, ignored, _ = await read_fields(request, state, service.fields)
         if body.request_id:
             ticket.request_id = body.request_id
             request.scope["tonnage.request_id"] = body.request_id
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
-        timeout = settings.request_timeout
+        timeout = state.settings.request_timeout
         if body.streams and isinstance(service, StreamingService):
             return EventStream(
                 service.stream(body, ticket),
                 ticket,
                 outboxes=state.outboxes,
                 headers=headers,
-                keep_alive=settings.sse_keep_alive,
+                keep_alive=state.settings.sse_keep_alive,
                 timeout=timeout,
                 on_error=lambda error: service.error_event(error, ticket),
                 last=service.last_event,

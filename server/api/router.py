@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from tonnage.server.api.body import openapi_body
 from tonnage.server.api.chat.protocol import ChatCompletion
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.protocol import Completion
@@ -133,6 +134,6 @@ def engine_router(state: ServerState, generator: Generator) -> APIRouter:
             description=route.description,
             response_model=route.answer,
             responses=(STREAMED if issubclass(route.service, StreamingService) else {}) | route.errors,
-            openapi_extra=endpoint.openapi_extra,
+            openapi_extra=openapi_body(route.service.fields, state.model_names),
         )
     return router
