@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -64,6 +64,17 @@ class EmbeddingUsage(BaseModel):
     def of(cls, counts: TokenCounts) -> EmbeddingUsage:
         """Return the token usage of a request to a pooling model, which has prompt tokens only."""
         return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
+
+
+class PoolingAnswer(BaseModel):
+    """Base class of vLLM's answers of pooling models, with one item in ``data`` per input."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Any]
+    usage: EmbeddingUsage
 
 
 class EmbeddingList(BaseModel):

@@ -10,7 +10,7 @@ from tonnage.server.api.embeddings.protocol import (
     EmbeddingUsage,
 )
 from tonnage.server.api.endpoint import Service
-from tonnage.server.api.pooling_run import PoolingRun, as_base64, vector_of, with_items
+from tonnage.server.api.pooling_run import PoolingRun, encoded, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.requests.accounts import Ticket
 
@@ -25,11 +25,9 @@ class EmbeddingService(Service[EmbeddingRequest]):
         run = PoolingRun(self._state, self._generator, request, ticket, "embed")
         pooling = Pooling(request.dimensions, request.use_activation)
         vectors = await run.of_inputs(request.inputs(), pooling)
-        written = as_base64 if request.encoding_format == "base64" else vector_of
-        answer = EmbeddingList(
-            data=[],
-            model=request.model,
-            usage=EmbeddingUsage.of(run.counts),
+        answer = EmbeddingList(data=[], model=request.model, usage=EmbeddingUsage.of(run.counts))
+        items = (
+            Embedding(index=index, embedding=encoded(vector, request.encoding_format))
+            for index, vector in enumerate(vectors)
         )
-        items = (Embedding(index=index, embedding=written(vector)) for index, vector in enumerate(vectors))
         return await with_items(answer, items)

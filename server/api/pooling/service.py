@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from itertools import count
 
 import numpy as np
 
-from tonnage.server.api.embeddings.protocol import EmbeddingUsage
 from tonnage.server.api.endpoint import Service
 from tonnage.server.api.pooling.protocol import (
     CLASSIFICATION_FIELDS,
@@ -19,7 +17,7 @@ from tonnage.server.api.pooling.protocol import (
     PooledList,
     PoolingRequest,
 )
-from tonnage.server.api.pooling_run import PoolingRun, Values, as_base64, rows_of, vector_of, with_items
+from tonnage.server.api.pooling_run import PoolingRun, Values, encoded, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.accounts import Ticket
@@ -34,19 +32,13 @@ class ClassificationService(Service[ClassificationRequest]):
         """Return the label of each input as JSON; cancelling the call aborts the request."""
         run = PoolingRun(self._state, self._generator, request, ticket, "classify")
         results = await run.of_inputs(request.inputs(), Pooling(use_activation=request.use_activation))
-        answer = ClassificationList(
-            id=f"classify-{ticket.request_id}",
-            created=int(time.time()),
-            model=request.model,
-            data=[],
-            usage=EmbeddingUsage.of(run.counts),
-        )
+        answer = run.answer(ClassificationList, "classify")
         return await with_items(answer, map(self._classification, count(), results))
 
     def _classification(self, index: int, result: Values) -> Classification:
         best = int(np.argmax(result))  # argmax takes the first of equal values, as in vLLM
         label = self._state.classifier.labels.get(best)
-        return Classification(index=index, label=label, probs=vector_of(result), num_classes=len(result))
+        return Classification(index=index, label=label, probs=result.tolist(), num_classes=len(result))
 
 
 class PoolingService(Service[PoolingRequest]):
@@ -66,13 +58,8 @@ class PoolingService(Service[PoolingRequest]):
                 param="task",
             )
         results = await run.of_inputs(request.inputs(), Pooling(use_activation=request.use_activation))
-        written = as_base64 if request.encoding_format == "base64" else rows_of
-        answer = PooledList(
-            id=f"pooling-{ticket.request_id}",
-            created=int(time.time()),
-            model=request.model,
-            data=[],
-            usage=EmbeddingUsage.of(run.counts),
+        items = (
+            PooledData(index=index, data=encoded(result, request.encoding_format))
+            for index, result in enumerate(results)
         )
-        items = (PooledData(index=index, data=written(result)) for index, result in enumerate(results))
-        return await with_items(answer, items)
+        return await with_items(run.answer(PooledList, "pooling"), items)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.embeddings.protocol import MAX_INPUTS, EmbeddingUsage, Text, Texts
+from tonnage.server.api.embeddings.protocol import MAX_INPUTS, EmbeddingUsage, PoolingAnswer, Text, Texts
 from tonnage.server.api.fields import RERANK, SCORE
 from tonnage.server.api.sampling import EngineBody, TokenCount
 from tonnage.server.errors import ApiError, ErrorCode
@@ -95,15 +95,10 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreList(BaseModel):
+class ScoreList(PoolingAnswer):
     """The complete answer of /v1/score, with one score per pair."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[Score]
-    usage: EmbeddingUsage
 
 
 class RerankDocument(BaseModel):
