@@ -260,6 +260,16 @@ class SamplingFields(EngineBody):
         return TokenBiases(biases)
 
 
+def as_list(items: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
+    """Return a prompt, which has four forms, as a list of texts or a list of token id lists."""
+    if isinstance(items, str):
+        return [items]
+    if isinstance(items[0], int):
+        # The first item decides between token ids and texts, because the protocol allows no mixed lists.
+        return [items]
+    return items
+
+
 def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
     """Return the grammar that OpenAI's ``response_format`` describes, or None for text."""
     if response_format is None or response_format.type == "text":

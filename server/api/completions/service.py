@@ -21,7 +21,7 @@ from tonnage.server.api.completions.protocol import (
 from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Delta, Finish
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
-from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.api.sampling import as_list, check_stream_options
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
@@ -253,7 +253,7 @@ class CompletionService(StreamingService[CompletionRequest]):
 
     async def _tokens(self, request: CompletionRequest, generated: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
-        self._generator.check_sequences(len(_as_list(request.prompt)), generated)
+        self._generator.check_sequences(len(as_list(request.prompt)), generated)
         prompts = await self._generator.token_ids(
             self._filled_in(request), add_special_tokens=special, param="prompt"
         )
@@ -262,7 +262,7 @@ class CompletionService(StreamingService[CompletionRequest]):
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
         """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
-        items = _as_list(request.prompt)
+        items = as_list(request.prompt)
         if not request.suffix:
             return items
         texts: list[str] = []
@@ -284,7 +284,7 @@ class CompletionService(StreamingService[CompletionRequest]):
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
             return [""] * len(prompts)
-        texts, tokenizer = _as_list(request.prompt), self._state.tokenizer
+        texts, tokenizer = as_list(request.prompt), self._state.tokenizer
         return [
             text if isinstance(text, str) and not request.truncate_prompt_tokens else tokenizer.decode(ids)
             for text, ids in zip(texts, prompts, strict=True)
@@ -335,16 +335,6 @@ class _CompletionEvents(ChunkWriter):
 def _larger(one: int | None, other: int | None) -> int | None:
     """Return the larger of two numbers; a None is ignored, and two Nones give None."""
     return max((number for number in (one, other) if number is not None), default=None)
-
-
-def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
-    """Return ``prompt``, which OpenAI allows in four forms, as a list of texts or of token id lists."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        # The first item decides between token ids and texts, because the protocol allows no mixed lists.
-        return [prompt]
-    return prompt
 
 
 def outcome_of_finishes(finishes: list[Finish | None]) -> Outcome:

@@ -25,14 +25,6 @@ class InputBody(EngineBody):
     input: Text | Texts | TokenIds | Lists
     use_activation: bool | None = None
 
-    def inputs(self) -> list[str] | list[list[int]]:
-        """Return ``input``, which has four forms, as a list of texts or a list of token id lists."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [self.input]
-        return self.input
-
 
 class EmbeddingRequest(InputBody):
     """Body of POST /v1/embeddings: the texts or token ids to embed, and the format of the vectors."""

@@ -24,7 +24,7 @@ class EmbeddingService(Service[EmbeddingRequest]):
         """Return the embeddings of all inputs as JSON; cancelling the call aborts the request."""
         run = PoolingRun(self._state, self._generator, request, ticket, "embed")
         pooling = Pooling(request.dimensions, request.use_activation)
-        vectors = await run.of_inputs(request.inputs(), pooling)
+        vectors = await run.of_inputs(request.input, pooling)
         answer = EmbeddingList(data=[], model=request.model, usage=EmbeddingUsage.of(run.counts))
         items = (
             Embedding(index=index, embedding=encoded(vector, request.encoding_format))

@@ -31,7 +31,7 @@ class ClassificationService(Service[ClassificationRequest]):
     async def complete(self, request: ClassificationRequest, ticket: Ticket) -> bytes:
         """Return the label of each input as JSON; cancelling the call aborts the request."""
         run = PoolingRun(self._state, self._generator, request, ticket, "classify")
-        results = await run.of_inputs(request.inputs(), Pooling(use_activation=request.use_activation))
+        results = await run.of_inputs(request.input, Pooling(use_activation=request.use_activation))
         answer = run.answer(ClassificationList, "classify")
         return await with_items(answer, map(self._classification, count(), results))
 
@@ -57,7 +57,7 @@ class PoolingService(Service[PoolingRequest]):
                 f"{state.model_name!r} does the task {task!r} only; got {request.task!r}",
                 param="task",
             )
-        results = await run.of_inputs(request.inputs(), Pooling(use_activation=request.use_activation))
+        results = await run.of_inputs(request.input, Pooling(use_activation=request.use_activation))
         items = (
             PooledData(index=index, data=encoded(result, request.encoding_format))
             for index, result in enumerate(results)
