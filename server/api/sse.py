@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -28,6 +29,11 @@ def outcome_of(error: ApiError) -> Outcome:
     if error.is_timeout:
         return "aborted"
     return "rejected" if error.is_refusal else "error"
+
+
+def event(fields: dict[str, Any]) -> bytes:
+    """Return one server-sent event with ``fields`` as its data; their member ``type`` is the event's type."""
+    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()
 
 
 # Entry of the OpenAPI document for a route that returns JSON or, on request, events.

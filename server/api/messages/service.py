@@ -13,6 +13,7 @@ from tonnage.server.api.generation import Delta, Finish, Generator
 from tonnage.server.api.messages import output
 from tonnage.server.api.messages.conversion import blocks_of, chat_request
 from tonnage.server.api.messages.protocol import FIELDS, MessagesRequest
+from tonnage.server.api.sse import event
 from tonnage.server.errors import ApiError, anthropic_envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -33,7 +34,7 @@ class MessagesService(StreamingService[MessagesRequest]):
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         """Return Anthropic's error event."""
-        return output.event(anthropic_envelope(error, ticket.request_id))
+        return event(anthropic_envelope(error, ticket.request_id))
 
     async def complete(self, request: MessagesRequest, ticket: Ticket) -> bytes:
         """Return the complete message as JSON; cancelling the call aborts the request."""
@@ -74,7 +75,7 @@ class MessagesService(StreamingService[MessagesRequest]):
                 if not begun:
                     begun = True
                     message = output.message(ticket.request_id, request.model, counts)
-                    data += output.event({"type": "message_start", "message": message})
+                    data += event({"type": "message_start", "message": message})
                 text = delta.text
                 calls: Sequence[CallDelta] = ()
                 if reader is not None:
@@ -94,7 +95,7 @@ class MessagesService(StreamingService[MessagesRequest]):
                     data += events.close()
                     ending = _ending(request, delta, counts, called=called)
                     changes = {"type": "message_delta", "delta": ending, "usage": output.usage(counts)}
-                    data += output.event(changes) + output.event({"type": "message_stop"})
+                    data += event(changes) + event({"type": "message_stop"})
                 if data:
                     yield data
         ticket.finish(outcome_of_finishes(finishes))

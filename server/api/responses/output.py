@@ -5,10 +5,10 @@ Items are dicts, not models, because OpenAI's response object distinguishes null
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from tonnage.server.api.sse import event
 from tonnage.server.text.tool_calls import Call, CallDelta, new_call_id
 
 
@@ -67,11 +67,6 @@ def items(
 
 def _numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
-
-
-def event(fields: dict[str, Any]) -> bytes:
-    """Return one server-sent event with ``fields`` as its data."""
-    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()
 
 
 class OutputEvents:
