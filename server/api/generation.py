@@ -28,6 +28,7 @@ from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.stop_strings import StopStrings
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, detokenizer
+from tonnage.server.text.tool_calls import Parsed, ToolUse
 
 # Encoding takes about one microsecond per character. A longer text is encoded in a thread, in slices of about
 # this size. Each slice blocks the event loop for at most about ten milliseconds, and a disconnect stops the
@@ -412,6 +413,26 @@ class Generator:
             self._sequences -= submission.sequences
             used = counts.prompt + counts.completion
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
+
+    async def whole_answer(
+        self, submission: Submission, use: ToolUse, counts: TokenCounts, ticket: Ticket
+    ) -> tuple[Parsed, Delta]:
+        """Generate the only choice of a request, and return its parsed text and its last Delta."""
+        text = ""
+        token_ids: list[int] = []
+        last: Delta | None = None
+        async with aclosing(self.run(submission, counts, ticket)) as deltas:
+            async for delta in deltas:
+                text += delta.text
+                token_ids += delta.token_ids
+                last = delta
+        assert last is not None  # because run() ends with the last Delta of the choice
+        if use.reader is None:
+            return Parsed(text), last
+        reader = use.reader(submission.prompts[0])
+        parsed = reader.whole(text, token_ids)
+        counts.reasoning = reader.reasoning_tokens if use.reasons else None
+        return parsed, last
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters with the token ids of their ``bad_words``, which a thread encodes."""

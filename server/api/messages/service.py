@@ -39,21 +39,9 @@ class MessagesService(StreamingService[MessagesRequest]):
     async def complete(self, request: MessagesRequest, ticket: Ticket) -> bytes:
         """Return the complete message as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
-        counts, text, thought = TokenCounts(), "", ""
-        token_ids: list[int] = []
-        last: Delta | None = None
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                text += delta.text
-                token_ids += delta.token_ids
-                last = delta
-        found: Sequence[CallDelta] = ()
-        if use.reader is not None:
-            reader = use.reader(submission.prompts[0])
-            text, found, thought = reader.whole(text, token_ids)
-            counts.reasoning = reader.reasoning_tokens if use.reasons else None
-        calls = calls_of(found)
-        assert last is not None
+        counts = TokenCounts()
+        (text, deltas, thought), last = await self._generator.whole_answer(submission, use, counts, ticket)
+        calls = calls_of(deltas)
         ticket.finish(outcome_of_finishes([last.finish_reason]))
         answer = output.message(ticket.request_id, request.model, counts) | _ending(
             request, last, counts, called=bool(calls)

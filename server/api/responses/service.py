@@ -84,19 +84,9 @@ class ResponseService(StreamingService[ResponseRequest]):
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """Return the complete response as JSON; cancelling the call aborts the request."""
         submission, use, repeated = await self._prepare(request)
-        counts, text, thought = TokenCounts(), "", ""
-        token_ids: list[int] = []
-        finish: Finish = "stop"
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                text += delta.text
-                token_ids += delta.token_ids
-                finish = delta.finish_reason or finish
-        calls: Sequence[CallDelta] = ()
-        if use.reader is not None:
-            reader = use.reader(submission.prompts[0])
-            text, calls, thought = reader.whole(text, token_ids)
-            counts.reasoning = reader.reasoning_tokens
+        counts = TokenCounts()
+        (text, calls, thought), last = await self._generator.whole_answer(submission, use, counts, ticket)
+        finish = last.finish_reason or "stop"
         ticket.finish(outcome_of_finishes([finish]))
         response = self._response(request, ticket, submission, repeated)
         shown = "" if request.include_reasoning is False else thought
