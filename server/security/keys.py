@@ -117,16 +117,8 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
     if (parsed.key is None) == (parsed.sha256 is None):
         raise DeploymentError(f"{where}: give either key or sha256", field="api_key_file")
     digest = bytes.fromhex(parsed.sha256) if parsed.sha256 else _digest(parsed.key or "")
-    tenant = Tenant(
-        name=parsed.name,
-        priority=parsed.priority,
-        weight=parsed.weight,
-        cache_salt="" if parsed.share_prefixes else parsed.name,
-        max_num_seqs=parsed.max_num_seqs,
-        tokens_per_minute=parsed.tokens_per_minute,
-        metrics=parsed.metrics,
-    )
-    return digest, tenant
+    limits = parsed.model_dump(exclude={"key", "sha256", "share_prefixes"})
+    return digest, Tenant(**limits, cache_salt="" if parsed.share_prefixes else parsed.name)
 
 
 def _digest(key: str) -> bytes:

@@ -105,7 +105,8 @@ class Authentication:
         # Anthropic's clients send x-api-key, and Azure's api-key.
         if not header and (key := headers.get("x-api-key") or headers.get("api-key")):
             header = f"Bearer {key}"
-        browser = scope["method"] in ("GET", "HEAD") and _for_browsers(scope["path"])
+        for_browsers = scope["path"] in BROWSER_PATHS or scope["path"].startswith(ASSETS)
+        browser = for_browsers and scope["method"] in ("GET", "HEAD")
         sent = _key(header, browser)
         tenant = self._keys.tenant(sent) if sent else None
         if tenant is None:
@@ -136,10 +137,6 @@ class Authentication:
         if self._on_refused is not None:
             self._on_refused(error, scope["path"], scope["tonnage.request_id"])
         return render(error, extra)
-
-
-def _for_browsers(path: str) -> bool:
-    return path in BROWSER_PATHS or path.startswith(ASSETS)
 
 
 def _key(header: str, basic: bool) -> bytes:
