@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field, TypeAdapter
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, effort_arguments
+from tonnage.server.api.chat.protocol import (
+    Dropped,
+    Effort,
+    FunctionDefinition,
+    FunctionName,
+    RefusalPart,
+    effort_arguments,
+)
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STOP_EXPECTED, AtLeastOne, SamplingFields, StrictModel
@@ -29,15 +36,8 @@ class InputText(StrictModel):
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class InputRefusal(StrictModel):
-    """A part of an assistant's earlier message that holds the text of a refusal."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
 MessageParts = Annotated[
-    list[InputText | InputRefusal], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    list[InputText | RefusalPart], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
 ]
 
 
@@ -104,14 +104,10 @@ class ReasoningItem(StrictModel):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class FunctionTool(StrictModel):
+class FunctionTool(FunctionDefinition):
     """A function that the model may call; ``parameters`` is a JSON schema or absent."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the format of chat completions, which chat templates expect."""

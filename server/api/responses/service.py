@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import pydantic_core
 
 from tonnage.server.api.chat.prompt import chat_prompt, earlier_calls
-from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
+from tonnage.server.api.chat.protocol import FunctionCall, Message, RefusalPart, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
 from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Finish, Generator
@@ -23,11 +23,11 @@ from tonnage.server.api.responses.protocol import (
     AllowedFunctionTools,
     FunctionCallItem,
     FunctionCallOutput,
-    InputRefusal,
     InputText,
     NamedFunctionTool,
     ReasoningItem,
     ResponseRequest,
+    TextOptions,
 )
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
@@ -180,7 +180,7 @@ class ResponseService(StreamingService[ResponseRequest]):
             {
                 "instructions": request.instructions,
                 "metadata": request.metadata or {},
-                "text": {"format": {"type": "text"}} if request.text is None else _shown_text(request),
+                "text": _shown_text(request.text),
                 "tools": [tool.model_dump() for tool in request.tools or ()],
             }
         )
@@ -245,7 +245,7 @@ class ResponseService(StreamingService[ResponseRequest]):
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "tool_choice": _shown_choice(request),
+            "tool_choice": pydantic_core.to_jsonable_python(request.tool_choice or "auto"),
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -276,7 +276,7 @@ def _messages(request: ResponseRequest) -> list[Message]:
             before.tool_calls.append(call)
         elif item.role == "assistant":
             messages.append(Message(role="assistant", content=_text(item.content), reasoning=thought))
-        elif any(isinstance(part, InputRefusal) for part in item.content):
+        elif any(isinstance(part, RefusalPart) for part in item.content):
             raise ApiError(
                 ErrorCode.UNSUPPORTED_PARAMETER,
                 f"input.{at}.content: only an assistant's message has refusal parts, the role is {item.role}; "
@@ -289,24 +289,18 @@ def _messages(request: ResponseRequest) -> list[Message]:
     return messages
 
 
-def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
+def _text(content: str | Sequence[InputText | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, InputRefusal) else part.text for part in content)
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _shown_text(request: ResponseRequest) -> dict[str, Any]:
-    assert request.text is not None
-    shown: dict[str, Any] = request.text.model_dump(by_alias=True, exclude_none=True)
+def _shown_text(text: TextOptions | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {} if text is None else text.model_dump(by_alias=True, exclude_none=True)
     # The response repeats the format with ``strict`` true, because the answer always matches the schema.
     if shown.get("format", {}).get("type") == "json_schema":
         shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
-
-
-def _shown_choice(request: ResponseRequest) -> Any:
-    choice = request.tool_choice
-    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
 
 
 def _status(finish: Finish) -> str:
