@@ -17,7 +17,7 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.engines.request import PoolingTask
 from tonnage.server.engines.stats import EngineStats
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, stopping
 from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.http.outbox import Outboxes
 from tonnage.server.requests.accounts import Accounts
@@ -244,7 +244,7 @@ class ServerState:
         if self.startup_error is not None:
             raise ApiError(ErrorCode.ENGINE_DEAD, "the engine failed to start", retry_after_seconds=30)
         if self.draining:
-            raise ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
+            raise stopping()
         if not self.started:
             # Suggest a wait as long as the load has taken so far. This is an exponential back-off, which needs
             # no estimate of the load time.

@@ -338,12 +338,5 @@ def _check_keys(value: dict[str, Any], where: str, param: str | None) -> None:
 
 
 def _json_type(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-    }
-    return names[type(value)]
+    names = {type(None): "null", bool: "a boolean", str: "a string", list: "an array"}
+    return names.get(type(value), "a number")

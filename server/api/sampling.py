@@ -103,7 +103,7 @@ class EngineBody(StrictModel):
     @property
     def streams(self) -> bool:
         """Whether the client requests the answer as server-sent events."""
-        return False
+        return bool(getattr(self, "stream", False))
 
 
 # fields of request bodies that are no longer needed while the request waits, because they were converted
@@ -140,11 +140,6 @@ class SamplingFields(EngineBody):
         None, ge=-1, lt=_INT31, description="keep the last tokens of the prompt; -1: as many as fit",
         json_schema_extra={"not": {"const": 0}},
     )  # fmt: skip
-
-    @property
-    def streams(self) -> bool:
-        """Whether the client requests the answer as server-sent events."""
-        return bool(self.stream)
 
     def grammar(self) -> Grammar | None:
         """Return the grammar of ``structured_outputs`` (JSON schema, regex ...) that the answer must match.

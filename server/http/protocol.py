@@ -271,7 +271,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._pieces, self._body_bytes = self._pieces + 1, self._body_bytes + len(body)
         if self._pieces > FREE_PIECES and self._body_bytes < self._pieces * PIECE_BYTES:
-            self._refuse(_small_pieces())
+            message = f"the body's chunks have fewer than {PIECE_BYTES} bytes on average; send larger ones"
+            self._refuse(ApiError(ErrorCode.MALFORMED_HTTP, message))
             raise _ParsingEnds
         self._body.append(body)
 
@@ -403,10 +404,3 @@ def _too_large(
     message: str = f"the request's headers or trailers are larger than {MAX_HEAD_BYTES} bytes",
 ) -> ApiError:
     return ApiError(ErrorCode.HEADERS_TOO_LARGE, message)
-
-
-def _small_pieces() -> ApiError:
-    return ApiError(
-        ErrorCode.MALFORMED_HTTP,
-        f"the body's chunks have fewer than {PIECE_BYTES} bytes on average; send larger ones",
-    )

@@ -218,9 +218,8 @@ def detokenizer(
         prompt_token_ids: The prompt, whose end may affect how the first generated token is decoded.
         special_tokens: Whether the text includes special tokens.
     """
-    if tokenizer.joins_bytes:
-        return ByteDetokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
-    return Detokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
+    kind = ByteDetokenizer if tokenizer.joins_bytes else Detokenizer
+    return kind(tokenizer, prompt_token_ids, special_tokens=special_tokens)
 
 
 class ByteDetokenizer:

@@ -150,11 +150,6 @@ class MessagesRequest(CountTokensRequest, EngineBody):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     top_p: float | None = Field(None, gt=0, le=1)
 
-    @property
-    def streams(self) -> bool:
-        """Whether the client requests the answer as server-sent events."""
-        return bool(self.stream)
-
 
 # Types of tools that Anthropic's servers run. The model is not told of them, and so it does not call them.
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
