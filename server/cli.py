@@ -181,8 +181,8 @@ def _dispatch(arguments: list[str]) -> int:
         return OK
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
-        # `tonnage plan --replicas` is implemented in the server package, because it replays traces with the cache
-        # package, which the planner may not import.
+        # `tonnage plan --replicas` is implemented in the server package, because it replays traces with the
+        # cache package, which the planner may not import.
         module = "tonnage.server.commands.replicas"
         require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):

@@ -385,8 +385,6 @@ class Generator:
                         ticket.tokens(len(chunk.token_ids), now, sequence.last)
                         sequence.last = now
                     delta = _advance(sequence, index, chunk, counts)
-                    if chunk.pooled:
-                        delta.pooled = chunk.pooled
                     unfinished -= sequence.finished
                     if sequence.finished and chunk.finish_reason is None and unfinished:
                         # A stop string ended this sequence, so abort it alone: its blocks are freed while other
@@ -537,46 +535,31 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     With stop strings the tokens are decoded one by one, so that tokens after a stop string are neither shown
     nor counted.
     """
-    stop = sequence.stop
-    if not stop.active:
-        counts.choices[index] += len(chunk.token_ids)
-        text = sequence.detokenizer.push(chunk.token_ids)
-        logprobs, token_ids = chunk.logprobs, chunk.token_ids
-    else:
-        text, taken = "", 0
-        for token in chunk.token_ids:
+    stop, text = sequence.stop, ""
+    logprobs, token_ids = chunk.logprobs, chunk.token_ids
+    if stop.active:
+        taken = 0
+        for token in token_ids:
             taken += 1
             piece = sequence.detokenizer.push((token,))
             text += piece if counts.choices[index] + taken <= sequence.min_tokens else stop.push(piece)
             if stop.stopped:
                 break
-        counts.choices[index] += taken
-        logprobs, token_ids = chunk.logprobs[:taken], chunk.token_ids[:taken]
-        if stop.stopped:
-            sequence.finished = True
-            return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
-    if chunk.finish_reason is None:
-        return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
-    if chunk.finish_reason == "stop":
-        # count the stop token, which ended the sequence and is not in the chunk's list
-        counts.choices[index] += 1
-    text += stop.push(sequence.detokenizer.flush())
-    sequence.finished = True
+        logprobs, token_ids = logprobs[:taken], token_ids[:taken]
+    else:
+        text = sequence.detokenizer.push(token_ids)
+    counts.choices[index] += len(token_ids)
+    finish: Finish | None = None
+    if chunk.finish_reason is not None and not stop.stopped:
+        finish = "stop" if chunk.finish_reason == "stop" else "length"
+        if finish == "stop":
+            # count the stop token, which ended the sequence and is not in the chunk's list
+            counts.choices[index] += 1
+        text += stop.push(sequence.detokenizer.flush())
+        text += "" if stop.stopped else stop.flush()
+    matched: str | None = None
     if stop.stopped:
-        return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
-    finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
-    return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs, token_ids)
-
-
-def _stopped(
-    sequence: _Sequence,
-    index: int,
-    text: str,
-    logprobs: tuple[TokenLogprobs, ...],
-    prompt_logprobs: tuple[TokenLogprobs | None, ...],
-    token_ids: tuple[int, ...],
-) -> Delta:
-    """Return the last Delta of a choice that a stop string ended."""
-    matched = sequence.stop.matched
-    text += matched if sequence.shows_stop else ""
-    return Delta(index, text, "stop", logprobs, prompt_logprobs, token_ids, stop_string=matched)
+        finish, matched = "stop", stop.matched
+        text += matched if sequence.shows_stop else ""
+    sequence.finished = finish is not None
+    return Delta(index, text, finish, logprobs, chunk.prompt_logprobs, token_ids, chunk.pooled, matched)
