@@ -245,7 +245,7 @@ class Generator:
         limit: int | None,
         longest_prompt: int,
         *,
-        default: int | None = None,
+        default: int,
         param: str = "max_tokens",
         prompt: str = "prompt",
     ) -> int:
@@ -255,8 +255,7 @@ class Generator:
             limit: The request's own limit in tokens, which must fit into the context; None if the request sets
                 none.
             longest_prompt: Tokens of the longest prompt.
-            default: Limit for a request that sets none, in tokens, reduced to what the context leaves. None
-                allows the rest of the context.
+            default: Limit for a request that sets none, in tokens, reduced to what the context leaves.
             param: The request field of the limit, which an error names.
             prompt: The request field of the prompt, which an error names.
 
@@ -266,9 +265,7 @@ class Generator:
         """
         context = self._state.max_model_len
         left = context - longest_prompt
-        tokens = limit
-        if tokens is None:
-            tokens = max(1, left) if default is None else min(default, max(1, left))
+        tokens = min(default, max(1, left)) if limit is None else limit
         if tokens > left:
             self._state.accounts.refused["never", "max_model_len"] += 1
             raise ApiError(

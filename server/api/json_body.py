@@ -58,16 +58,14 @@ _short.maxlevel = 2
 shown = _short.repr
 
 
-async def read_body(
-    request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
-) -> bytearray:
+async def read_body(request: Request, limit: int, seconds: float, bodies: BodyBytes) -> bytearray:
     """Read the body of an HTTP request, up to a limit of bytes.
 
     Args:
         request: The request.
         limit: Upper bound of the body's bytes.
-        seconds: Time limit for the whole body, or None.
-        bodies: Counter of the body bytes that all requests hold in memory now, or None for no common limit.
+        seconds: Time limit for the whole body.
+        bodies: Counter of the body bytes that all requests hold in memory now, and their common limit.
 
     Raises:
         ApiError: The media type is wrong, or the body is too large, too slow, or exceeds the limit over all
@@ -97,7 +95,7 @@ async def read_body(
         )
     try:
         async with asyncio.timeout(seconds):
-            return await _read(request, limit, bodies or BodyBytes(limit))
+            return await _read(request, limit, bodies)
     except TimeoutError:
         raise ApiError(
             ErrorCode.REQUEST_TIMEOUT, f"the request body did not arrive within {seconds:g} s (body_timeout)"

@@ -81,7 +81,7 @@ class TokenOutput:
         submission: Submission,
         held: HeldAnswer,
         *,
-        hides_tokens: bool = False,
+        hides_tokens: bool,
     ) -> None:
         self._tokenizer = state.tokenizer
         self._top = request.prompt_logprobs

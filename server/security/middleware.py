@@ -87,8 +87,8 @@ class Authentication:
         self,
         app: ASGIApp,
         keys: KeyRing,
-        public_paths: frozenset[str] = PUBLIC_PATHS,
-        on_refused: Callable[[ApiError, str, str], None] | None = None,
+        public_paths: frozenset[str],
+        on_refused: Callable[[ApiError, str, str], None],
     ) -> None:
         self._app = app
         self._keys = keys
@@ -134,8 +134,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _refuse(self, error: ApiError, scope: Scope, extra: dict[str, str] | None = None) -> Response:
-        if self._on_refused is not None:
-            self._on_refused(error, scope["path"], scope["tonnage.request_id"])
+        self._on_refused(error, scope["path"], scope["tonnage.request_id"])
         return render(error, extra)
 
 
