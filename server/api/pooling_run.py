@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from tonnage.server.api.embeddings.protocol import EmbeddingUsage, PoolingAnswer
 from tonnage.server.api.generation import Generator
-from tonnage.server.api.sampling import EngineBody, as_list
+from tonnage.server.api.sampling import EngineBody, prompt_list
 from tonnage.server.engines.request import Pooling, PoolingTask, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
@@ -68,7 +68,7 @@ class PoolingRun:
         self, inputs: str | list[str] | list[int] | list[list[int]], pooling: Pooling
     ) -> list[Values]:
         """Return the model's result for each input, which is a text or a list of token ids."""
-        items = as_list(inputs)
+        items = prompt_list(inputs)
         special = self._request.add_special_tokens is not False
         self._generator.check_sequences(len(items), 1, param=self._param)
         prompts = await self._generator.token_ids(items, add_special_tokens=special, param=self._param)

@@ -255,7 +255,7 @@ class SamplingFields(EngineBody):
         return TokenBiases(biases)
 
 
-def as_list(items: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
+def prompt_list(items: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
     """Return a prompt, which has four forms, as a list of texts or a list of token id lists."""
     if isinstance(items, str):
         return [items]

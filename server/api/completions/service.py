@@ -21,7 +21,7 @@ from tonnage.server.api.completions.protocol import (
 from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Delta, Finish
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
-from tonnage.server.api.sampling import as_list, check_stream_options
+from tonnage.server.api.sampling import prompt_list, check_stream_options
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
@@ -253,7 +253,7 @@ class CompletionService(StreamingService[CompletionRequest]):
 
     async def _tokens(self, request: CompletionRequest, generated: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
-        self._generator.check_sequences(len(as_list(request.prompt)), generated)
+        self._generator.check_sequences(len(prompt_list(request.prompt)), generated)
         prompts = await self._generator.token_ids(
             self._filled_in(request), add_special_tokens=special, param="prompt"
         )
@@ -262,7 +262,7 @@ class CompletionService(StreamingService[CompletionRequest]):
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
         """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
-        items = as_list(request.prompt)
+        items = prompt_list(request.prompt)
         if not request.suffix:
             return items
         texts: list[str] = []
@@ -284,7 +284,7 @@ class CompletionService(StreamingService[CompletionRequest]):
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
             return [""] * len(prompts)
-        texts, tokenizer = as_list(request.prompt), self._state.tokenizer
+        texts, tokenizer = prompt_list(request.prompt), self._state.tokenizer
         return [
             text if isinstance(text, str) and not request.truncate_prompt_tokens else tokenizer.decode(ids)
             for text, ids in zip(texts, prompts, strict=True)
