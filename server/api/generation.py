@@ -210,7 +210,9 @@ class Generator:
         vocabulary = self._state.plan.model.vocab_size
         for ids in prompts:
             if not ids:
-                raise ApiError(ErrorCode.INVALID_VALUE, "the prompt has no tokens", param=param)
+                raise ApiError(
+                    ErrorCode.INVALID_VALUE, "the prompt has no tokens; it needs at least one", param=param
+                )
             if (largest := max(ids)) >= vocabulary:
                 raise ApiError(
                     ErrorCode.INVALID_VALUE,

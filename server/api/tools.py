@@ -104,7 +104,12 @@ def tool_use(
         template_arguments=template_arguments or {},
     )
     if use.grammar is not None and "grammar" not in state.honours:
-        raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_PARAMETER,
+            "tools with strict functions, or parallel_tool_calls false, is not supported by this server's engine: "
+            "it cannot constrain an answer to a grammar",
+            param="tools",
+        )
     return use
 
 
@@ -198,7 +203,12 @@ def _forced(
     parallel: bool,
 ) -> ToolUse:
     if "grammar" not in state.honours:
-        raise _needs_grammar("tool_choice required, or a function by name,", "tool_choice")
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_PARAMETER,
+            "tool_choice required, or a function by name, is not supported by this server's engine: it cannot "
+            "constrain an answer to a grammar",
+            param="tool_choice",
+        )
     schema = (
         _array_schema(tools, parallel)
         if function is None
@@ -206,14 +216,6 @@ def _forced(
     )
     return ToolUse(
         tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda prompt: ForcedReader(function)
-    )
-
-
-def _needs_grammar(what: str, param: str) -> ApiError:
-    return ApiError(
-        ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{what} is not supported by this server's engine: it cannot constrain an answer to a grammar",
-        param=param,
     )
 
 
@@ -239,7 +241,7 @@ def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
                 if known.setdefault(name, schema) != schema:
                     raise ApiError(
                         ErrorCode.INVALID_VALUE,
-                        f"tools: {where} has two different schemas named {name[:60]!r}",
+                        f"tools: {where} has two different schemas named {name[:60]!r}; rename one of them",
                         param="tools",
                     )
         items.append(

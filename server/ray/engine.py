@@ -106,7 +106,9 @@ class RayEngine(Engine):
                 remaining -= answer.finish_reason is not None
                 yield answer
             if remaining:
-                raise EngineDead("the replica ended before the response was complete")
+                raise EngineDead(
+                    "the replica ended before the response was complete", hint="send the request again"
+                )
         except (RayError, RayServeException) as error:
             raise EngineDead(
                 f"the replica died ({type(error).__name__})", hint="send the request again"

@@ -72,7 +72,10 @@ class Accounts(RequestCounts):
         """Raise AssertionError when a received request has been lost or was counted twice."""
         counted = sum(self.outcomes.values()) + self.in_flight
         if self.received != counted:
-            raise AssertionError(f"received {self.received} requests, counted {counted}: {self.outcomes}")
+            raise AssertionError(
+                f"{self.received} requests were received, but {counted} are in flight or have an outcome: "
+                f"{self.outcomes}"
+            )
 
     def _close(self, ticket: Ticket, outcome: Outcome) -> None:
         self.in_flight -= 1

@@ -114,8 +114,8 @@ class Quotas:
         if sequences > most:
             raise ApiError(
                 ErrorCode.INSUFFICIENT_QUOTA,
-                f"the request needs {sequences} sequences at once; a key may have {most} of the queue's {queue} "
-                "places: send fewer prompts or a smaller n",
+                f"the request needs {sequences} sequences at once; a key may have {most} of the queue's "
+                f"{queue} places: send fewer prompts or a smaller n",
             )
         held, free = self._account(tenant).sequences, queue - queued - sequences
         if held + sequences > max(1, free):
@@ -145,7 +145,7 @@ class Quotas:
             if account.sequences + sequences > limit:
                 raise ApiError(
                     ErrorCode.RATE_LIMIT_EXCEEDED,
-                    f"this key has {account.sequences} of {limit} sequences in flight",
+                    f"this key has {account.sequences} of its {limit} sequences in flight; wait until some end",
                     retry_after_seconds=drain_seconds,
                 )
         rate = tenant.tokens_per_minute
@@ -153,8 +153,8 @@ class Quotas:
             if tokens > rate:
                 raise ApiError(
                     ErrorCode.INSUFFICIENT_QUOTA,
-                    f"the request needs {tokens} tokens; this key may use {rate} per minute: shorten the prompt, "
-                    "or lower max_tokens",
+                    f"the request needs {tokens} tokens; this key may use {rate} per minute: shorten the "
+                    "prompt, or lower max_tokens",
                 )
             if tokens > account.tokens:
                 raise ApiError(

@@ -106,7 +106,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _MOST_BITS:
-                raise jinja2.TemplateError("a number in the template is too large")
+                raise jinja2.TemplateError(f"a number in the template has more than {_MOST_BITS:,} bits")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
