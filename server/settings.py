@@ -54,7 +54,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if flag.kind == "KVEventsConfig" and isinstance(value, dict):
-            value = json.dumps(value)  # the value is a table of the TOML file, not a single value
+            value = json.dumps(value)  # a TOML file has a table here instead of JSON text
         if isinstance(value, str):
             return flag.read(value, info.field_name)
         if isinstance(value, list):

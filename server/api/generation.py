@@ -423,7 +423,7 @@ class Generator:
                 text += delta.text
                 token_ids += delta.token_ids
                 last = delta
-        assert last is not None  # because run() ends with the last Delta of the choice
+        assert last is not None  # It is set, because run() ends with the last Delta of the choice.
         if use.reader is None:
             return Parsed(text), last
         reader = use.reader(submission.prompts[0])

@@ -90,7 +90,9 @@ class TokenOutput:
         self._shows_prompt = bool(request.return_token_ids)
         self._shows_tokens = self._shows_prompt and not hides_tokens
         self._ids: list[list[int]] = [[] for _ in range(submission.sequences)]
-        self._scores: dict[int, str] = {}  # index of a prompt -> JSON of its log probabilities
+        # index of a prompt -> JSON of its log probabilities
+        self._scores: dict[int, str] = {}
+
         # upper bound of the bytes of a token id in JSON
         self._id_bytes = len(str(state.plan.model.vocab_size)) + 1
         if self._shows_prompt:

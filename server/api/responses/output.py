@@ -182,7 +182,7 @@ class OutputEvents:
 
     @property
     def _text_id(self) -> str:
-        assert self._kind is not None  # because an item with text is open
+        assert self._kind is not None  # It is set, because an item with text is open.
         return _numbered(f"{self._kind.prefix}_{self._request_id}", len(self.items))
 
     @property
