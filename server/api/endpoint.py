@@ -48,8 +48,8 @@ class Service(ABC, Generic[Body]):
 class StreamingService(Service[Body]):
     """Base class of an endpoint's logic that can also stream its answer as server-sent events.
 
-    ``last_event`` is the bytes of the event that ends every stream. Its default and that of ``error_event`` have
-    the form of completions and chat completions.
+    ``last_event`` is the bytes of the event that ends every stream. Completions and chat completions use the
+    defaults of ``last_event`` and ``error_event``.
     """
 
     last_event = b"data: [DONE]\n\n"

@@ -137,8 +137,8 @@ def check_input_length(state: ServerState, longest: int, param: str) -> None:
 def encoded(result: Values, encoding_format: str | None) -> Any:
     """Return a pooling model's result in the requested format.
 
-    ``base64`` encodes little-endian 32-bit floats, vector after vector. Any other format gives a list of numbers
-    for one vector, or a list of such lists for several.
+    ``base64`` encodes little-endian 32-bit floats, vector after vector. Any other format gives a list of
+    numbers for one vector, or a list of such lists for several.
     """
     if encoding_format == "base64":
         return base64.b64encode(result.astype("<f4").tobytes()).decode()

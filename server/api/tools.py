@@ -106,8 +106,8 @@ def tool_use(
     if use.grammar is not None and "grammar" not in state.honours:
         raise ApiError(
             ErrorCode.UNSUPPORTED_PARAMETER,
-            "tools with strict functions, or parallel_tool_calls false, is not supported by this server's engine: "
-            "it cannot constrain an answer to a grammar",
+            "tools with strict functions, or parallel_tool_calls false, is not supported by this server's "
+            "engine: it cannot constrain an answer to a grammar",
             param="tools",
         )
     return use

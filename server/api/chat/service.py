@@ -123,7 +123,7 @@ class ChatService(StreamingService[ChatRequest]):
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    # As in vLLM, a choice's first chunk has only the role; its usage does not count the token yet.
+                    # As in vLLM, a choice's first chunk has only the role; its usage does not count the token.
                     if continuous:
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index, b'""' if readers is None else b"null")
