@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     retryable: bool
 
     def __new__(cls, value: str, status: int = 400, retryable: bool = False) -> ErrorCode:
+        """Return the code with the text ``value`` and these attributes."""
         code = str.__new__(cls, value)
         code._value_, code.status, code.retryable = value, status, retryable
         return code

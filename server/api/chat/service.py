@@ -34,7 +34,6 @@ from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
-from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of, merged
 
 

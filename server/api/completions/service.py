@@ -21,7 +21,7 @@ from tonnage.server.api.completions.protocol import (
 from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Delta, Finish
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
-from tonnage.server.api.sampling import prompt_list, check_stream_options
+from tonnage.server.api.sampling import check_stream_options, prompt_list
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
