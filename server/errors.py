@@ -142,6 +142,16 @@ class ErrorResponse(BaseModel):
 RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 
 
+def invalid_value(message: str, param: str | None) -> ApiError:
+    """Return the error (invalid_value) for a value that the field ``param`` of a request body must not have."""
+    return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
+
+
+def unsupported_parameter(message: str, param: str | None) -> ApiError:
+    """Return the error (unsupported_parameter) for a field that the model or engine cannot honour."""
+    return ApiError(ErrorCode.UNSUPPORTED_PARAMETER, message, param=param)
+
+
 def stopping() -> ApiError:
     """Return the error (server_stopping) for a request that is cut off because the server stops."""
     return ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)

@@ -25,7 +25,7 @@ from tonnage.server.api.json_body import (
     shown,
 )
 from tonnage.server.engines.request import BASIC_PARAMS
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value, unsupported_parameter
 from tonnage.server.state import ServerState
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -212,10 +212,8 @@ def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
     subject = "this server's engine" if rule.needs else "this server"
     why = f": {rule.why}" if rule.why else ""
     hint = f"leave it out or send {shown(rule.neutral[0])}" if rule.neutral else "leave it out"
-    return ApiError(
-        ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{name} is not supported by {subject} (got {shown(value)}){why}; {hint}",
-        param=name,
+    return unsupported_parameter(
+        f"{name} is not supported by {subject} (got {shown(value)}){why}; {hint}", name
     )
 
 
@@ -280,7 +278,7 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
             # pydantic reports one error for each type of a union, so the message describes the whole field.
             param = _dotted(location[: at + 1])
             message = f"{param} must be {fields.expected[str(part)]}, not empty; got {shown(value)}"
-            return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
+            return invalid_value(message, param)
     param = _dotted(location)
     code = ErrorCode.INVALID_TYPE if kind.endswith("_type") else ErrorCode.INVALID_VALUE
     message = first["msg"].replace("Input should", "should")

@@ -21,7 +21,7 @@ from tonnage.server.engines.errors import NeverFits, Refused
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.packed import TokenIds
 from tonnage.server.engines.request import GenerationRequest, Pooling, SamplingParams
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.http.turns import Turns
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -210,14 +210,10 @@ class Generator:
         vocabulary = self._state.plan.model.vocab_size
         for ids in prompts:
             if not ids:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE, "the prompt has no tokens; it needs at least one", param=param
-                )
+                raise invalid_value("the prompt has no tokens; it needs at least one", param)
             if (largest := max(ids)) >= vocabulary:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"{param}: token id {largest} is outside the vocabulary of {vocabulary} tokens",
-                    param=param,
+                raise invalid_value(
+                    f"{param}: token id {largest} is outside the vocabulary of {vocabulary} tokens", param
                 )
 
     def truncated(self, prompt: tuple[int, ...], tokens: int | None, max_tokens: int | None) -> tuple[int, ...]:
@@ -235,10 +231,9 @@ class Generator:
             return prompt
         kept = self._state.max_model_len - (max_tokens or 1) if tokens == -1 else tokens
         if kept < 1:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"truncate_prompt_tokens is {tokens}: no token of the prompt would be left",
-                param="truncate_prompt_tokens",
+                "truncate_prompt_tokens",
             )
         return prompt[-kept:]
 
@@ -289,18 +284,15 @@ class Generator:
         batch = self._state.plan.deployment.max_num_seqs
         if batch is not None and n > batch:
             accounts.refused["never", "sequences"] += 1
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"n = {n}, but the server runs at most {batch} sequences at once (max_num_seqs)",
-                param="n",
+            raise invalid_value(
+                f"n = {n}, but the server runs at most {batch} sequences at once (max_num_seqs)", "n"
             )
         if wanted > limit:
             accounts.refused["never", "max_num_queued_reqs"] += 1
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"{prompts} prompts with n = {n} make {wanted} sequences; "
                 f"the server's queue holds at most {limit} (max_num_queued_reqs): send fewer prompts at once",
-                param=param if prompts > 1 else "n",
+                param if prompts > 1 else "n",
             )
 
     def _enqueue(self, submission: Submission, ticket: Ticket) -> None:

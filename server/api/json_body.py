@@ -16,7 +16,7 @@ from typing import Any
 import pydantic_core
 from starlette.requests import Request
 
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.http.bodies import BodyBytes, completed
 from tonnage.server.http.disconnect import ClientDisconnected
 
@@ -318,20 +318,16 @@ def _check_size(document: dict[str, Any], names: Collection[str]) -> Generator[N
             found = [item for item in inside if isinstance(item, (dict, list))]
             count += len(found)
             if count > _MAX_CONTAINERS:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists",
-                    param=param,
+                raise invalid_value(
+                    f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists", param
                 )
             waiting += found
 
 
 def _check_keys(value: dict[str, Any], where: str, param: str | None) -> None:
     if len(value) > _MAX_KEYS:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"{where}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed",
-            param=param,
+        raise invalid_value(
+            f"{where}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed", param
         )
 
 

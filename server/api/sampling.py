@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tonnage.server.engines.packed import TokenBiases, TokenIds
 from tonnage.server.engines.request import SamplingParams
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
@@ -151,10 +151,9 @@ class SamplingFields(EngineBody):
             return None
         given = [name for name, value in constraint.model_dump(exclude_none=True).items() if value is not False]
         if len(given) != 1:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 "structured_outputs takes exactly one of json, regex, choice, grammar, json_object",
-                param="structured_outputs",
+                "structured_outputs",
             )
         if constraint.json_ is not None:
             text = constraint.json_ if isinstance(constraint.json_, str) else json.dumps(constraint.json_)
@@ -203,10 +202,8 @@ class SamplingFields(EngineBody):
         """
         eos = () if self.ignore_eos else tuple(token for token in eos_token_ids if token < vocab_size)
         if self.min_tokens is not None and self.min_tokens > max_tokens:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"min_tokens is {self.min_tokens}, more than the {max_tokens} of max_tokens",
-                param="min_tokens",
+            raise invalid_value(
+                f"min_tokens is {self.min_tokens}, more than the {max_tokens} of max_tokens", "min_tokens"
             )
         for token in self.stop_token_ids or ():
             _in_vocabulary(token, vocab_size, "stop_token_ids")
@@ -246,11 +243,7 @@ class SamplingFields(EngineBody):
         biases = []
         for name, bias in self.logit_bias.items():
             if not (name.isascii() and name.isdigit() and len(name) <= 10):
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"logit_bias: {name[:60]!r} is not a token id",
-                    param="logit_bias",
-                )
+                raise invalid_value(f"logit_bias: {name[:60]!r} is not a token id", "logit_bias")
             biases.append((_in_vocabulary(int(name), vocab_size, "logit_bias"), bias))
         return TokenBiases(biases)
 
@@ -283,16 +276,12 @@ def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
 def check_stream_options(body: SamplingFields) -> None:
     """Raise ApiError when a request has stream_options but does not stream."""
     if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE, "stream_options is only allowed with stream: true", param="stream_options"
-        )
+        raise invalid_value("stream_options is only allowed with stream: true", "stream_options")
 
 
 def _in_vocabulary(token: int, vocab_size: int, field: str) -> int:
     if token >= vocab_size:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens",
-            param=field,
+        raise invalid_value(
+            f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens", field
         )
     return token

@@ -13,7 +13,7 @@ from tonnage.server.api.generation import Delta
 from tonnage.server.api.logprobs import filled, finite
 from tonnage.server.api.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from tonnage.server.engines.chunk import TokenLogprobs
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
@@ -54,10 +54,8 @@ def is_none(value: Any) -> bool:
 def check_prompt_logprobs(request: TokenOutputFields) -> None:
     """Raise ApiError when a streamed request asks for prompt log probabilities, as vLLM does."""
     if request.prompt_logprobs is not None and request.stream:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "prompt_logprobs are not available with stream: true; leave one of them out",
-            param="prompt_logprobs",
+        raise invalid_value(
+            "prompt_logprobs are not available with stream: true; leave one of them out", "prompt_logprobs"
         )
 
 

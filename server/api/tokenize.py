@@ -18,7 +18,7 @@ from tonnage.server.api.chat.protocol import Messages
 from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import StrictModel, TokenId
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
 
@@ -102,11 +102,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
     def check_length(param: str, value: Sized, what: str, least: int, of_a_token: int) -> None:
         most = max(least, of_a_token * state.max_model_len)
         if len(value) > most:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"{param} has {len(value)} {what}; at most {most} are allowed at once",
-                param=param,
-            )
+            raise invalid_value(f"{param} has {len(value)} {what}; at most {most} are allowed at once", param)
 
     @router.post("/tokenize", openapi_extra=openapi_body(_TOKENIZE), response_model=Tokens)
     async def tokenize(request: Request) -> Response:

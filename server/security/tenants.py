@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,10 @@ class Tenant:
         if requested is None:
             return self.priority
         if self.name and requested < self.priority:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"priority is {requested}; this key's requests may have {self.priority} or more "
                 "(lower runs first)",
-                param="priority",
+                "priority",
             )
         return requested
 

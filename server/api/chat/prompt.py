@@ -10,7 +10,7 @@ import pydantic_core
 from tonnage.server.api.chat.protocol import Message, ToolCall
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.json_body import check_embedded, most_values
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value, unsupported_parameter
 from tonnage.server.state import ServerState
 
 # Names that chat_template_kwargs must not set, because the server or Jinja itself passes them to the template.
@@ -56,10 +56,8 @@ async def chat_prompt(
         variables = template_arguments or {}
         check_template_arguments(variables)
         if continue_final_message and add_generation_prompt:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "continue_final_message needs add_generation_prompt: false",
-                param="continue_final_message",
+            raise invalid_value(
+                "continue_final_message needs add_generation_prompt: false", "continue_final_message"
             )
         text = template.render(
             [_for_template(message, at) for at, message in enumerate(messages)],
@@ -90,10 +88,8 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ApiError when chat_template_kwargs sets a variable that the server or Jinja itself sets."""
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"chat_template_kwargs: {name} is set by the server; leave it out",
-            param="chat_template_kwargs",
+        raise invalid_value(
+            f"chat_template_kwargs: {name} is set by the server; leave it out", "chat_template_kwargs"
         )
 
 
@@ -103,10 +99,9 @@ def _up_to_final_message(text: str, message: Message) -> str:
     last = message.text().strip()
     at = text.rfind(last)
     if not last or at < 0:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
+        raise invalid_value(
             "continue_final_message is impossible: the chat template does not show the final message unchanged",
-            param="continue_final_message",
+            "continue_final_message",
         )
     return text[: at + len(last)]
 
@@ -123,10 +118,9 @@ def _check(message: Message, at: int) -> None:
             param=param,
         )
     if message.declines and message.role != "assistant":
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_PARAMETER,
+        raise unsupported_parameter(
             f"{param}: only an assistant's message has refusal parts, the role is {message.role}; send text",
-            param=param,
+            param,
         )
     if message.role == "tool" and not message.tool_call_id:
         raise ApiError(
@@ -136,10 +130,9 @@ def _check(message: Message, at: int) -> None:
         )
     for name in ("reasoning", "reasoning_content"):
         if getattr(message, name) is not None and message.role != "assistant":
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 f"messages.{at}.{name}: only an assistant's message may have it, the role is {message.role}",
-                param=f"messages.{at}.{name}",
+                f"messages.{at}.{name}",
             )
 
 
@@ -177,10 +170,9 @@ def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
     except ValueError as error:
         arguments, why = None, f": {str(error)[:200]}"
     if not isinstance(arguments, dict):
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
+        raise invalid_value(
             f"messages.{at}.tool_calls: the arguments of {call.function.name[:64]} are not a JSON object{why}",
-            param=f"messages.{at}.tool_calls",
+            f"messages.{at}.tool_calls",
         )
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

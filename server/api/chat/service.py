@@ -30,7 +30,7 @@ from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, wi
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -182,19 +182,14 @@ class ChatService(StreamingService[ChatRequest]):
         check_stream_options(request)
         check_prompt_logprobs(request)
         if request.top_logprobs and not request.logprobs:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "top_logprobs is only allowed with logprobs: true",
-                param="top_logprobs",
-            )
+            raise invalid_value("top_logprobs is only allowed with logprobs: true", "top_logprobs")
         limit, param = request.max_completion_tokens, "max_completion_tokens"
         if limit is None:
             limit, param = request.max_tokens, "max_tokens"
         elif request.max_tokens not in (None, limit):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"max_tokens is {request.max_tokens} and max_completion_tokens {limit}; send one of them",
-                param="max_tokens",
+                "max_tokens",
             )
         prompt, use = await self.prompt(request)
         prompt = generator.truncated(prompt, request.truncate_prompt_tokens, limit)

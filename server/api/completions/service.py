@@ -23,7 +23,7 @@ from tonnage.server.api.generation import Delta, Finish
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
 from tonnage.server.api.sampling import check_stream_options, prompt_list
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value, unsupported_parameter
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.counts import Outcome
@@ -176,31 +176,25 @@ class CompletionService(StreamingService[CompletionRequest]):
         check_stream_options(request)
         check_prompt_logprobs(request)
         if (request.best_of or 1) > (request.n or 1) and "logprobs" not in state.honours:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 f"best_of is not supported by this server's engine; leave it out or send n = {request.n or 1}",
-                param="best_of",
+                "best_of",
             )
         generated = self._sequences(request)
         scoring = request.max_tokens == 0
         if scoring and (not request.echo or request.stream):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "max_tokens must be at least 1; 0 is only allowed with echo and without stream",
-                param="max_tokens",
+            raise invalid_value(
+                "max_tokens must be at least 1; 0 is only allowed with echo and without stream", "max_tokens"
             )
         scored = bool(request.echo) and request.logprobs is not None
         if scored and "prompt_logprobs" not in state.honours:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 "logprobs together with echo are not supported by this server's engine; leave one of them out",
-                param="logprobs",
+                "logprobs",
             )
         state.check_ready()
         if request.suffix and scored:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, "suffix cannot be used with both echo and logprobs", param="suffix"
-            )
+            raise invalid_value("suffix cannot be used with both echo and logprobs", "suffix")
         prompts = await self._tokens(request, generated)
         max_tokens = generator.max_tokens(
             1 if scoring else request.max_tokens,
@@ -242,12 +236,11 @@ class CompletionService(StreamingService[CompletionRequest]):
         if best_of is None or best_of == n:
             return n
         if best_of < n:
-            raise ApiError(ErrorCode.INVALID_VALUE, f"best_of is {best_of}, less than n = {n}", param="best_of")
+            raise invalid_value(f"best_of is {best_of}, less than n = {n}", "best_of")
         if request.stream:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"best_of is {best_of}, more than n = {n}: this cannot be streamed; send stream: false",
-                param="best_of",
+                "best_of",
             )
         return best_of
 
@@ -268,15 +261,12 @@ class CompletionService(StreamingService[CompletionRequest]):
         texts: list[str] = []
         for item in items:
             if not isinstance(item, str):
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE, "suffix needs a prompt of text, not of token ids", param="suffix"
-                )
+                raise invalid_value("suffix needs a prompt of text, not of token ids", "suffix")
             text = self._state.tokenizer.fill_in_the_middle(item, request.suffix)
             if text is None:
-                raise ApiError(
-                    ErrorCode.UNSUPPORTED_PARAMETER,
+                raise unsupported_parameter(
                     "suffix is not supported: the model has no known fill-in-the-middle tokens; leave it out",
-                    param="suffix",
+                    "suffix",
                 )
             texts.append(text)
         return texts

@@ -19,7 +19,7 @@ from tonnage.server.api.pooling.protocol import (
 )
 from tonnage.server.api.pooling_run import PoolingRun, Values, encoded, with_items
 from tonnage.server.engines.request import Pooling
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value
 from tonnage.server.requests.accounts import Ticket
 
 
@@ -52,10 +52,8 @@ class PoolingService(Service[PoolingRequest]):
         run = PoolingRun(state, self._generator, request, ticket, "embed", "classify", "token_classify")
         task = state.engine.capabilities.pools
         if request.task not in (None, task):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"{state.model_name!r} does the task {task!r} only; got {request.task!r}",
-                param="task",
+            raise invalid_value(
+                f"{state.model_name!r} does the task {task!r} only; got {request.task!r}", "task"
             )
         results = await run.of_inputs(request.input, Pooling(use_activation=request.use_activation))
         items = (

@@ -31,7 +31,7 @@ from tonnage.server.api.responses.protocol import (
 )
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
-from tonnage.server.errors import ApiError, ErrorCode, envelope
+from tonnage.server.errors import ApiError, envelope, invalid_value, unsupported_parameter
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
@@ -185,11 +185,10 @@ class ResponseService(StreamingService[ResponseRequest]):
             }
         )
         if len(repeated) > limit:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"instructions, metadata, text and tools, which a response repeats, have {len(repeated):,} "
                 f"bytes as JSON; at most {limit:,} are allowed",
-                param="tools" if request.tools else "instructions",
+                "tools" if request.tools else "instructions",
             )
         return repeated
 
@@ -277,11 +276,10 @@ def _messages(request: ResponseRequest) -> list[Message]:
         elif item.role == "assistant":
             messages.append(Message(role="assistant", content=_text(item.content), reasoning=thought))
         elif any(isinstance(part, RefusalPart) for part in item.content):
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 f"input.{at}.content: only an assistant's message has refusal parts, the role is {item.role}; "
                 "send text",
-                param=f"input.{at}.content",
+                f"input.{at}.content",
             )
         else:
             messages.append(Message(role=item.role, content=_text(item.content)))

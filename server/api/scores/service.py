@@ -29,7 +29,7 @@ from tonnage.server.api.scores.protocol import (
     as_list,
 )
 from tonnage.server.engines.request import Pooling
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, unsupported_parameter
 from tonnage.server.requests.accounts import Ticket
 
 # Lower bound of the product of two norms in a cosine (torch.nn.functional.cosine_similarity, eps).
@@ -51,10 +51,9 @@ class _Scores(Service[Any]):
         if crosses:
             self._check_labels()
         if request.template_arguments() and not (crosses and self._state.settings.chat_template):
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 "instruction and chat_template_kwargs need a cross-encoder, served with --chat-template",
-                param="chat_template_kwargs" if request.instruction is None else "instruction",
+                "chat_template_kwargs" if request.instruction is None else "instruction",
             )
         if crosses:
             scores = await self._crossed(run, request, first, second, param)
