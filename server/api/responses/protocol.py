@@ -8,14 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field, TypeAdapter
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.chat.protocol import (
-    Dropped,
-    Effort,
-    FunctionDefinition,
-    FunctionName,
-    RefusalPart,
-    effort_arguments,
-)
+from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, RefusalPart, effort_arguments
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import STOP_EXPECTED, AtLeastOne, SamplingFields, StrictModel
@@ -104,10 +97,14 @@ class ReasoningItem(StrictModel):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class FunctionTool(FunctionDefinition):
+class FunctionTool(StrictModel):
     """A function that the model may call; ``parameters`` is a JSON schema or absent."""
 
     type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in the format of chat completions, which chat templates expect."""
