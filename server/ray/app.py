@@ -164,5 +164,5 @@ class Ingress:
     async def _targets(self) -> list[dict[str, Any]]:
         return [
             {"targets": [report.address], "labels": {"replica": report.replica_id}}
-            for report in self._engine.replicas
+            for report in self._engine.reports
         ]
