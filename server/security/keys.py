@@ -110,7 +110,7 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
         hint = did_you_mean(field, _Entry.model_fields) if first["type"] == "extra_forbidden" else None
         raise DeploymentError(f"{where}: {field}: {first['msg']}", field="api_key_file", hint=hint) from None
     if (parsed.key is None) == (parsed.sha256 is None):
-        raise DeploymentError(f"{where}: give one of key and sha256, not both or none", field="api_key_file")
+        raise DeploymentError(f"{where}: give either key or sha256, not both or none", field="api_key_file")
     digest = bytes.fromhex(parsed.sha256) if parsed.sha256 else _digest(parsed.key or "")
     limits = parsed.model_dump(exclude={"key", "sha256", "share_prefixes"})
     return digest, Tenant(**limits, cache_salt="" if parsed.share_prefixes else parsed.name)
