@@ -109,12 +109,14 @@ def create_app(
         description="OpenAI-compatible server whose memory is planned, admitted by and measured.",
         lifespan=lifespan,
         responses=errors.RESPONSES,
-        redirect_slashes=False,  # A redirect response would have no error object in OpenAI's format.
+        # FastAPI would redirect some unknown paths; a redirect has no error object in OpenAI's format.
+        redirect_slashes=False,
         # FastAPI's own documentation pages load scripts from another host; ``docs_router`` serves local files
         # instead.
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,  # FastAPI serialises the document for every request; ``docs_router`` does it once
+        # FastAPI would serialize the OpenAPI document for every request; ``docs_router`` does it once.
+        openapi_url=None,
     )
     app.state.tonnage = state
     keys = load_keys(settings.api_key, settings.api_key_file)
@@ -138,14 +140,14 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    # An access log has a line for each request, so with it failed requests get no second line.
+    # The access log has a line for every request, so failed requests get a line of their own only without it.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals, operations_only=operations_only)
     return app
 
 
 def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
-    """Return the model's chat template, and warn when no request with tools can succeed with it."""
+    """Return the model's chat template, or None if it has none; warn if it cannot show a request's tools."""
     # The demo model's own chat template ignores tools, so the shipped hermes template is used for them.
     tool_template = "hermes" if settings.model == "demo" else None
     found = ChatTemplate.from_folder(folder, settings.chat_template, tool_template=tool_template)
@@ -168,7 +170,7 @@ def _output_parser(settings: Settings, folder: Path) -> Callable[[], OutputParse
     name = settings.tool_call_parser
     if settings.enable_auto_tool_choice != (name is not None):
         raise DeploymentError(
-            "--enable-auto-tool-choice and --tool-call-parser NAME belong together",
+            "--enable-auto-tool-choice and --tool-call-parser NAME belong together: set both or neither",
             field="tool_call_parser" if name is None else "enable_auto_tool_choice",
         )
     reasoning = settings.reasoning_parser
@@ -207,7 +209,7 @@ def _add_middleware(
 
 
 def secured_openapi(app: FastAPI, public: Collection[str]) -> dict[str, Any]:
-    """Return the OpenAPI document in which every operation outside ``public`` requires the bearer key."""
+    """Return the OpenAPI document, which requires an API key on every path that is not in ``public``."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes

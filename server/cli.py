@@ -116,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tonnage: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the program that reads this command's output, such as head or less, has ended
-        # With stdout still set, the interpreter would flush it again at exit and report the error twice.
+    except BrokenPipeError:
+        # The program that reads this command's output, such as head or less, has ended. With stdout still set,
+        # the interpreter would flush it again at exit and report the error twice.
         sys.stdout = None
         return BROKEN_PIPE
     except OSError as error:
@@ -180,15 +181,13 @@ def _dispatch(arguments: list[str]) -> int:
         return OK
     module = COMMANDS[name][0]
     if name == "plan" and any(word.split("=")[0] == "--replicas" for word in rest):
-        module = (
-            # The module is in the server package, because the planner may not import the cache package, which
-            # replays traces.
-            "tonnage.server.commands.replicas"
-        )
+        # `tonnage plan --replicas` is implemented in the server package, because it replays traces with the
+        # cache package, which the planner may not import.
+        module = "tonnage.server.commands.replicas"
         require("replay", "--replicas")
     elif name == "plan" and any(word.split("=")[0] == "--trace" for word in rest):
-        # The module is in the server package, because the planner may not import the cache package, which reads
-        # traces.
+        # `tonnage plan --trace` is implemented in the server package, because it reads the trace with the cache
+        # package, which the planner may not import.
         module = "tonnage.server.commands.trace_concurrency"
     if name in EXTRAS:
         require(EXTRAS[name], name, AN_ENGINE if name in ("serve", "verify") else None)

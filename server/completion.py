@@ -93,9 +93,9 @@ def tree() -> argparse.ArgumentParser:
 def offering(root: argparse.ArgumentParser, file: dict[str, Any]) -> argparse.ArgumentParser:
     """Add to the options of ``root`` the values that shell completion offers, and return ``root``.
 
-    Flags with choices offer these, some options offer names from the catalogues (such as GPUs), and options
-    that take a path get the completion ``file``. The parser is then for completion only, because the added
-    choices would reject other valid input.
+    An option with fixed choices offers them, and some options offer names from the catalogues, such as GPUs. An
+    option that takes a path gets ``file``, which is shtab's completion of file names. The parser is then for
+    completion only, because it would reject valid input that is not among the offered values.
     """
     for action in (*_actions(root), *(a for name in COMMANDS for a in _actions(_commands(root)[name]))):
         values = _values(action)

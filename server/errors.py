@@ -11,7 +11,6 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -32,87 +31,57 @@ MAX_MESSAGE = 1000
 
 
 class ErrorCode(StrEnum):
-    """Every value of ``error.code`` in the API's error responses."""
+    """Every value of ``error.code`` in the API's error responses, with its HTTP status (400 unless given).
+
+    ``retryable`` says whether the client may retry; the response then has the header Retry-After.
+    """
+
+    status: int
+    retryable: bool
+
+    def __new__(cls, value: str, status: int = 400, retryable: bool = False) -> ErrorCode:
+        """Return the code with the text ``value`` and these attributes."""
+        code = str.__new__(cls, value)
+        code._value_, code.status, code.retryable = value, status, retryable
+        return code
 
     MALFORMED_HTTP = "malformed_http_request"
     INVALID_JSON = "invalid_json"
     INVALID_ENCODING = "invalid_encoding"
-    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
-    REQUEST_TOO_LARGE = "request_too_large"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type", 415
+    REQUEST_TOO_LARGE = "request_too_large", 413
     MISSING_PARAMETER = "missing_required_parameter"
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
     INVALID_TYPE = "invalid_type"
     INVALID_VALUE = "invalid_value"
-    MODEL_NOT_FOUND = "model_not_found"
+    MODEL_NOT_FOUND = "model_not_found", 404
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     EXCEEDS_KV_CAPACITY = "exceeds_kv_capacity"
-    INVALID_API_KEY = "invalid_api_key"
-    PERMISSION_DENIED = "permission_denied"
-    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
-    INSUFFICIENT_QUOTA = "insufficient_quota"
+    INVALID_API_KEY = "invalid_api_key", 401
+    PERMISSION_DENIED = "permission_denied", 403
+    # Status 429 means that the client has used up its own quota, while other clients are still served.
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded", 429, True
+    INSUFFICIENT_QUOTA = "insufficient_quota", 429
     UNSUPPORTED_ENDPOINT = "unsupported_endpoint"
-    HEADERS_TOO_LARGE = "headers_too_large"
-    REQUEST_TIMEOUT = "request_timeout"
-    QUEUE_TIMEOUT = "queue_timeout"
-    UNKNOWN_URL = "unknown_url"
-    METHOD_NOT_ALLOWED = "method_not_allowed"
-    SERVER_OVERLOADED = "server_overloaded"
-    MODEL_LOADING = "model_loading"
-    ENGINE_DEAD = "engine_dead"
-    SERVER_STOPPING = "server_stopping"
-    INTERNAL_ERROR = "internal_error"
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """The HTTP status of an error code, and whether the client may retry.
-
-    A ``retryable`` error is sent with the header Retry-After.
-    """
-
-    status: int
-    retryable: bool = False
+    HEADERS_TOO_LARGE = "headers_too_large", 431
+    REQUEST_TIMEOUT = "request_timeout", 408
+    QUEUE_TIMEOUT = "queue_timeout", 503, True
+    UNKNOWN_URL = "unknown_url", 404
+    METHOD_NOT_ALLOWED = "method_not_allowed", 405
+    # Status 503, not 429: the server can serve no client now, so a load balancer should try another server.
+    SERVER_OVERLOADED = "server_overloaded", 503, True
+    MODEL_LOADING = "model_loading", 503, True
+    ENGINE_DEAD = "engine_dead", 503, True
+    SERVER_STOPPING = "server_stopping", 503, True
+    INTERNAL_ERROR = "internal_error", 500
 
     @property
     def type(self) -> str:
+        """OpenAI's type of the error, which follows from the HTTP status."""
         if self.status == 429:
             return "rate_limit_error"
         return "server_error" if self.status >= 500 else "invalid_request_error"
-
-
-RULES: dict[ErrorCode, _Rule] = {
-    ErrorCode.MALFORMED_HTTP: _Rule(400),
-    ErrorCode.INVALID_JSON: _Rule(400),
-    ErrorCode.INVALID_ENCODING: _Rule(400),
-    ErrorCode.UNSUPPORTED_MEDIA_TYPE: _Rule(415),
-    ErrorCode.REQUEST_TOO_LARGE: _Rule(413),
-    ErrorCode.MISSING_PARAMETER: _Rule(400),
-    ErrorCode.UNKNOWN_PARAMETER: _Rule(400),
-    ErrorCode.UNSUPPORTED_PARAMETER: _Rule(400),
-    ErrorCode.INVALID_TYPE: _Rule(400),
-    ErrorCode.INVALID_VALUE: _Rule(400),
-    ErrorCode.MODEL_NOT_FOUND: _Rule(404),
-    ErrorCode.CONTEXT_LENGTH_EXCEEDED: _Rule(400),
-    ErrorCode.EXCEEDS_KV_CAPACITY: _Rule(400),
-    ErrorCode.INVALID_API_KEY: _Rule(401),
-    ErrorCode.PERMISSION_DENIED: _Rule(403),
-    # Status 429 means that the client has used up its own quota, while other clients are still served.
-    ErrorCode.RATE_LIMIT_EXCEEDED: _Rule(429, retryable=True),
-    ErrorCode.INSUFFICIENT_QUOTA: _Rule(429),
-    ErrorCode.UNSUPPORTED_ENDPOINT: _Rule(400),
-    ErrorCode.HEADERS_TOO_LARGE: _Rule(431),
-    ErrorCode.REQUEST_TIMEOUT: _Rule(408),
-    ErrorCode.QUEUE_TIMEOUT: _Rule(503, retryable=True),
-    ErrorCode.UNKNOWN_URL: _Rule(404),
-    ErrorCode.METHOD_NOT_ALLOWED: _Rule(405),
-    # Status 503, not 429: the server can serve no client now, so a load balancer should try another server.
-    ErrorCode.SERVER_OVERLOADED: _Rule(503, retryable=True),
-    ErrorCode.MODEL_LOADING: _Rule(503, retryable=True),
-    ErrorCode.ENGINE_DEAD: _Rule(503, retryable=True),
-    ErrorCode.SERVER_STOPPING: _Rule(503, retryable=True),
-    ErrorCode.INTERNAL_ERROR: _Rule(500),
-}
 
 
 class ApiError(Exception):
@@ -138,7 +107,7 @@ class ApiError(Exception):
     @property
     def status(self) -> int:
         """HTTP status of the error's code."""
-        return RULES[self.code].status
+        return self.code.status
 
     @property
     def is_refusal(self) -> bool:
@@ -173,6 +142,16 @@ class ErrorResponse(BaseModel):
 RESPONSES: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 
 
+def invalid_value(message: str, param: str | None) -> ApiError:
+    """Return the error (invalid_value) for a value that the field ``param`` of a request body must not have."""
+    return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
+
+
+def unsupported_parameter(message: str, param: str | None) -> ApiError:
+    """Return the error (unsupported_parameter) for a field that the model or engine cannot honour."""
+    return ApiError(ErrorCode.UNSUPPORTED_PARAMETER, message, param=param)
+
+
 def stopping() -> ApiError:
     """Return the error (server_stopping) for a request that is cut off because the server stops."""
     return ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
@@ -184,7 +163,7 @@ def envelope(error: ApiError) -> dict[str, Any]:
     return {
         "error": {
             "message": message,
-            "type": RULES[error.code].type,
+            "type": error.code.type,
             "param": error.param,
             "code": error.code.value,
         }
@@ -230,11 +209,11 @@ def anthropic_error(code: str, message: str, param: str | None, request_id: str)
     if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
         # Clients recognise by these words that the prompt is too long, and then shorten the conversation.
         message = f"prompt is too long: {message}"
-    kind = _ANTHROPIC_TYPES.get(RULES[ErrorCode(code)].status, "invalid_request_error")
+    kind = _ANTHROPIC_TYPES.get(ErrorCode(code).status, "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     if param == "thread":
-        # After this error the anthropic package sends the whole conversation (2.14,
-        # lib/threads/_thread_state.py).
+        # This server does not store threads. At this error code the anthropic package sends the whole
+        # conversation instead (2.14, lib/threads/_thread_state.py).
         error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": error, "request_id": request_id}
 
@@ -246,17 +225,17 @@ def headers(error: ApiError) -> dict[str, str]:
         ``Retry-After`` (seconds) and ``retry-after-ms`` when a retry may succeed, and ``x-should-retry: false``
             when it cannot. An internal error has no such header, because its cause is unknown.
     """
-    rule = RULES[error.code]
-    if rule.retryable:
+    code = error.code
+    if code.retryable:
         seconds = max(0.001, error.retry_after_seconds)
         return {
             "retry-after": str(math.ceil(seconds)),
             "retry-after-ms": str(math.ceil(seconds * 1000)),
             "x-should-retry": "true",
         }
-    if rule.status == 401:
+    if code.status == 401:
         return {"www-authenticate": "Bearer", "x-should-retry": "false"}
-    return {"x-should-retry": "false"} if rule.status < 500 else {}
+    return {"x-should-retry": "false"} if code.status < 500 else {}
 
 
 def render(error: ApiError, extra: dict[str, str] | None = None) -> Response:

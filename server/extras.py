@@ -79,5 +79,5 @@ def extra_with(module: str) -> str | None:
 def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # find_spec raises this when the parent package of the module is missing
+    except ModuleNotFoundError:  # raised by find_spec when the parent package of the module is missing
         return False

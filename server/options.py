@@ -62,7 +62,7 @@ class Options:
         (), "adapters in PEFT's format, selected by model: NAME", group=_ENGINE, metavar="NAME=FOLDER,..."
     )
     # vLLM waits at most 600 s for its own engine core (VLLM_ENGINE_READY_TIMEOUT_S), which is too short for a
-    # large model on a slow disk. The limit here, 1800 s, is also that of the Helm chart's startup probe
+    # large model on a slow disk. Tonnage's default, 1800 s, is also that of the Helm chart's startup probe
     # (startup.maxSeconds).
     engine_ready_timeout: float = flag(
         1800.0, "time an engine has to load, at each start and restart", group=_ENGINE, unit="seconds"
@@ -111,7 +111,7 @@ class Options:
         None, "reader of reasoning (reasoning_content), by vLLM's name: deepseek_r1, qwen3, ...", group=_CHAT
     )
 
-    # As in vLLM, the limit counts unfinished sequences, waiting and running; a request with n > 1 counts n.
+    # As in vLLM, max_num_queued_reqs limits unfinished sequences, waiting and running; a request has n of them.
     # vLLM has no limit by default; 512 is the queue of Ollama (OLLAMA_MAX_QUEUE).
     max_num_queued_reqs: int = flag(512, "unfinished sequences before new ones get 503", group=_LIMITS)
     # 16 is OpenAI's default for /v1/completions (API reference, "max_tokens").
@@ -119,8 +119,8 @@ class Options:
     default_chat_max_tokens: int = flag(
         1024, "upper bound of max_completion_tokens for a chat request without one", group=_LIMITS
     )
-    # The default suffices for a million token ids as JSON, which take less than 8 MiB. No context served here
-    # has as many tokens.
+    # The default of max_request_body_bytes suffices for a million token ids as JSON, which need less than that.
+    # No context served here has that many tokens.
     max_request_body_bytes: int = flag(8 * 2**20, "largest accepted request body", group=_LIMITS, unit="bytes")
     body_timeout: float = flag(30.0, "time a client has to send its body", group=_LIMITS, unit="seconds")
     request_timeout: float | None = flag(

@@ -40,8 +40,8 @@ _KINDS: Mapping[str, Any] = {
 # type in the code of a pydantic error (bool_parsing, string_type ...) -> words for a value of this type
 _WORDS = {"bool": "true or false", "string": "a name"}
 _PREFIX = "TONNAGE_"
-# Environment variables that other modules read: the caches, the scheduler inside a plain vLLM
-# (engines/vllm/scheduler/options.py), vLLM's workers (figures.py) and the tests.
+# Endings of TONNAGE_* environment variables that are not settings of the server. Their readers are the caches,
+# the scheduler inside a plain vLLM (engines/vllm/scheduler/options.py), vLLM's workers (figures.py), and tests.
 _OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
 # Kubernetes sets variables with these endings in every container for a Service named tonnage or tonnage-SUFFIX.
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
@@ -54,7 +54,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if flag.kind == "KVEventsConfig" and isinstance(value, dict):
-            value = json.dumps(value)  # the value is a table of the TOML file, not a single value
+            value = json.dumps(value)  # a TOML file has a table here instead of JSON text
         if isinstance(value, str):
             return flag.read(value, info.field_name)
         if isinstance(value, list):
@@ -76,7 +76,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 if TYPE_CHECKING:
 
     class _Declared(Options, BaseSettings):
-        """Empty class for the type checker; at run time it is generated with a field for each setting."""
+        """Placeholder for the type checker; at run time, create_model makes this class with all settings."""
 
 else:
     _DECLARED = {name: flags_of(Deployment)[name] for name in PLANNED} | dict(flags_of(Options))
@@ -166,13 +166,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         DeploymentError: The file cannot be read, is not TOML, or has an unknown name.
     """
-    try:
-        document = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise DeploymentError(f"cannot read {path}: {error.strerror}", field="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{path} is not TOML: {error}", field="config") from None
-    settings = {name.replace("-", "_"): value for name, value in document.items()}
+    settings = {name.replace("-", "_"): value for name, value in read_toml(path, "config").items()}
     if unknown := settings.keys() - Settings.model_fields.keys():
         wrong = min(unknown)
         hint = did_you_mean(wrong, Settings.model_fields)
@@ -180,11 +174,25 @@ def read_config(path: Path) -> dict[str, Any]:
     return settings
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Check the environment for misspelled ``TONNAGE_*`` variables.
+def read_toml(path: Path, field: str) -> dict[str, Any]:
+    """Return the contents of the TOML file ``path``, which the setting ``field`` names.
 
-    A misspelled name would otherwise go unnoticed and leave a limit unset or the server without keys. Unknown
-    names that resemble no setting are only reported on stderr.
+    Raises:
+        DeploymentError: The file cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise DeploymentError(f"cannot read {path}: {error.strerror}", field=field) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"{path} is not TOML: {error}", field=field) from None
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raise an error for a misspelled ``TONNAGE_*`` variable in the environment.
+
+    A misspelled name would otherwise go unnoticed and leave a limit unset or the server without API keys. An
+    unknown name that resembles no setting is only reported on stderr.
 
     Raises:
         DeploymentError: A variable's name is close to the name of a setting.

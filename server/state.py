@@ -17,7 +17,7 @@ from tonnage.server.engines.base import Engine
 from tonnage.server.engines.lora import LoRAModule
 from tonnage.server.engines.request import PoolingTask
 from tonnage.server.engines.stats import EngineStats
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, stopping
 from tonnage.server.http.bodies import BodyBytes
 from tonnage.server.http.outbox import Outboxes
 from tonnage.server.requests.accounts import Accounts
@@ -34,18 +34,12 @@ _CUT_OFF_SECONDS = 1.0
 # Interval in seconds of the log lines during a drain.
 DRAIN_PROGRESS_SECONDS = 5.0
 
-# What a model does, and the endpoint for it, by its pooling task.
-_DOES: dict[PoolingTask | None, str] = {
-    None: "generates text",
-    "embed": "gives embeddings",
-    "classify": "classifies texts",
-    "token_classify": "classifies tokens",
-}
-_PATHS: dict[PoolingTask | None, str] = {
-    None: "/v1/completions",
-    "embed": "/v1/embeddings",
-    "classify": "/classify",
-    "token_classify": "/pooling",
+# pooling task (None: generation) -> what a model with this task does, and the endpoint for it
+_TASKS: dict[PoolingTask | None, tuple[str, str]] = {
+    None: ("generates text", "/v1/completions"),
+    "embed": ("gives embeddings", "/v1/embeddings"),
+    "classify": ("classifies texts", "/classify"),
+    "token_classify": ("classifies tokens", "/pooling"),
 }
 
 log = logging.getLogger("tonnage.server")
@@ -154,10 +148,11 @@ class ServerState:
         pools = self.engine.capabilities.pools
         if pools in tasks if tasks else pools is None:
             return
-        needed = " or ".join(_DOES[task] for task in tasks) or _DOES[None]
+        does, path = _TASKS[pools]
+        needed = " or ".join(_TASKS[task][0] for task in tasks or (None,))
         raise ApiError(
             ErrorCode.UNSUPPORTED_ENDPOINT,
-            f"{self.model_name!r} {_DOES[pools]}; use {_PATHS[pools]}, or serve a model that {needed}",
+            f"{self.model_name!r} {does}; use {path}, or serve a model that {needed}",
             param="model",
         )
 
@@ -244,7 +239,7 @@ class ServerState:
         if self.startup_error is not None:
             raise ApiError(ErrorCode.ENGINE_DEAD, "the engine failed to start", retry_after_seconds=30)
         if self.draining:
-            raise ApiError(ErrorCode.SERVER_STOPPING, "the server is stopping", retry_after_seconds=5)
+            raise stopping()
         if not self.started:
             # Suggest a wait as long as the load has taken so far. This is an exponential back-off, which needs
             # no estimate of the load time.

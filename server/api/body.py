@@ -13,11 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.requests import Request
 
 from tonnage.server.api.fields import FieldRule, FieldTable, Standing
-from tonnage.server.api.json_body import MAX_ITEMS, MAX_VALUES, document_steps, shown
+from tonnage.server.api.json_body import (
+    MAX_ITEMS,
+    MAX_VALUES,
+    document_steps,
+    most_values,
+    read_body,
+    shown,
+)
 from tonnage.server.engines.request import BASIC_PARAMS
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value, unsupported_parameter
+from tonnage.server.state import ServerState
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -45,6 +54,26 @@ class Fields(Generic[Model]):
     expected: Mapping[str, str] = field(default_factory=dict)
     drop: Callable[[dict[str, Any]], Sequence[str]] = lambda document: ()
     items: Mapping[str, TypeAdapter[Any]] = field(default_factory=dict)
+
+
+async def read_fields(
+    request: Request, state: ServerState, fields: Fields[Model]
+) -> tuple[Model, tuple[str, ...], int]:
+    """Read and validate the body of an HTTP request.
+
+    Returns:
+        The validated body, the names of its fields that had no effect, and its size in bytes.
+
+    Raises:
+        ApiError: The body is invalid, too large or too slow; the message names the field and what it accepts.
+        ClientDisconnected: The client disconnected.
+    """
+    settings = state.settings
+    raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
+    most = most_values(state.max_model_len)
+    steps = parse_steps(raw, fields, state.honours, lenient=settings.lenient, most=most)
+    body, ignored = await state.bodies.in_turn(len(raw), steps)
+    return body, ignored, len(raw)
 
 
 def parse_steps(
@@ -122,6 +151,7 @@ def _apply(
 ) -> list[str]:
     """Remove the fields that the pydantic model does not define from a request body; return the ignored names.
 
+    ``prefix`` precedes the names: it is empty for the body itself, and ``stream_options.`` for that object.
     Raises ApiError for a field that the API or the engine does not support.
     """
     ignored: list[str] = []
@@ -182,10 +212,8 @@ def _unsupported(name: str, value: Any, rule: FieldRule) -> ApiError:
     subject = "this server's engine" if rule.needs else "this server"
     why = f": {rule.why}" if rule.why else ""
     hint = f"leave it out or send {shown(rule.neutral[0])}" if rule.neutral else "leave it out"
-    return ApiError(
-        ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{name} is not supported by {subject} (got {shown(value)}){why}; {hint}",
-        param=name,
+    return unsupported_parameter(
+        f"{name} is not supported by {subject} (got {shown(value)}){why}; {hint}", name
     )
 
 
@@ -202,8 +230,8 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
             continue
         *path, last = found["loc"]
         names = []
-        # `_places` yields nothing for a field inside a union: pydantic's path then contains the tag of the
-        # union's member, which is no key of the document.
+        # `_places` yields nothing for a field inside a union type: pydantic's path then contains the tag of one
+        # of its types, which is no key in the body.
         for place, where in _places(document, path):
             if isinstance(where, dict) and last in where:
                 del where[last]
@@ -241,23 +269,34 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        # In a union, pydantic's location includes the name of the union's member, which is no key of the value.
+        # For a union type, pydantic's location includes the name of one of its types, no key in the body.
         if isinstance(value, dict):
             value = value.get(part, value)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
         if part in fields.expected:
-            # pydantic reports one error per member of a union, so the message describes the whole field.
+            # pydantic reports one error for each type of a union, so the message describes the whole field.
             param = _dotted(location[: at + 1])
             message = f"{param} must be {fields.expected[str(part)]}, not empty; got {shown(value)}"
-            return ApiError(ErrorCode.INVALID_VALUE, message, param=param)
+            return invalid_value(message, param)
     param = _dotted(location)
     code = ErrorCode.INVALID_TYPE if kind.endswith("_type") else ErrorCode.INVALID_VALUE
     message = first["msg"].replace("Input should", "should")
     return ApiError(code, f"{param} {message}; got {shown(first['input'])}", param=param)
 
 
-def inline_schema(fields: Fields[Model]) -> dict[str, Any]:
+def openapi_body(fields: Fields[Model], models: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a route's entry for its request body in the OpenAPI document, which FastAPI cannot derive.
+
+    ``models`` are the values that the field ``model`` may have; it may have any if they are empty.
+    """
+    schema = _inline_schema(fields)
+    if models:
+        schema["properties"]["model"]["enum"] = list(models)
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inline_schema(fields: Fields[Model]) -> dict[str, Any]:
     """Return the JSON schema of a request body for the OpenAPI document, with all ``$defs`` inlined.
 
     The schema also lists the fields that are accepted without effect, with their types.

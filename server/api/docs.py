@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from html import escape
 from importlib.resources import as_file, files
@@ -37,35 +38,25 @@ _STARTS = {
 }
 
 
-class _Sending:
-    """A counter of the documentation files that are being sent."""
-
-    def __init__(self) -> None:
-        self.files = 0
-
-
 class _CountedFile(FileResponse):
-    """A response with a documentation file, or with an error while MOST_FILES files are being sent.
+    """A response with a documentation file, or with an error while all places of ``sending`` are taken.
 
     The limit bounds the server's memory. For a client that does not read, the server keeps some hundred
     kilobytes of a file for a minute (`tonnage.server.http.protocol.WRITE_SECONDS`).
     """
 
-    def __init__(self, path: Path, sending: _Sending) -> None:
+    def __init__(self, path: Path, sending: asyncio.Semaphore) -> None:
         super().__init__(path, headers=_DAY)
         self._sending = sending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, or an error when MOST_FILES are being sent."""
-        if self._sending.files >= MOST_FILES:
+        """Send the file, or an error when too many files are being sent."""
+        if self._sending.locked():
             error = ApiError(ErrorCode.SERVER_OVERLOADED, "too many files of the documentation are being sent")
             await render(error)(scope, receive, send)
             return
-        self._sending.files += 1
-        try:
+        async with self._sending:
             await super().__call__(scope, receive, send)
-        finally:
-            self._sending.files -= 1
 
 
 def docs_router(title: str, app: FastAPI) -> APIRouter:
@@ -76,9 +67,11 @@ def docs_router(title: str, app: FastAPI) -> APIRouter:
         app: App whose OpenAPI document is served.
     """
     router = APIRouter(include_in_schema=False)
-    sending = _Sending()
-    documents: list[bytes] = []  # the OpenAPI document once it is serialised
-    # The package is looked up only here, so that a command can first name the missing extra.
+    sending = asyncio.Semaphore(MOST_FILES)
+    # holds the OpenAPI document after its first request, serialized as JSON
+    documents: list[bytes] = []
+
+    # fastapi_offline is looked up only here, so that a command can first name the extra that is missing.
     static = files(_FILES) / "static"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'

@@ -7,17 +7,19 @@ It reads bodies, detects disconnects, applies the time limit, and sends streams,
 from __future__ import annotations
 
 import asyncio
+import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_steps
-from tonnage.server.api.json_body import most_values, read_body
+from tonnage.server.api.body import Fields, read_fields
+from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import EngineBody
-from tonnage.server.api.sse import EventStream, error_event, outcome_of
-from tonnage.server.errors import ApiError, from_exception, render, stopping
+from tonnage.server.api.sse import EventStream, outcome_of
+from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
 from tonnage.server.http.disconnect import CLIENT_CLOSED_REQUEST, ClientDisconnected, until_disconnect
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.security.tenants import ANONYMOUS
@@ -26,40 +28,39 @@ from tonnage.server.state import ServerState
 Body = TypeVar("Body", bound=EngineBody)
 
 
-class Service(Protocol[Body]):
-    """Interface of one endpoint's logic without HTTP; methods raise ApiError or the engine's TonnageErrors."""
+class Service(ABC, Generic[Body]):
+    """Base class of one endpoint's logic without HTTP; methods raise ApiError or the engine's TonnageErrors.
 
-    @property
-    def fields(self) -> Fields[Body]:
-        """The pydantic model of the endpoint's request body, with the table of its fields."""
+    ``fields`` is the pydantic model of the endpoint's request body, with the table of its fields.
+    """
 
+    fields: Fields[Body]
+
+    def __init__(self, state: ServerState, generator: Generator) -> None:
+        self._state = state
+        self._generator = generator
+
+    @abstractmethod
     async def complete(self, body: Body, ticket: Ticket) -> bytes:
         """Return the complete answer as JSON; cancelling the call aborts the request."""
 
 
-@runtime_checkable
-class StreamingService(Service[Body], Protocol[Body]):
-    """Interface of an endpoint's logic that can also stream its answer as server-sent events."""
+class StreamingService(Service[Body]):
+    """Base class of an endpoint's logic that can also stream its answer as server-sent events.
 
+    ``last_event`` is the bytes of the event that ends every stream. Completions and chat completions use the
+    defaults of ``last_event`` and ``error_event``.
+    """
+
+    last_event = b"data: [DONE]\n\n"
+
+    @abstractmethod
     def stream(self, body: Body, ticket: Ticket) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events, each one complete; closing the iterator aborts the request."""
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         """Return the event that reports a failure after a stream has begun."""
-
-    @property
-    def last_event(self) -> bytes:
-        """The bytes of the event that ends every stream."""
-
-
-class OpenAIEvents:
-    """The error event and the last event (``[DONE]``) of streamed completions and chat completions."""
-
-    last_event = b"data: [DONE]\n\n"
-
-    def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
-        """Return the error as a server-sent event with OpenAI's error object."""
-        return error_event(error)
+        return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
 
 
 class Endpoint(Generic[Body]):
@@ -69,14 +70,6 @@ class Endpoint(Generic[Body]):
         self._path = path
         self._state = state
         self._service = service
-        self._streaming = service if isinstance(service, StreamingService) else None
-
-    @property
-    def openapi_extra(self) -> dict[str, Any]:
-        """The request body for the OpenAPI document, which FastAPI cannot derive from the handler."""
-        schema = inline_schema(self._service.fields)
-        schema["properties"]["model"]["enum"] = list(self._state.model_names)
-        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
     async def answer(self, request: Request) -> Response:
         """Answer one request, and record exactly one outcome for it even when it fails."""
@@ -99,27 +92,22 @@ class Endpoint(Generic[Body]):
 
     async def _answer(self, request: Request, ticket: Ticket) -> Response:
         state, service = self._state, self._service
-        settings = state.settings
-        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        lenient, most = settings.lenient, most_values(state.max_model_len)
-        steps = parse_steps(raw, service.fields, state.honours, lenient=lenient, most=most)
-        body, ignored = await state.bodies.in_turn(len(raw), steps)
-        del raw, steps
+        body, ignored, _ = await read_fields(request, state, service.fields)
         if body.request_id:
             ticket.request_id = body.request_id
             request.scope["tonnage.request_id"] = body.request_id
         headers = {"x-ignored-fields": ", ".join(ignored)} if ignored else {}
-        timeout = settings.request_timeout
-        if body.streams and (streaming := self._streaming) is not None:
+        timeout = state.settings.request_timeout
+        if body.streams and isinstance(service, StreamingService):
             return EventStream(
-                streaming.stream(body, ticket),
+                service.stream(body, ticket),
                 ticket,
                 outboxes=state.outboxes,
                 headers=headers,
-                keep_alive=settings.sse_keep_alive,
+                keep_alive=state.settings.sse_keep_alive,
                 timeout=timeout,
-                on_error=lambda error: streaming.error_event(error, ticket),
-                last=streaming.last_event,
+                on_error=lambda error: service.error_event(error, ticket),
+                last=service.last_event,
             )
         try:
             async with asyncio.timeout(timeout):

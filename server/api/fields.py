@@ -69,8 +69,8 @@ def _refused(why: str = "", **names: tuple[Any, ...]) -> dict[str, FieldRule]:
     return {name: FieldRule(Standing.REFUSED, neutral, why=why) for name, neutral in names.items()}
 
 
-def _needs(name: str, needs: str, *neutral: Any) -> dict[str, FieldRule]:
-    return {name: FieldRule(Standing.HONOURED, neutral, needs)}
+def _needs(needs: str = "", **names: tuple[Any, ...]) -> dict[str, FieldRule]:
+    return {name: FieldRule(Standing.HONOURED, neutral, needs or name) for name, neutral in names.items()}
 
 
 # The types are from OpenAI's API reference. Any string is accepted as a service tier or an effort, because
@@ -94,19 +94,12 @@ _GENERATION: dict[str, FieldRule] = {
     **_honoured("top_k", "ignore_eos", "stop_token_ids", "cache_salt", "request_id"),
     **_honoured("add_special_tokens", "skip_special_tokens", "include_stop_str_in_output"),
     **_honoured("truncate_prompt_tokens"),
-    **_needs("allowed_token_ids", "allowed_token_ids", []),
-    **_needs("bad_words", "bad_words", []),
-    **_needs("min_p", "min_p", 0),
-    **_needs("presence_penalty", "presence_penalty", 0),
-    **_needs("frequency_penalty", "frequency_penalty", 0),
-    **_needs("repetition_penalty", "repetition_penalty", 1),
-    **_needs("logit_bias", "logit_bias", {}),
-    **_needs("min_tokens", "min_tokens", 0),
-    **_needs("response_format", "grammar", {"type": "text"}),
-    **_needs("structured_outputs", "grammar"),
-    **_needs("priority", "priority", 0),
+    **_needs(allowed_token_ids=([],), bad_words=([],), min_p=(0,), presence_penalty=(0,)),
+    **_needs(frequency_penalty=(0,), repetition_penalty=(1,), logit_bias=({},), min_tokens=(0,)),
+    **_needs("grammar", response_format=({"type": "text"},), structured_outputs=()),
+    **_needs(priority=(0,)),
     **_honoured("return_token_ids"),
-    **_needs("prompt_logprobs", "prompt_logprobs"),
+    **_needs(prompt_logprobs=()),
     # These fields are accepted without effect: they control OpenAI's billing, storage and abuse detection, or
     # the logs of other servers.
     **_ignored("user", "session_id"),
@@ -148,7 +141,7 @@ COMPLETION: FieldTable = {
     **_GENERATION,
     **_honoured("prompt", "echo"),
     **_honoured("suffix", why="a model with fill-in-the-middle tokens"),
-    **_needs("logprobs", "logprobs"),
+    **_needs(logprobs=()),
     # best_of returns the n sequences with the highest mean log probability; with best_of = n there is nothing
     # to select.
     **_honoured("best_of"),
@@ -161,8 +154,7 @@ CHAT: FieldTable = {
     **_GENERATION,
     **_honoured("messages", "max_completion_tokens"),
     **_honoured("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    **_needs("logprobs", "logprobs", False),
-    **_needs("top_logprobs", "logprobs", 0),
+    **_needs("logprobs", logprobs=(False,), top_logprobs=(0,)),
     **_ignored("store", takes=_BOOLEAN),
     **_ignored("metadata", takes=_METADATA),
     **_ignored("service_tier", takes=_STRING),
@@ -185,13 +177,13 @@ _NOTHING_STORED = "nothing is stored: send the whole conversation as input"
 RESPONSES: FieldTable = {
     **{name: rule for name, rule in _GENERATION.items() if name not in ("n", "max_tokens", "response_format")},
     **_honoured("input", "instructions", "max_output_tokens", "metadata", "chat_template_kwargs"),
-    **_needs("text", "grammar", {"format": {"type": "text"}}, {}),
+    **_needs("grammar", text=({"format": {"type": "text"}}, {})),
     **_honoured("tools", "tool_choice", "parallel_tool_calls", why=_TOOLS),
     **_ignored("store", takes=_BOOLEAN),
     **_ignored("service_tier", takes=_STRING),
     **_ignored("safety_identifier", "max_tool_calls"),
     **_ignored("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    **_ignored("client_metadata"),  # Codex sends data about its session in this field
+    **_ignored("client_metadata"),  # Codex sends data about its session in client_metadata
     **_honoured("reasoning", why="a chat template that reads reasoning_effort or enable_thinking"),
     **_honoured("include_reasoning", why="a reasoning parser"),
     **_refused("the last event has the usage", **{"stream_options.continuous_usage_stats": (False,)}),
@@ -208,7 +200,7 @@ COUNT_TOKENS: FieldTable = {
     **_honoured("model", "messages", "system", "thinking", "chat_template_kwargs"),
     **_honoured("tools", "tool_choice", why=_TOOLS),
     **_honoured("output_config", "output_config.effort"),
-    **_needs("output_config.format", "grammar"),
+    **_needs("grammar", **{"output_config.format": ()}),
     # cache_control marks prefixes to cache; the server's prefix cache needs no marks. The other fields control
     # Anthropic's billing and routing.
     **_ignored("cache_control", "context_management", "speed", "user_profile_id", "workspace_id"),
@@ -220,7 +212,7 @@ MESSAGES: FieldTable = {
     **COUNT_TOKENS,
     **_honoured("max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p"),
     **_honoured("cache_salt", "request_id", "add_special_tokens"),
-    **_needs("priority", "priority", 0),
+    **_needs(priority=(0,)),
     **_ignored("metadata", "service_tier", "inference_geo", "diagnostics", "billing_policy"),
     **_refused(_NOTHING_STORED.replace("input", "messages"), container=(), thread=(), compaction=()),
     **_refused(fallbacks=([],), fallback_credit_token=(), watermarking=(False,)),

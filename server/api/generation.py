@@ -21,13 +21,14 @@ from tonnage.server.engines.errors import NeverFits, Refused
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.packed import TokenIds
 from tonnage.server.engines.request import GenerationRequest, Pooling, SamplingParams
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.http.turns import Turns
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 from tonnage.server.text.stop_strings import StopStrings
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, detokenizer
+from tonnage.server.text.tool_calls import Parsed, ToolUse
 
 # Encoding takes about one microsecond per character. A longer text is encoded in a thread, in slices of about
 # this size. Each slice blocks the event loop for at most about ten milliseconds, and a disconnect stops the
@@ -209,12 +210,10 @@ class Generator:
         vocabulary = self._state.plan.model.vocab_size
         for ids in prompts:
             if not ids:
-                raise ApiError(ErrorCode.INVALID_VALUE, "the prompt has no tokens", param=param)
+                raise invalid_value("the prompt has no tokens; it needs at least one", param)
             if (largest := max(ids)) >= vocabulary:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"{param}: token id {largest} is outside the vocabulary of {vocabulary} tokens",
-                    param=param,
+                raise invalid_value(
+                    f"{param}: token id {largest} is outside the vocabulary of {vocabulary} tokens", param
                 )
 
     def truncated(self, prompt: tuple[int, ...], tokens: int | None, max_tokens: int | None) -> tuple[int, ...]:
@@ -232,10 +231,9 @@ class Generator:
             return prompt
         kept = self._state.max_model_len - (max_tokens or 1) if tokens == -1 else tokens
         if kept < 1:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"truncate_prompt_tokens is {tokens}: no token of the prompt would be left",
-                param="truncate_prompt_tokens",
+                "truncate_prompt_tokens",
             )
         return prompt[-kept:]
 
@@ -244,7 +242,7 @@ class Generator:
         limit: int | None,
         longest_prompt: int,
         *,
-        default: int | None = None,
+        default: int,
         param: str = "max_tokens",
         prompt: str = "prompt",
     ) -> int:
@@ -254,8 +252,7 @@ class Generator:
             limit: The request's own limit in tokens, which must fit into the context; None if the request sets
                 none.
             longest_prompt: Tokens of the longest prompt.
-            default: Limit for a request that sets none, in tokens, reduced to what the context leaves. None
-                allows the rest of the context.
+            default: Limit for a request that sets none, in tokens, reduced to what the context leaves.
             param: The request field of the limit, which an error names.
             prompt: The request field of the prompt, which an error names.
 
@@ -265,9 +262,7 @@ class Generator:
         """
         context = self._state.max_model_len
         left = context - longest_prompt
-        tokens = limit
-        if tokens is None:
-            tokens = max(1, left) if default is None else min(default, max(1, left))
+        tokens = min(default, max(1, left)) if limit is None else limit
         if tokens > left:
             self._state.accounts.refused["never", "max_model_len"] += 1
             raise ApiError(
@@ -289,18 +284,15 @@ class Generator:
         batch = self._state.plan.deployment.max_num_seqs
         if batch is not None and n > batch:
             accounts.refused["never", "sequences"] += 1
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"n = {n}, but the server runs at most {batch} sequences at once (max_num_seqs)",
-                param="n",
+            raise invalid_value(
+                f"n = {n}, but the server runs at most {batch} sequences at once (max_num_seqs)", "n"
             )
         if wanted > limit:
             accounts.refused["never", "max_num_queued_reqs"] += 1
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"{prompts} prompts with n = {n} make {wanted} sequences; "
                 f"the server's queue holds at most {limit} (max_num_queued_reqs): send fewer prompts at once",
-                param=param if prompts > 1 else "n",
+                param if prompts > 1 else "n",
             )
 
     def _enqueue(self, submission: Submission, ticket: Ticket) -> None:
@@ -384,8 +376,6 @@ class Generator:
                         ticket.tokens(len(chunk.token_ids), now, sequence.last)
                         sequence.last = now
                     delta = _advance(sequence, index, chunk, counts)
-                    if chunk.pooled:
-                        delta.pooled = chunk.pooled
                     unfinished -= sequence.finished
                     if sequence.finished and chunk.finish_reason is None and unfinished:
                         # A stop string ended this sequence, so abort it alone: its blocks are freed while other
@@ -412,6 +402,26 @@ class Generator:
             self._sequences -= submission.sequences
             used = counts.prompt + counts.completion
             state.quotas.leave(ticket.tenant, submission.sequences, max(0, submission.most_tokens - used))
+
+    async def whole_answer(
+        self, submission: Submission, use: ToolUse, counts: TokenCounts, ticket: Ticket
+    ) -> tuple[Parsed, Delta]:
+        """Generate the only choice of a request, and return its parsed text and its last Delta."""
+        text = ""
+        token_ids: list[int] = []
+        last: Delta | None = None
+        async with aclosing(self.run(submission, counts, ticket)) as deltas:
+            async for delta in deltas:
+                text += delta.text
+                token_ids += delta.token_ids
+                last = delta
+        assert last is not None  # It is set, because run() ends with the last Delta of the choice.
+        if use.reader is None:
+            return Parsed(text), last
+        reader = use.reader(submission.prompts[0])
+        parsed = reader.whole(text, token_ids)
+        counts.reasoning = reader.reasoning_tokens if use.reasons else None
+        return parsed, last
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters with the token ids of their ``bad_words``, which a thread encodes."""
@@ -516,46 +526,31 @@ def _advance(sequence: _Sequence, index: int, chunk: Chunk, counts: TokenCounts)
     With stop strings the tokens are decoded one by one, so that tokens after a stop string are neither shown
     nor counted.
     """
-    stop = sequence.stop
-    if not stop.active:
-        counts.choices[index] += len(chunk.token_ids)
-        text = sequence.detokenizer.push(chunk.token_ids)
-        logprobs, token_ids = chunk.logprobs, chunk.token_ids
-    else:
-        text, taken = "", 0
-        for token in chunk.token_ids:
+    stop, text = sequence.stop, ""
+    logprobs, token_ids = chunk.logprobs, chunk.token_ids
+    if stop.active:
+        taken = 0
+        for token in token_ids:
             taken += 1
             piece = sequence.detokenizer.push((token,))
             text += piece if counts.choices[index] + taken <= sequence.min_tokens else stop.push(piece)
             if stop.stopped:
                 break
-        counts.choices[index] += taken
-        logprobs, token_ids = chunk.logprobs[:taken], chunk.token_ids[:taken]
-        if stop.stopped:
-            sequence.finished = True
-            return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
-    if chunk.finish_reason is None:
-        return Delta(index, text, None, logprobs, chunk.prompt_logprobs, token_ids)
-    if chunk.finish_reason == "stop":
-        # count the stop token, which ended the sequence and is not in the chunk's list
-        counts.choices[index] += 1
-    text += stop.push(sequence.detokenizer.flush())
-    sequence.finished = True
+        logprobs, token_ids = logprobs[:taken], token_ids[:taken]
+    else:
+        text = sequence.detokenizer.push(token_ids)
+    counts.choices[index] += len(token_ids)
+    finish: Finish | None = None
+    if chunk.finish_reason is not None and not stop.stopped:
+        finish = "stop" if chunk.finish_reason == "stop" else "length"
+        if finish == "stop":
+            # count the stop token, which ended the sequence and is not in the chunk's list
+            counts.choices[index] += 1
+        text += stop.push(sequence.detokenizer.flush())
+        text += "" if stop.stopped else stop.flush()
+    matched: str | None = None
     if stop.stopped:
-        return _stopped(sequence, index, text, logprobs, chunk.prompt_logprobs, token_ids)
-    finish: Finish = "stop" if chunk.finish_reason == "stop" else "length"
-    return Delta(index, text + stop.flush(), finish, logprobs, chunk.prompt_logprobs, token_ids)
-
-
-def _stopped(
-    sequence: _Sequence,
-    index: int,
-    text: str,
-    logprobs: tuple[TokenLogprobs, ...],
-    prompt_logprobs: tuple[TokenLogprobs | None, ...],
-    token_ids: tuple[int, ...],
-) -> Delta:
-    """Return the last Delta of a choice that a stop string ended."""
-    matched = sequence.stop.matched
-    text += matched if sequence.shows_stop else ""
-    return Delta(index, text, "stop", logprobs, prompt_logprobs, token_ids, stop_string=matched)
+        finish, matched = "stop", stop.matched
+        text += matched if sequence.shows_stop else ""
+    sequence.finished = finish is not None
+    return Delta(index, text, finish, logprobs, chunk.prompt_logprobs, token_ids, chunk.pooled, matched)

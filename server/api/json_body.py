@@ -16,7 +16,7 @@ from typing import Any
 import pydantic_core
 from starlette.requests import Request
 
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.http.bodies import BodyBytes, completed
 from tonnage.server.http.disconnect import ClientDisconnected
 
@@ -58,16 +58,14 @@ _short.maxlevel = 2
 shown = _short.repr
 
 
-async def read_body(
-    request: Request, limit: int, seconds: float | None = None, bodies: BodyBytes | None = None
-) -> bytearray:
+async def read_body(request: Request, limit: int, seconds: float, bodies: BodyBytes) -> bytearray:
     """Read the body of an HTTP request, up to a limit of bytes.
 
     Args:
         request: The request.
         limit: Upper bound of the body's bytes.
-        seconds: Time limit for the whole body, or None.
-        bodies: Counter of the body bytes that all requests hold in memory now, or None for no common limit.
+        seconds: Time limit for the whole body.
+        bodies: Counter of the body bytes that all requests hold in memory now, and their common limit.
 
     Raises:
         ApiError: The media type is wrong, or the body is too large, too slow, or exceeds the limit over all
@@ -97,7 +95,7 @@ async def read_body(
         )
     try:
         async with asyncio.timeout(seconds):
-            return await _read(request, limit, bodies or BodyBytes(limit))
+            return await _read(request, limit, bodies)
     except TimeoutError:
         raise ApiError(
             ErrorCode.REQUEST_TIMEOUT, f"the request body did not arrive within {seconds:g} s (body_timeout)"
@@ -179,12 +177,13 @@ def _check_values(
         return
     quotes = commas = brackets = names = 0
     more = ""
-    cut = b""  # the backslash at the end of a slice that escapes the first character of the next one
+    cut = b""  # a backslash at the end of a slice, which escapes the first character of the next slice
     for at in range(0, len(body), _COUNTED_AT_ONCE):
         text = (cut + body[at : at + _COUNTED_AT_ONCE]).replace(b"\\\\", b"")
         cut = b"\\" if text.endswith(b"\\") else b""
         pieces = text.replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[quotes % 2 :: 2])  # every second piece is text outside the JSON strings
+        # The text is split at its quotes, so every second piece lies outside the JSON strings.
+        outside = b"".join(pieces[quotes % 2 :: 2])
         quotes += len(pieces) - 1
         if quotes // 2 > _MAX_STRINGS:
             more = " and more"
@@ -319,30 +318,19 @@ def _check_size(document: dict[str, Any], names: Collection[str]) -> Generator[N
             found = [item for item in inside if isinstance(item, (dict, list))]
             count += len(found)
             if count > _MAX_CONTAINERS:
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists",
-                    param=param,
+                raise invalid_value(
+                    f"{name[:60]}: the request has more than {_MAX_CONTAINERS} objects and lists", param
                 )
             waiting += found
 
 
 def _check_keys(value: dict[str, Any], where: str, param: str | None) -> None:
     if len(value) > _MAX_KEYS:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"{where}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed",
-            param=param,
+        raise invalid_value(
+            f"{where}: an object has {len(value)} names; at most {_MAX_KEYS} are allowed", param
         )
 
 
 def _json_type(value: Any) -> str:
-    names = {
-        type(None): "null",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "an array",
-    }
-    return names[type(value)]
+    names = {type(None): "null", bool: "a boolean", str: "a string", list: "an array"}
+    return names.get(type(value), "a number")

@@ -68,12 +68,7 @@ class CompletionLogprobs:
             tokens: Log probabilities; None for the first token of an echoed prompt, which has no prediction.
             ids: Token ids of the prompt, used where ``tokens`` has None.
         """
-        lists: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        lists: dict[str, list[Any]] = {name: [] for name in COMPLETION_LISTS}
         for at, token in enumerate(tokens):
             token_id = ids[at] if token is None else token.token_id
             text = self._tokenizer.token_text(token_id)

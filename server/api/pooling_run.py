@@ -10,13 +10,15 @@ import base64
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, closing
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
+from tonnage.server.api.embeddings.protocol import EmbeddingUsage, PoolingAnswer
 from tonnage.server.api.generation import Generator
-from tonnage.server.api.sampling import EngineBody
+from tonnage.server.api.sampling import EngineBody, prompt_list
 from tonnage.server.engines.request import Pooling, PoolingTask, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.outbox import HeldAnswer
@@ -24,6 +26,7 @@ from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 
+Answer = TypeVar("Answer", bound=PoolingAnswer)
 # A pooling model's result for one prompt: a vector, or a vector for each token.
 Values = npt.NDArray[np.float64]
 # Writing an answer yields to the event loop after this many seconds of work.
@@ -61,8 +64,11 @@ class PoolingRun:
         self._param = param
         self.counts = TokenCounts()
 
-    async def of_inputs(self, items: list[str] | list[list[int]], pooling: Pooling) -> list[Values]:
+    async def of_inputs(
+        self, inputs: str | list[str] | list[int] | list[list[int]], pooling: Pooling
+    ) -> list[Values]:
         """Return the model's result for each input, which is a text or a list of token ids."""
+        items = prompt_list(inputs)
         special = self._request.add_special_tokens is not False
         self._generator.check_sequences(len(items), 1, param=self._param)
         prompts = await self._generator.token_ids(items, add_special_tokens=special, param=self._param)
@@ -105,6 +111,16 @@ class PoolingRun:
         self._ticket.finish("stop")
         return results
 
+    def answer(self, kind: type[Answer], prefix: str) -> Answer:
+        """Return the request's answer of the class ``kind`` without items; its id begins with ``prefix``."""
+        return kind(
+            id=f"{prefix}-{self._ticket.request_id}",
+            created=int(time.time()),
+            model=self._request.model,
+            data=[],
+            usage=EmbeddingUsage.of(self.counts),
+        )
+
 
 def check_input_length(state: ServerState, longest: int, param: str) -> None:
     """Raise ApiError if ``longest``, the tokens of a request's longest input, exceed the context."""
@@ -118,21 +134,15 @@ def check_input_length(state: ServerState, longest: int, param: str) -> None:
         )
 
 
-def vector_of(result: Values) -> list[float]:
-    """Return a pooling model's result that has one vector as a list of numbers."""
-    vector: list[float] = result.tolist()
-    return vector
+def encoded(result: Values, encoding_format: str | None) -> Any:
+    """Return a pooling model's result in the requested format.
 
-
-def rows_of(result: Values) -> list[float] | list[list[float]]:
-    """Return a pooling model's result as nested lists, one list of numbers per vector."""
-    rows: list[float] | list[list[float]] = result.tolist()
-    return rows
-
-
-def as_base64(result: Values) -> str:
-    """Return a pooling model's result as base64 of little-endian 32-bit floats, vector after vector."""
-    return base64.b64encode(result.astype("<f4").tobytes()).decode()
+    ``base64`` encodes little-endian 32-bit floats, vector after vector. Any other format gives a list of
+    numbers for one vector, or a list of such lists for several.
+    """
+    if encoding_format == "base64":
+        return base64.b64encode(result.astype("<f4").tobytes()).decode()
+    return result.tolist()
 
 
 async def with_items(answer: BaseModel, items: Iterable[BaseModel]) -> bytes:

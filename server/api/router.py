@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from tonnage.server.api.body import openapi_body
 from tonnage.server.api.chat.protocol import ChatCompletion
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.protocol import Completion
 from tonnage.server.api.completions.service import CompletionService
 from tonnage.server.api.embeddings.protocol import EmbeddingList
 from tonnage.server.api.embeddings.service import EmbeddingService
-from tonnage.server.api.endpoint import Endpoint, Service
+from tonnage.server.api.endpoint import Endpoint, Service, StreamingService
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.messages.protocol import AnthropicAnswer
 from tonnage.server.api.messages.service import MessagesService
@@ -39,11 +39,10 @@ class Route:
 
     path: str
     # typed Any, because each service has its own body type
-    service: Callable[[ServerState, Generator], Service[Any]]
+    service: type[Service[Any]]
     answer: type[BaseModel]
     name: str
     description: str
-    streams: bool = True
     # the route's errors in the OpenAPI document, where they do not have OpenAI's form
     errors: dict[int | str, dict[str, Any]] = field(default_factory=dict)
 
@@ -84,7 +83,6 @@ ROUTES = (
         EmbeddingList,
         "create_embeddings",
         "Return an embedding of each input; a model that makes none rejects the request.",
-        streams=False,
     ),
     *(
         Route(
@@ -93,7 +91,6 @@ ROUTES = (
             ScoreList,
             "create_score",
             "Score pairs of texts with an embedding model (cosines) or a cross-encoder, as vLLM does.",
-            streams=False,
         )
         for path in ("/v1/score", "/score")
     ),
@@ -104,7 +101,6 @@ ROUTES = (
             RerankList,
             "create_rerank",
             "Sort documents by their scores with the query, which are those of /v1/score.",
-            streams=False,
         )
         for path in ("/v1/rerank", "/rerank", "/v2/rerank")
     ),
@@ -114,7 +110,6 @@ ROUTES = (
         ClassificationList,
         "create_classification",
         "Return the label of each input; a model that is no classifier of texts rejects the request.",
-        streams=False,
     ),
     Route(
         "/pooling",
@@ -122,7 +117,6 @@ ROUTES = (
         PooledList,
         "create_pooling",
         "Return what the model makes of each input: an embedding, or the values of labels.",
-        streams=False,
     ),
 )
 
@@ -139,7 +133,7 @@ def engine_router(state: ServerState, generator: Generator) -> APIRouter:
             name=route.name,
             description=route.description,
             response_model=route.answer,
-            responses=(STREAMED if route.streams else {}) | route.errors,
-            openapi_extra=endpoint.openapi_extra,
+            responses=(STREAMED if issubclass(route.service, StreamingService) else {}) | route.errors,
+            openapi_extra=openapi_body(route.service.fields, state.model_names),
         )
     return router

@@ -14,12 +14,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tonnage.server.engines.packed import TokenBiases, TokenIds
 from tonnage.server.engines.request import SamplingParams
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.stop_strings import MAX_STOP_CHARACTERS
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
+# OpenAI's limit of top_logprobs, and vLLM's default of --max-logprobs
+MAX_TOP_LOGPROBS = 20
+
 # maximum number of allowed_token_ids in a request; a logits mask of this many ids takes less than a millisecond
 # per generated token
 MAX_ALLOWED = 10_000
@@ -50,20 +51,22 @@ def short_stop(stop: Stop) -> Stop:
     return stop
 
 
-class StreamOptions(BaseModel):
-    """OpenAI's ``stream_options``: whether a streamed answer also reports its token usage."""
+class StrictModel(BaseModel):
+    """Base class of the objects in request bodies, which rejects unknown fields and values of another type."""
 
-    model_config = STRICT
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    """OpenAI's ``stream_options``: whether a streamed answer also reports its token usage."""
 
     include_usage: bool | None = None
     # vLLM's field: if include_usage is also set, every chunk of the stream has the token usage
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(StrictModel):
     """A named JSON schema; ``strict`` has no effect, because the answer always matches the schema."""
-
-    model_config = STRICT
 
     name: str = Field(min_length=1, max_length=64)
     description: str | None = None
@@ -71,19 +74,15 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """OpenAI's ``response_format``: free text, any JSON object, or a named JSON schema."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's ``structured_outputs``: a constraint on the answer, with exactly one of its fields set."""
-
-    model_config = STRICT
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = Field(None, min_length=1, max_length=10_000)
@@ -92,10 +91,8 @@ class StructuredOutputs(BaseModel):
     json_object: bool | None = None
 
 
-class EngineBody(BaseModel):
+class EngineBody(StrictModel):
     """Base class of all request bodies that lead to a request to the engine."""
-
-    model_config = STRICT
 
     model: str
     add_special_tokens: bool | None = None
@@ -106,7 +103,7 @@ class EngineBody(BaseModel):
     @property
     def streams(self) -> bool:
         """Whether the client requests the answer as server-sent events."""
-        return False
+        return bool(getattr(self, "stream", False))
 
 
 # fields of request bodies that are no longer needed while the request waits, because they were converted
@@ -144,11 +141,6 @@ class SamplingFields(EngineBody):
         json_schema_extra={"not": {"const": 0}},
     )  # fmt: skip
 
-    @property
-    def streams(self) -> bool:
-        """Whether the client requests the answer as server-sent events."""
-        return bool(self.stream)
-
     def grammar(self) -> Grammar | None:
         """Return the grammar of ``structured_outputs`` (JSON schema, regex ...) that the answer must match.
 
@@ -159,10 +151,9 @@ class SamplingFields(EngineBody):
             return None
         given = [name for name, value in constraint.model_dump(exclude_none=True).items() if value is not False]
         if len(given) != 1:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 "structured_outputs takes exactly one of json, regex, choice, grammar, json_object",
-                param="structured_outputs",
+                "structured_outputs",
             )
         if constraint.json_ is not None:
             text = constraint.json_ if isinstance(constraint.json_, str) else json.dumps(constraint.json_)
@@ -211,10 +202,8 @@ class SamplingFields(EngineBody):
         """
         eos = () if self.ignore_eos else tuple(token for token in eos_token_ids if token < vocab_size)
         if self.min_tokens is not None and self.min_tokens > max_tokens:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"min_tokens is {self.min_tokens}, more than the {max_tokens} of max_tokens",
-                param="min_tokens",
+            raise invalid_value(
+                f"min_tokens is {self.min_tokens}, more than the {max_tokens} of max_tokens", "min_tokens"
             )
         for token in self.stop_token_ids or ():
             _in_vocabulary(token, vocab_size, "stop_token_ids")
@@ -254,13 +243,19 @@ class SamplingFields(EngineBody):
         biases = []
         for name, bias in self.logit_bias.items():
             if not (name.isascii() and name.isdigit() and len(name) <= 10):
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE,
-                    f"logit_bias: {name[:60]!r} is not a token id",
-                    param="logit_bias",
-                )
+                raise invalid_value(f"logit_bias: {name[:60]!r} is not a token id", "logit_bias")
             biases.append((_in_vocabulary(int(name), vocab_size, "logit_bias"), bias))
         return TokenBiases(biases)
+
+
+def prompt_list(items: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
+    """Return a prompt, which has four forms, as a list of texts or a list of token id lists."""
+    if isinstance(items, str):
+        return [items]
+    if isinstance(items[0], int):
+        # The first item decides between token ids and texts, because the protocol allows no mixed lists.
+        return [items]
+    return items
 
 
 def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
@@ -281,16 +276,12 @@ def grammar_of(response_format: ResponseFormat | None) -> Grammar | None:
 def check_stream_options(body: SamplingFields) -> None:
     """Raise ApiError when a request has stream_options but does not stream."""
     if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE, "stream_options is only allowed with stream: true", param="stream_options"
-        )
+        raise invalid_value("stream_options is only allowed with stream: true", "stream_options")
 
 
 def _in_vocabulary(token: int, vocab_size: int, field: str) -> int:
     if token >= vocab_size:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens",
-            param=field,
+        raise invalid_value(
+            f"{field}: token id {token} is outside the vocabulary of {vocab_size} tokens", field
         )
     return token

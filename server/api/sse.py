@@ -11,13 +11,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tonnage.server.errors import ApiError, envelope, from_exception, render, stopping
+from tonnage.server.errors import ApiError, from_exception, render, stopping
 from tonnage.server.http.disconnect import ClientDisconnected, until_disconnect
 from tonnage.server.http.outbox import Outbox, Outboxes
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.counts import Outcome
 
-_DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 
 
@@ -32,9 +31,9 @@ def outcome_of(error: ApiError) -> Outcome:
     return "rejected" if error.is_refusal else "error"
 
 
-def error_event(error: ApiError) -> bytes:
-    """Return an error as a server-sent event with OpenAI's error object."""
-    return b"data: " + json.dumps(envelope(error)).encode() + b"\n\n"
+def event(fields: dict[str, Any]) -> bytes:
+    """Return one server-sent event with ``fields`` as its data; their member ``type`` is the event's type."""
+    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()
 
 
 # Entry of the OpenAPI document for a route that returns JSON or, on request, events.
@@ -63,9 +62,9 @@ class EventStream(Response):
         outboxes: Outboxes,
         headers: dict[str, str],
         keep_alive: float,
-        timeout: float | None = None,
-        on_error: Callable[[ApiError], bytes] = error_event,
-        last: bytes = _DONE,
+        timeout: float | None,
+        on_error: Callable[[ApiError], bytes],
+        last: bytes,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
         del self.headers["content-length"]
@@ -78,8 +77,10 @@ class EventStream(Response):
         self._last = last
         self._started = False
         self._generated = False
-        self._ended = False  # whether all events are sent except the one that ends the stream
-        # number of messages sent; the stream is silent when it has not changed for keep_alive seconds
+        # whether all events are sent except the one that ends the stream
+        self._ended = False
+
+        # number of events sent; if it stays the same for keep_alive seconds, a comment is sent
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,7 @@ from tonnage.server.api.generation import Delta
 from tonnage.server.api.logprobs import filled, finite
 from tonnage.server.api.sampling import MAX_TOP_LOGPROBS, SamplingFields
 from tonnage.server.engines.chunk import TokenLogprobs
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
@@ -54,10 +54,8 @@ def is_none(value: Any) -> bool:
 def check_prompt_logprobs(request: TokenOutputFields) -> None:
     """Raise ApiError when a streamed request asks for prompt log probabilities, as vLLM does."""
     if request.prompt_logprobs is not None and request.stream:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "prompt_logprobs are not available with stream: true; leave one of them out",
-            param="prompt_logprobs",
+        raise invalid_value(
+            "prompt_logprobs are not available with stream: true; leave one of them out", "prompt_logprobs"
         )
 
 
@@ -81,7 +79,7 @@ class TokenOutput:
         submission: Submission,
         held: HeldAnswer,
         *,
-        hides_tokens: bool = False,
+        hides_tokens: bool,
     ) -> None:
         self._tokenizer = state.tokenizer
         self._top = request.prompt_logprobs
@@ -90,8 +88,11 @@ class TokenOutput:
         self._shows_prompt = bool(request.return_token_ids)
         self._shows_tokens = self._shows_prompt and not hides_tokens
         self._ids: list[list[int]] = [[] for _ in range(submission.sequences)]
-        self._scores: dict[int, str] = {}  # index of a prompt -> JSON of its log probabilities
-        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1  # upper bound of the bytes per id
+        # index of a prompt -> JSON of its log probabilities
+        self._scores: dict[int, str] = {}
+
+        # upper bound of the bytes of a token id in JSON
+        self._id_bytes = len(str(state.plan.model.vocab_size)) + 1
         if self._shows_prompt:
             held.hold(self._id_bytes * self._n * sum(map(len, submission.prompts)))
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence, Sized
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from tonnage.server.api.body import Fields, inline_schema, parse_steps
+from tonnage.server.api.body import Fields, openapi_body, read_fields
 from tonnage.server.api.chat.prompt import chat_prompt
 from tonnage.server.api.chat.protocol import Messages
 from tonnage.server.api.fields import FieldRule, Standing
 from tonnage.server.api.generation import Generator
-from tonnage.server.api.json_body import most_values, read_body
-from tonnage.server.api.sampling import STRICT, TokenId
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.api.sampling import StrictModel, TokenId
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 from tonnage.server.http.bodies import FREE_BYTES
 from tonnage.server.state import ServerState
 
@@ -33,9 +32,7 @@ _WRITTEN_AT_ONCE = 2**14
 _BYTES_A_TOKEN = 8
 
 
-class _Named(BaseModel):
-    model_config = STRICT
-
+class _Named(StrictModel):
     model: str | None = None
 
 
@@ -80,11 +77,6 @@ def _fields(model: type[Body]) -> Fields[Body]:
 _TOKENIZE, _DETOKENIZE = _fields(TokenizeRequest), _fields(DetokenizeRequest)
 
 
-def _openapi(fields: Fields[Body]) -> dict[str, Any]:
-    schema = inline_schema(fields)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
 async def _written(items: Sequence[int | str]) -> list[bytes]:
     """Serialize a list to JSON in slices, and let the event loop run other tasks between two slices."""
     parts = []
@@ -102,25 +94,17 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
 
     async def parse(request: Request, fields: Fields[Body]) -> tuple[Body, int]:
         """Return the validated body of a request and the body's size in bytes."""
-        settings = state.settings
-        raw = await read_body(request, settings.max_request_body_bytes, settings.body_timeout, state.bodies)
-        most = most_values(state.max_model_len)
-        steps = parse_steps(raw, fields, lenient=settings.lenient, most=most)
-        body, _ = await state.bodies.in_turn(len(raw), steps)
+        body, _, size = await read_fields(request, state, fields)
         if body.model is not None:
             state.check_model(body.model)
-        return body, len(raw)
+        return body, size
 
     def check_length(param: str, value: Sized, what: str, least: int, of_a_token: int) -> None:
         most = max(least, of_a_token * state.max_model_len)
         if len(value) > most:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"{param} has {len(value)} {what}; at most {most} are allowed at once",
-                param=param,
-            )
+            raise invalid_value(f"{param} has {len(value)} {what}; at most {most} are allowed at once", param)
 
-    @router.post("/tokenize", openapi_extra=_openapi(_TOKENIZE), response_model=Tokens)
+    @router.post("/tokenize", openapi_extra=openapi_body(_TOKENIZE), response_model=Tokens)
     async def tokenize(request: Request) -> Response:
         """Return the token ids of a prompt or a conversation, as the generating endpoints would encode it."""
         body, size = await parse(request, _TOKENIZE)
@@ -152,7 +136,7 @@ def tokenize_router(state: ServerState, generator: Generator) -> APIRouter:
             parts += [b',"token_strs":', *await _written(await generator.token_texts(ids))]
         return Response(b"".join([*parts, b"}"]), media_type="application/json")
 
-    @router.post("/detokenize", openapi_extra=_openapi(_DETOKENIZE))
+    @router.post("/detokenize", openapi_extra=openapi_body(_DETOKENIZE))
     async def detokenize(request: Request) -> Text:
         """Return the text that the token ids in the request decode to."""
         body, _ = await parse(request, _DETOKENIZE)

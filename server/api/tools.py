@@ -15,7 +15,7 @@ from typing import Any
 
 from tonnage.server.api.sampling import SamplingFields
 from tonnage.server.engines.request import SamplingParams
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value, unsupported_parameter
 from tonnage.server.requests.submission import Submission
 from tonnage.server.state import ServerState
 from tonnage.server.text.chat_template import SHIPPED
@@ -63,36 +63,30 @@ def tool_use(
     """
     if not tools:
         if function is not None or choice == "required":
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, "tool_choice is only allowed with tools", param="tool_choice"
-            )
+            raise invalid_value("tool_choice is only allowed with tools", "tool_choice")
         return _without_tools(state, grammar, template_arguments)
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise ApiError(ErrorCode.INVALID_VALUE, "two tools have the same name", param="tools")
+        raise invalid_value("two tools have the same name; give each a name of its own", "tools")
     if function is not None and function not in names:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE, f"tool_choice: {function} is not among the tools", param="tool_choice"
-        )
+        raise invalid_value(f"tool_choice: {function} is not among the tools", "tool_choice")
     if choice == "none":
         return _without_tools(state, grammar, template_arguments)
     if state.chat_template is None or not state.chat_template.knows_tools:
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_PARAMETER,
+        raise unsupported_parameter(
             "tools is not supported: the model's chat template does not show tools; leave it out, or start the "
             f"server with --chat-template FILE (shipped: {', '.join(SHIPPED)})",
-            param="tools",
+            "tools",
         )
     if function is not None or choice == "required":
         return _forced(state, tools, function, parallel)
     parser = state.output_parser
     if parser is None or not parser.reads_tools:
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_PARAMETER,
+        raise unsupported_parameter(
             "tools with tool_choice auto is not supported: this server has no tool parser for the model; start "
             "it with --enable-auto-tool-choice --tool-call-parser NAME, or send tool_choice required, none or "
             "a function",
-            param="tools",
+            "tools",
         )
     use = parser.use(
         tools,
@@ -102,7 +96,11 @@ def tool_use(
         template_arguments=template_arguments or {},
     )
     if use.grammar is not None and "grammar" not in state.honours:
-        raise _needs_grammar("tools with strict functions, or parallel_tool_calls false,", "tools")
+        raise unsupported_parameter(
+            "tools with strict functions, or parallel_tool_calls false, is not supported by this server's "
+            "engine: it cannot constrain an answer to a grammar",
+            "tools",
+        )
     return use
 
 
@@ -133,11 +131,7 @@ def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
     if not isinstance(tools, list):
         return []
     if len(tools) > MAX_TOOLS:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            f"tools has {len(tools)} items; at most {MAX_TOOLS} are allowed",
-            param="tools",
-        )
+        raise invalid_value(f"tools has {len(tools)} items; at most {MAX_TOOLS} are allowed", "tools")
     types = [str(tool.get("type")) if isinstance(tool, dict) else "" for tool in tools]
     # only types that match _TYPE are removed, because the types become part of a response header
     dropped = {at: kind for at, kind in enumerate(types) if kind.startswith(kinds) and _TYPE.fullmatch(kind)}
@@ -155,9 +149,7 @@ def allowed_tools(tools: Sequence[ToolDict], names: Sequence[str]) -> list[ToolD
     known = {tool["function"]["name"] for tool in tools}
     for name in names:
         if name not in known:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, f"tool_choice: {name} is not among the tools", param="tool_choice"
-            )
+            raise invalid_value(f"tool_choice: {name} is not among the tools", "tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
@@ -196,7 +188,11 @@ def _forced(
     parallel: bool,
 ) -> ToolUse:
     if "grammar" not in state.honours:
-        raise _needs_grammar("tool_choice required, or a function by name,", "tool_choice")
+        raise unsupported_parameter(
+            "tool_choice required, or a function by name, is not supported by this server's engine: it cannot "
+            "constrain an answer to a grammar",
+            "tool_choice",
+        )
     schema = (
         _array_schema(tools, parallel)
         if function is None
@@ -204,14 +200,6 @@ def _forced(
     )
     return ToolUse(
         tuple(tools), Grammar("json_schema", json.dumps(schema)), reader=lambda prompt: ForcedReader(function)
-    )
-
-
-def _needs_grammar(what: str, param: str) -> ApiError:
-    return ApiError(
-        ErrorCode.UNSUPPORTED_PARAMETER,
-        f"{what} is not supported by this server's engine: it cannot constrain an answer to a grammar",
-        param=param,
     )
 
 
@@ -235,10 +223,9 @@ def _array_schema(tools: Sequence[ToolDict], parallel: bool) -> dict[str, Any]:
         for where, known in shared.items():
             for name, schema in (parameters.pop(where, None) or {}).items():
                 if known.setdefault(name, schema) != schema:
-                    raise ApiError(
-                        ErrorCode.INVALID_VALUE,
-                        f"tools: {where} has two different schemas named {name[:60]!r}",
-                        param="tools",
+                    raise invalid_value(
+                        f"tools: {where} has two different schemas named {name[:60]!r}; rename one of them",
+                        "tools",
                     )
         items.append(
             {
@@ -291,7 +278,7 @@ class ForcedReader:
     def _next_value(self, text: str, deltas: list[CallDelta]) -> _JsonValue | None:
         """Return a reader of the next call's arguments, and append the call's name to ``deltas``.
 
-        Returns None if no call begins in ``text``, the newest text. A colon ends the head of a call.
+        Returns None if no call begins in ``text``, the newest text. The call's arguments begin after a colon.
         """
         if self._function is not None:
             name = self._function

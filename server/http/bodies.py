@@ -48,7 +48,7 @@ class BodyBytes:
         if self.held + more > self.most:
             raise ApiError(
                 ErrorCode.SERVER_OVERLOADED,
-                f"{self.held} bytes of request bodies are arriving, of at most {self.most}",
+                f"the server holds {self.held} bytes of request bodies, and at most {self.most} at once",
             )
         self.held += more
 

@@ -39,7 +39,7 @@ class Outboxes:
 
     def __init__(self) -> None:
         self.held = 0
-        self.idle = asyncio.Event()  # set while every client has been sent all its events
+        self.idle = asyncio.Event()  # set while no client has unsent events
         self.idle.set()
         self._behind: set[Buffer] = set()
 

@@ -35,7 +35,7 @@ FREE_PIECES, PIECE_BYTES = 4096, 16
 # Time limit for a request's head, enough for a slow connection. nginx's client_header_timeout is 60 s, and
 # gunicorn's worker timeout 30 s.
 HEAD_SECONDS = 20.0
-WRITE_SECONDS = 60.0  # how long a client may read nothing of its answer; the same as nginx's send_timeout
+WRITE_SECONDS = 60.0  # time limit in seconds for a client that reads nothing; the same as nginx's send_timeout
 
 # Limit of connections: four times the queue's default of 512 sequences. It leaves room for waiting requests,
 # rejections and probes. uvicorn's backlog is 2,048, too.
@@ -48,7 +48,9 @@ CLOSED_AT_ONCE = 64
 # files open (/proc/PID/fd of the API process); 32 of them are listening sockets (commands/serve.py). The other
 # 50 are for an engine that starts while another one ends, for logs, and for connections that are being closed.
 RESERVED_FILES = 96
-FEWEST_FILES = 64  # 46 files of the server itself, and the files of an engine process that starts
+# Fewest file descriptors with which the server starts: 46 of its own, and those of a starting engine.
+FEWEST_FILES = 64
+
 # Number of requests that a connection may send before the first is answered; above it the connection is closed.
 # uvicorn has no limit: 128 KB with 4,738 heads blocked the event loop for 124 ms (11 ms with 16 heads), and the
 # pipeline could grow without end.
@@ -179,7 +181,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def parse_next(self) -> None:
         """Parse the oldest received bytes that wait; if none wait any more, resume reading from the client."""
-        if not self._unparsed:  # the connection has ended
+        if not self._unparsed:  # the connection has ended, which discards its received bytes
             return
         self._parse(self._unparsed.popleft())
         if not self._unparsed and not self.flow.read_paused and not self.transport.is_closing():
@@ -216,7 +218,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
-            assert self._answering is not None  # because a complete request has arrived
+            assert self._answering is not None  # It is set, because a complete request waits for its answer.
             self._half_closed.watch(self._answering)
         return True
 
@@ -269,7 +271,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._pieces, self._body_bytes = self._pieces + 1, self._body_bytes + len(body)
         if self._pieces > FREE_PIECES and self._body_bytes < self._pieces * PIECE_BYTES:
-            self._refuse(_small_pieces())
+            message = f"the body's chunks have fewer than {PIECE_BYTES} bytes on average; send larger ones"
+            self._refuse(ApiError(ErrorCode.MALFORMED_HTTP, message))
             raise _ParsingEnds
         self._body.append(body)
 
@@ -401,10 +404,3 @@ def _too_large(
     message: str = f"the request's headers or trailers are larger than {MAX_HEAD_BYTES} bytes",
 ) -> ApiError:
     return ApiError(ErrorCode.HEADERS_TOO_LARGE, message)
-
-
-def _small_pieces() -> ApiError:
-    return ApiError(
-        ErrorCode.MALFORMED_HTTP,
-        f"the body's chunks have fewer than {PIECE_BYTES} bytes on average; send larger ones",
-    )

@@ -55,6 +55,4 @@ _pacing: WeakKeyDictionary[object, ReceivePacing] = WeakKeyDictionary()
 
 def pacing_of(server: object, loop: AbstractEventLoop) -> ReceivePacing:
     """Return the `ReceivePacing` of a server; ``server`` is uvicorn's state object, one for each server."""
-    if server not in _pacing:
-        _pacing[server] = ReceivePacing(loop)
-    return _pacing[server]
+    return _pacing.setdefault(server, ReceivePacing(loop))

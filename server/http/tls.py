@@ -85,7 +85,7 @@ class TlsHandshake(asyncio.Protocol):
             protocol.data_received(bytes(self._early))
 
     def _pass_on(self) -> None:
-        """Pass bytes that arrived before start_tls took over the connection on to asyncio's TLS protocol."""
+        """Give asyncio's TLS protocol the bytes that arrived before start_tls took over the connection."""
         early, self._early = self._early, bytearray()
         protocol: Any = None if self._transport is None else self._transport.get_protocol()
         if protocol is self or not early:

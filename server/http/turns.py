@@ -53,7 +53,7 @@ class Turns:
             turn = turns.popleft()
             if turns:
                 self._waiting[key] = turns
-            if not turn.done():  # a turn that is done belongs to a cancelled caller
+            if not turn.done():  # the future of a cancelled caller is done
                 turn.set_result(None)
                 return
         self._free += 1

@@ -61,7 +61,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     except ValueError as error:
         raise DeploymentError(str(error).splitlines()[-1].strip(), field="/".join(own)) from None
     if options.max_replicas is not None and options.max_replicas < options.replicas:
-        raise DeploymentError(f"{options.max_replicas} is less than replicas", field="max_replicas")
+        raise DeploymentError(
+            f"{options.max_replicas} is less than replicas = {options.replicas}", field="max_replicas"
+        )
     plan = _planned(settings)
     engine = serve.deployment(
         EngineReplica,
@@ -162,5 +164,5 @@ class Ingress:
     async def _targets(self) -> list[dict[str, Any]]:
         return [
             {"targets": [report.address], "labels": {"replica": report.replica_id}}
-            for report in self._engine.replicas
+            for report in self._engine.reports
         ]

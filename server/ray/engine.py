@@ -38,7 +38,7 @@ class RayEngine(Engine):
         self._plan = plan
         self._handle = handle
         self._limits = limits_of(plan)
-        self._reports: tuple[ReplicaReport, ...] = ()
+        self.reports: tuple[ReplicaReport, ...] = ()  # each replica's latest report, at most one second old
         self._reporter: asyncio.Task[None] | None = None
         self._live = 0
         self._idle = asyncio.Event()
@@ -54,16 +54,11 @@ class RayEngine(Engine):
     @property
     def capabilities(self) -> Capabilities:
         """Return the capabilities that all replicas have in common."""
-        return common(report.capabilities for report in self._reports)
-
-    @property
-    def replicas(self) -> tuple[ReplicaReport, ...]:
-        """Return each replica's latest `ReplicaReport`, which is at most one second old."""
-        return self._reports
+        return common(report.capabilities for report in self.reports)
 
     async def start(self) -> None:
         """Wait until the first replica is ready; Ray restarts replicas that fail to start."""
-        while not self._reports:
+        while not self.reports:
             await self._ask()
             await asyncio.sleep(0.1)
         self._reporter = asyncio.create_task(self._report(), name="replica reports")
@@ -80,9 +75,9 @@ class RayEngine(Engine):
             )
         except (RayError, RayServeException, TimeoutError):  # no replica is alive yet
             answers = []
-        self._reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
-        if self._reports:
-            self._stats = total([report.stats for report in self._reports])
+        self.reports = tuple(answer for answer in answers if isinstance(answer, ReplicaReport))
+        if self.reports:
+            self._stats = total([report.stats for report in self.reports])
         else:
             self._stats = replace(self._stats, ready=False, running=0, waiting=0)
 
@@ -106,7 +101,7 @@ class RayEngine(Engine):
                 remaining -= answer.finish_reason is not None
                 yield answer
             if remaining:
-                raise EngineDead("the replica ended before the response was complete")
+                raise EngineDead("the replica ended before the answer did", hint="send the request again")
         except (RayError, RayServeException) as error:
             raise EngineDead(
                 f"the replica died ({type(error).__name__})", hint="send the request again"
@@ -130,8 +125,7 @@ class RayEngine(Engine):
         if self._draining:
             raise QueueFull("the server is draining")
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
-        answer = refusal(wish, self._limits)
-        if answer is not None:
+        if (answer := refusal(wish, self._limits)) is not None:
             raise NeverFits(str(answer), field="prompt")
 
     async def abort(self, request_id: str, index: int | None = None) -> None:
@@ -143,12 +137,12 @@ class RayEngine(Engine):
 
     def capacity(self) -> Capacity:
         """Return the capacity of all replicas: the sum of their KV blocks, and the shortest max_model_len."""
-        if not self._reports:
+        if not self.reports:
             raise QueueFull("no replica is ready")
         return Capacity(
             num_blocks=self._stats.pool.num_blocks,
             block_size=self._plan.kv_cache.layout.block_size,
-            max_model_len=min(report.max_model_len for report in self._reports),
+            max_model_len=min(report.max_model_len for report in self.reports),
             plan=replace(self._plan, revision=1),
         )
 

@@ -19,7 +19,9 @@ from tonnage.server.engines.request import GenerationRequest
 # Prefixes are compared in chunks of this many tokens, not in blocks of 16, because a common prefix shorter than
 # a chunk is not worth a longer queue.
 CHUNK_TOKENS = 64
-REMEMBERED_CHUNKS = 1 << 17  # The router remembers this many chunks: 8 Mi tokens of prompts, in about 20 MiB.
+# The router remembers the hashes of this many chunks: 8 Mi tokens of prompts, in about 20 MiB.
+REMEMBERED_CHUNKS = 1 << 17
+
 # A replica's cached prefix is ignored when its queue is longer than the shortest by more than this. A hit saves
 # one prefill, whereas a long queue costs many.
 MAX_QUEUE_LEAD = 8
@@ -156,7 +158,7 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         """Record which replica has accepted a request; the best-ranked replica may have been full."""
         key = replica_id.unique_id
         request_id = pending_request.metadata.internal_request_id
-        if request_id in self._replica:  # a request without an entry there has already ended
+        if request_id in self._replica:  # a request that has already ended has no entry any more
             self._replica[request_id] = key
         self._memory.remember(_hashes(pending_request), key)
 

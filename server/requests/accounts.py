@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.requests.counts import Outcome, RequestCounts
@@ -71,7 +72,10 @@ class Accounts(RequestCounts):
         """Raise AssertionError when a received request has been lost or was counted twice."""
         counted = sum(self.outcomes.values()) + self.in_flight
         if self.received != counted:
-            raise AssertionError(f"received {self.received} requests, counted {counted}: {self.outcomes}")
+            raise AssertionError(
+                f"{self.received} requests were received, but {counted} are in flight or have an outcome: "
+                f"{self.outcomes}"
+            )
 
     def _close(self, ticket: Ticket, outcome: Outcome) -> None:
         self.in_flight -= 1
@@ -88,45 +92,27 @@ class Accounts(RequestCounts):
             listener(ticket)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Ticket:
     """The record of one request, from its arrival to its single outcome.
 
     ``submission`` and ``counts`` are set when the request goes to the engine, and ``error`` when it fails.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_accounts",
-        "_start",
-        "admitted",
-        "arrived",
-        "counts",
-        "endpoint",
-        "error",
-        "first_token_seconds",
-        "outcome",
-        "request_id",
-        "reserved",
-        "seconds",
-        "submission",
-        "tenant",
-    )
-
-    def __init__(self, accounts: Accounts, endpoint: str, request_id: str, tenant: Tenant) -> None:
-        self._accounts = accounts
-        self._start = time.monotonic()
-        self.arrived = time.time()
-        self.admitted = False  # whether the engine has admitted at least one of the request's prompts
-        self.endpoint = endpoint
-        self.request_id = request_id
-        self.tenant = tenant
-        self.first_token_seconds: float | None = None
-        self.seconds = 0.0  # seconds from the arrival to the outcome
-        self.outcome: Outcome | None = None
-        self.error: ApiError | None = None
-        self.submission: Submission | None = None
-        self.counts: TokenCounts | None = None
-        self.reserved = 0  # upper bound of the request's tokens, set when it goes to the engine
+    _accounts: Accounts
+    endpoint: str
+    request_id: str
+    tenant: Tenant
+    _start: float = field(default_factory=time.monotonic)
+    arrived: float = field(default_factory=time.time)
+    admitted: bool = False  # whether the engine has admitted at least one of the request's prompts
+    first_token_seconds: float | None = None
+    seconds: float = 0.0  # seconds from the arrival to the outcome
+    outcome: Outcome | None = None
+    error: ApiError | None = None
+    submission: Submission | None = None
+    counts: TokenCounts | None = None
+    reserved: int = 0  # upper bound of the request's tokens, set when it goes to the engine
 
     def submitted(self) -> None:
         """Record that the request goes to the engine, and add its upper bound of tokens to the accounts."""

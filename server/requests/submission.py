@@ -58,7 +58,9 @@ class TokenCounts:
     """
 
     prompt: int = 0
-    choices: list[int] = field(default_factory=list)  # number of completion tokens of each choice
+    # number of completion tokens of each choice
+    choices: list[int] = field(default_factory=list)
+
     # index of a prompt -> number of its tokens found in the prefix cache
     cached: dict[int, int] = field(default_factory=dict)
     # number of completion tokens of the reasoning; None when the answers are not searched for reasoning

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.server.security.tenants import Tenant
+from tonnage.server.settings import read_toml
 
 _MIN_KEY_LENGTH = 8
 
@@ -93,12 +93,7 @@ def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
 
 
 def _entries(file: Path) -> list[Any]:
-    try:
-        document = tomllib.loads(file.read_text())
-    except OSError as error:
-        raise DeploymentError(f"cannot read {file}: {error.strerror}", field="api_key_file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{file} is not TOML: {error}", field="api_key_file") from None
+    document = read_toml(file, "api_key_file")
     entries = document.get("key")
     if set(document) != {"key"} or not isinstance(entries, list) or not entries:
         raise DeploymentError(f"{file} must contain [[key]] tables only", field="api_key_file")
@@ -115,18 +110,10 @@ def _tenant(entry: Any, number: int, file: Path) -> tuple[bytes, Tenant]:
         hint = did_you_mean(field, _Entry.model_fields) if first["type"] == "extra_forbidden" else None
         raise DeploymentError(f"{where}: {field}: {first['msg']}", field="api_key_file", hint=hint) from None
     if (parsed.key is None) == (parsed.sha256 is None):
-        raise DeploymentError(f"{where}: give either key or sha256", field="api_key_file")
+        raise DeploymentError(f"{where}: give either key or sha256, not both or none", field="api_key_file")
     digest = bytes.fromhex(parsed.sha256) if parsed.sha256 else _digest(parsed.key or "")
-    tenant = Tenant(
-        name=parsed.name,
-        priority=parsed.priority,
-        weight=parsed.weight,
-        cache_salt="" if parsed.share_prefixes else parsed.name,
-        max_num_seqs=parsed.max_num_seqs,
-        tokens_per_minute=parsed.tokens_per_minute,
-        metrics=parsed.metrics,
-    )
-    return digest, tenant
+    limits = parsed.model_dump(exclude={"key", "sha256", "share_prefixes"})
+    return digest, Tenant(**limits, cache_salt="" if parsed.share_prefixes else parsed.name)
 
 
 def _digest(key: str) -> bytes:

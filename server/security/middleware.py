@@ -50,8 +50,8 @@ class RequestId:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        # A stream sends its chunks through this ``send`` and so bypasses the middleware, which needs only the
-        # start of a response. Passing each token through all middleware would take a twentieth of its time.
+        # A stream sends its chunks through ``tonnage.send`` and so bypasses the middleware, which needs only
+        # the start of a response. Passing each token through all middleware would take a twentieth of its time.
         scope["tonnage.send"] = send
 
         async def named(message: Message) -> None:
@@ -65,7 +65,8 @@ class RequestId:
         try:
             await self._app(scope, receive, named)
         finally:
-            # ``send`` refers to the scope too, so only the garbage collector would free the request.
+            # The scope and ``send`` refer to each other. Without this line only the garbage collector would
+            # free the request.
             del scope["tonnage.send"]
 
 
@@ -86,8 +87,8 @@ class Authentication:
         self,
         app: ASGIApp,
         keys: KeyRing,
-        public_paths: frozenset[str] = PUBLIC_PATHS,
-        on_refused: Callable[[ApiError, str, str], None] | None = None,
+        public_paths: frozenset[str],
+        on_refused: Callable[[ApiError, str, str], None],
     ) -> None:
         self._app = app
         self._keys = keys
@@ -104,7 +105,8 @@ class Authentication:
         # Anthropic's clients send x-api-key, and Azure's api-key.
         if not header and (key := headers.get("x-api-key") or headers.get("api-key")):
             header = f"Bearer {key}"
-        browser = scope["method"] in ("GET", "HEAD") and _for_browsers(scope["path"])
+        for_browsers = scope["path"] in BROWSER_PATHS or scope["path"].startswith(ASSETS)
+        browser = for_browsers and scope["method"] in ("GET", "HEAD")
         sent = _key(header, browser)
         tenant = self._keys.tenant(sent) if sent else None
         if tenant is None:
@@ -132,13 +134,8 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _refuse(self, error: ApiError, scope: Scope, extra: dict[str, str] | None = None) -> Response:
-        if self._on_refused is not None:
-            self._on_refused(error, scope["path"], scope["tonnage.request_id"])
+        self._on_refused(error, scope["path"], scope["tonnage.request_id"])
         return render(error, extra)
-
-
-def _for_browsers(path: str) -> bool:
-    return path in BROWSER_PATHS or path.startswith(ASSETS)
 
 
 def _key(header: str, basic: bool) -> bytes:

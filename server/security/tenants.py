@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,10 @@ class Tenant:
         if requested is None:
             return self.priority
         if self.name and requested < self.priority:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"priority is {requested}; this key's requests may have {self.priority} or more "
                 "(lower runs first)",
-                param="priority",
+                "priority",
             )
         return requested
 
@@ -112,9 +111,10 @@ class Quotas:
             return
         most = max(1, queue // 2)
         if sequences > most:
-            raise _never(
-                f"{sequences} sequences at once; a key may have {most} of the queue's {queue} places: "
-                "send fewer prompts or a smaller n"
+            raise ApiError(
+                ErrorCode.INSUFFICIENT_QUOTA,
+                f"the request needs {sequences} sequences at once; a key may have {most} of the queue's "
+                f"{queue} places: send fewer prompts or a smaller n",
             )
         held, free = self._account(tenant).sequences, queue - queued - sequences
         if held + sequences > max(1, free):
@@ -136,21 +136,24 @@ class Quotas:
         limit = tenant.max_num_seqs
         if limit is not None:
             if sequences > limit:
-                raise _never(
-                    f"{sequences} sequences at once; this key may run {limit}: send fewer prompts or a lower n"
+                raise ApiError(
+                    ErrorCode.INSUFFICIENT_QUOTA,
+                    f"the request needs {sequences} sequences at once; this key may run {limit}: send fewer "
+                    "prompts or a lower n",
                 )
             if account.sequences + sequences > limit:
                 raise ApiError(
                     ErrorCode.RATE_LIMIT_EXCEEDED,
-                    f"this key has {account.sequences} of {limit} sequences in flight",
+                    f"this key has {account.sequences} of its {limit} sequences in flight; wait until some end",
                     retry_after_seconds=drain_seconds,
                 )
         rate = tenant.tokens_per_minute
         if rate is not None:
             if tokens > rate:
-                raise _never(
-                    f"{tokens} tokens; this key may use {rate} per minute: shorten the prompt, or lower "
-                    "max_tokens"
+                raise ApiError(
+                    ErrorCode.INSUFFICIENT_QUOTA,
+                    f"the request needs {tokens} tokens; this key may use {rate} per minute: shorten the "
+                    "prompt, or lower max_tokens",
                 )
             if tokens > account.tokens:
                 raise ApiError(
@@ -180,7 +183,3 @@ class Quotas:
             account.tokens = min(float(tenant.tokens_per_minute), account.tokens + earned)
         account.filled = now
         return account
-
-
-def _never(message: str) -> ApiError:
-    return ApiError(ErrorCode.INSUFFICIENT_QUOTA, f"the request needs {message}")

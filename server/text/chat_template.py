@@ -76,10 +76,10 @@ class ChatTemplate:
     ) -> ChatTemplate | None:
         """Load a model's chat template; return None when the model has none.
 
-        The source is ``file``, if given, or the template of ``SHIPPED`` that ``file`` names. Else it is
-        chat_template.jinja (with additional_chat_templates/tool_use.jinja), or else the entry chat_template of
-        tokenizer_config.json. The template ``tool_template`` of ``SHIPPED`` is used for requests with tools
-        when the model's own source does not show tools.
+        If ``file`` is given, it is the path of a template, or the name of a template in ``SHIPPED``. Otherwise
+        the template is read from ``folder``: from chat_template.jinja (with
+        additional_chat_templates/tool_use.jinja), or else from tokenizer_config.json. If that template does not
+        show tools, the shipped template named ``tool_template`` replaces it for requests with tools.
 
         Raises:
             ConfigError: A file or template is invalid.

@@ -38,6 +38,6 @@ def shared_prefix(
         raise DeploymentError(
             f"{path} makes {len(common)} tokens, less than a KV block of {block_size}",
             field=field,
-            hint="sharing needs at least one full block: leave it out",
+            hint="sharing needs at least one full block: leave the file out",
         )
     return tuple(common)

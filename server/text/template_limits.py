@@ -29,7 +29,9 @@ MOST_CHARACTERS = 2**24
 MOST_ROUNDS = 2**20
 # Matches a field width of seven digits or more in a format string, which would pad a text to megabytes.
 _WIDE = re.compile(r"[%{][^%{}]*\d{7}")
-_WIDTH_OF_VALUE = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")  # a width given as a value: "%*d", "{:{}}"
+# Matches a format string that takes a field width from a value: "%*d", "{:{}}".
+_WIDTH_OF_VALUE = re.compile(r"%[^a-zA-Z%]*\*|:[^{}]*\{")
+
 # Upper bound of the bits of a number, more than any template needs. Without it, a power of a power would fill
 # the memory.
 _MOST_BITS = 4096
@@ -82,7 +84,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         for value in values:
             mine.rounds = getattr(mine, "rounds", 0) + 1
             if mine.rounds > MOST_ROUNDS:
-                raise jinja2.TemplateError(f"the loops of the template take more than {MOST_ROUNDS:,} rounds")
+                raise jinja2.TemplateError(f"the template's loops have more than {MOST_ROUNDS:,} iterations")
             yield value
 
     def concatenated(self, *values: Any) -> str:
@@ -104,12 +106,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _MOST_BITS:
-                raise jinja2.TemplateError("a number in the template is too large")
+                raise jinja2.TemplateError(f"a number in the template has more than {_MOST_BITS:,} bits")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
         """Call ``obj`` for a template; raise TemplateError for a string method with too large a result."""
-        method = getattr(obj, "__wrapped__", obj)  # Jinja's sandbox wraps str.format
+        method = getattr(obj, "__wrapped__", obj)  # str.format, which Jinja's sandbox replaces by a wrapper
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             _check_method(owner, method.__name__, (*args, *named.values()))
@@ -129,7 +131,7 @@ def _check_size(size: int) -> None:
 
 
 def _check_widths(form: str, values: Any) -> None:
-    """Raise TemplateError for a format string with a huge field width, written in it or given as a value."""
+    """Raise TemplateError for a huge field width in the format string ``form``, or among its ``values``."""
     several = values if isinstance(values, tuple) else (values,)
     large = any(isinstance(value, int) and abs(value) > MOST_CHARACTERS for value in several)
     if _WIDE.search(form) or (large and _WIDTH_OF_VALUE.search(form)):

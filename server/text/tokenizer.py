@@ -218,9 +218,8 @@ def detokenizer(
         prompt_token_ids: The prompt, whose end may affect how the first generated token is decoded.
         special_tokens: Whether the text includes special tokens.
     """
-    if tokenizer.joins_bytes:
-        return ByteDetokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
-    return Detokenizer(tokenizer, prompt_token_ids, special_tokens=special_tokens)
+    kind = ByteDetokenizer if tokenizer.joins_bytes else Detokenizer
+    return kind(tokenizer, prompt_token_ids, special_tokens=special_tokens)
 
 
 class ByteDetokenizer:
@@ -263,8 +262,10 @@ class Detokenizer:
     ) -> None:
         self._decode = tokenizer.decode_all if special_tokens else tokenizer.decode
         self._ids = _context(tokenizer, prompt_token_ids)
-        self._read = len(self._ids)  # number of tokens in _ids whose text has been returned
-        # number of characters of the decoded _ids that have been returned
+        # number of tokens in _ids whose text has been returned
+        self._read = len(self._ids)
+
+        # number of characters of the text of _ids that have been returned
         self._shown = len(self._decode(self._ids)) if self._ids else 0
 
     def push(self, token_ids: Sequence[int]) -> str:

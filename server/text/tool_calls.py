@@ -118,9 +118,4 @@ def merged(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 def calls_of(deltas: Sequence[CallDelta]) -> list[Call]:
     """Return the complete calls that the pieces ``deltas`` make up."""
-    calls: dict[int, Call] = {}
-    for delta in deltas:
-        call = calls.setdefault(delta.index, Call(delta.id or new_call_id(), "", ""))
-        call.name += delta.name or ""
-        call.arguments += delta.arguments
-    return list(calls.values())
+    return [Call(call.id or new_call_id(), call.name or "", call.arguments) for call in merged(deltas)]

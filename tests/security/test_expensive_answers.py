@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tonnage.server.api import endpoint
 from tonnage.server.api.body import parse_steps
 from tonnage.server.api.chat import protocol as chat
 from tonnage.server.api.completions import protocol as completions
@@ -189,14 +188,14 @@ async def test_waiting_request_frees_its_messages_tools_and_parsed_body(
 ) -> None:
     path, more = WAITING[case]
     seen: list[Any] = []
-    plain = endpoint.parse_steps
+    plain = parse_steps
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         found = yield from plain(*arguments, **named)
         seen.append(found[0])
         return found
 
-    monkeypatch.setattr(endpoint, "parse_steps", recorded)
+    monkeypatch.setattr("tonnage.server.api.body.parse_steps", recorded)
     limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 1}
     assert (await server.http.post(path, json={"model": "demo"} | limit | more)).status_code == 200
     (request,) = seen

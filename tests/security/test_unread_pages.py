@@ -27,11 +27,10 @@ async def test_openapi_document_is_serialised_once(server, monkeypatch: pytest.M
 
 
 async def test_request_for_a_documentation_file_is_rejected_while_too_many_files_are_being_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """The kernel can hold a whole file of the documentation, so clients that do not read are made here."""
-    monkeypatch.setattr(docs, "MOST_FILES", 2)
-    path, sending, read = tmp_path / "script.js", docs._Sending(), asyncio.Event()
+    path, sending, read = tmp_path / "script.js", asyncio.Semaphore(2), asyncio.Event()
     path.write_bytes(b"x" * 1_000_000)
 
     async def ask() -> int:
@@ -49,7 +48,7 @@ async def test_request_for_a_documentation_file_is_rejected_while_too_many_files
         return statuses[0]
 
     unread = [asyncio.create_task(ask()) for _ in range(2)]
-    while sending.files < 2:  # noqa: ASYNC110  (a count, there is no event to wait for)
+    while not sending.locked():  # noqa: ASYNC110  (there is no event to wait for)
         await asyncio.sleep(0.01)
     assert await ask() == 503
     read.set()

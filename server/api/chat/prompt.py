@@ -10,9 +10,8 @@ import pydantic_core
 from tonnage.server.api.chat.protocol import Message, ToolCall
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.json_body import check_embedded, most_values
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value, unsupported_parameter
 from tonnage.server.state import ServerState
-from tonnage.server.text.chat_template import ChatTemplate
 
 # Names that chat_template_kwargs must not set, because the server or Jinja itself passes them to the template.
 _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "documents", "self"})
@@ -43,22 +42,33 @@ async def chat_prompt(
         ApiError: The conversation is invalid, or too long for the context.
         TemplateRefused: The template rejects the conversation.
     """
-    template = template_of(state)
-    arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    if state.chat_template is None:
+        raise ApiError(
+            ErrorCode.UNSUPPORTED_ENDPOINT,
+            "the model has no chat template; use /v1/completions",
+            param="messages",
+        )
+    template = state.chat_template
+    call_arguments = [call.function.arguments for message in messages for call in message.tool_calls or ()]
 
     def formatted() -> str:
-        check_embedded(arguments, most_values(state.max_model_len), "the JSON in tool call arguments")
-        return render(
-            template,
-            messages,
+        check_embedded(call_arguments, most_values(state.max_model_len), "the JSON in tool call arguments")
+        variables = template_arguments or {}
+        check_template_arguments(variables)
+        if continue_final_message and add_generation_prompt:
+            raise invalid_value(
+                "continue_final_message needs add_generation_prompt: false", "continue_final_message"
+            )
+        text = template.render(
+            [_for_template(message, at) for at, message in enumerate(messages)],
             add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_arguments=template_arguments,
             tools=tools,
+            **variables,
         )
+        return _up_to_final_message(text, messages[-1]) if continue_final_message else text
 
     is_large = (
-        bool(tools or arguments)
+        bool(tools or call_arguments)
         or len(messages) > _INLINE_MESSAGES
         or sum(len(message.text()) for message in messages) > _INLINE_CHARACTERS
     )
@@ -67,17 +77,6 @@ async def chat_prompt(
     prompt = await generator.encode(text, add_special_tokens=add_special_tokens)
     generator.check_token_ids([prompt], param)
     return prompt
-
-
-def template_of(state: ServerState) -> ChatTemplate:
-    """Return the model's chat template; raises ApiError when it has none."""
-    if state.chat_template is None:
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_ENDPOINT,
-            "the model has no chat template; use /v1/completions",
-            param="messages",
-        )
-    return state.chat_template
 
 
 def earlier_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -89,46 +88,20 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise ApiError when chat_template_kwargs sets a variable that the server or Jinja itself sets."""
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
-        raise ApiError(
-            ErrorCode.INVALID_VALUE, f"chat_template_kwargs: {name} is reserved", param="chat_template_kwargs"
+        raise invalid_value(
+            f"chat_template_kwargs: {name} is set by the server; leave it out", "chat_template_kwargs"
         )
 
 
-def render(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    template_arguments: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """Return the text of the prompt that the template makes from the messages."""
-    arguments = dict(template_arguments or {})
-    check_template_arguments(arguments)
-    if continue_final_message and add_generation_prompt:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "continue_final_message needs add_generation_prompt: false",
-            param="continue_final_message",
-        )
-    text = template.render(
-        [_for_template(message, at) for at, message in enumerate(messages)],
-        add_generation_prompt=add_generation_prompt,
-        tools=tools,
-        **arguments,
-    )
-    if not continue_final_message:
-        return text
-    # With continue_final_message the prompt must end with the final message's own text, so cut what the
-    # template writes after it (the end of the turn).
-    last = messages[-1].text().strip()
+def _up_to_final_message(text: str, message: Message) -> str:
+    """Return the prompt ``text`` up to the end of its final message, which the answer continues."""
+    # The template writes the end of the turn after the message, which must not be a part of the prompt.
+    last = message.text().strip()
     at = text.rfind(last)
     if not last or at < 0:
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
-            "continue_final_message: the chat template does not show the final message unchanged",
-            param="continue_final_message",
+        raise invalid_value(
+            "continue_final_message is impossible: the chat template does not show the final message unchanged",
+            "continue_final_message",
         )
     return text[: at + len(last)]
 
@@ -145,23 +118,21 @@ def _check(message: Message, at: int) -> None:
             param=param,
         )
     if message.declines and message.role != "assistant":
-        raise ApiError(
-            ErrorCode.UNSUPPORTED_PARAMETER,
+        raise unsupported_parameter(
             f"{param}: only an assistant's message has refusal parts, the role is {message.role}; send text",
-            param=param,
+            param,
         )
     if message.role == "tool" and not message.tool_call_id:
         raise ApiError(
             ErrorCode.MISSING_PARAMETER,
-            f"you must provide messages.{at}.tool_call_id, the id of the call that this is the result of",
+            f"you must provide messages.{at}.tool_call_id, the id of the tool call that the message answers",
             param=f"messages.{at}.tool_call_id",
         )
     for name in ("reasoning", "reasoning_content"):
         if getattr(message, name) is not None and message.role != "assistant":
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
-                f"messages.{at}.{name}: only an assistant's message has it, the role is {message.role}",
-                param=f"messages.{at}.{name}",
+            raise unsupported_parameter(
+                f"messages.{at}.{name}: only an assistant's message may have it, the role is {message.role}",
+                f"messages.{at}.{name}",
             )
 
 
@@ -175,7 +146,8 @@ def _for_template(message: Message, at: int) -> dict[str, Any]:
     if message.name is not None:
         shown["name"] = message.name
     thought = message.reasoning if message.reasoning is not None else message.reasoning_content
-    # Reasoning is passed under both names of the field, as in vLLM 0.32 (renderers/chat_utils.py).
+    # The template gets the reasoning under both names of the field (`reasoning` and `reasoning_content`), as in
+    # vLLM 0.32 (renderers/chat_utils.py).
     if thought is not None:
         shown["reasoning"] = shown["reasoning_content"] = thought
     if message.tool_calls:
@@ -198,10 +170,9 @@ def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
     except ValueError as error:
         arguments, why = None, f": {str(error)[:200]}"
     if not isinstance(arguments, dict):
-        raise ApiError(
-            ErrorCode.INVALID_VALUE,
+        raise invalid_value(
             f"messages.{at}.tool_calls: the arguments of {call.function.name[:64]} are not a JSON object{why}",
-            param=f"messages.{at}.tool_calls",
+            f"messages.{at}.tool_calls",
         )
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -13,9 +13,9 @@ from tonnage.server.api.json_body import MAX_ITEMS
 from tonnage.server.api.sampling import (
     MAX_TOP_LOGPROBS,
     STOP_EXPECTED,
-    STRICT,
     AtLeastOne,
     ResponseFormat,
+    StrictModel,
     grammar_of,
 )
 from tonnage.server.api.token_output import PromptScores, TokenOutputFields, is_none
@@ -25,19 +25,15 @@ from tonnage.server.text.grammar import Grammar
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class TextPart(BaseModel):
+class TextPart(StrictModel):
     """A text part of a message's content; a text model takes no other part except a refusal."""
-
-    model_config = STRICT
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(BaseModel):
+class RefusalPart(StrictModel):
     """A part of an assistant's message that holds the text of a refusal."""
-
-    model_config = STRICT
 
     type: Literal["refusal"]
     refusal: str
@@ -53,20 +49,16 @@ Unread = Field(None, exclude=True)
 Dropped = AfterValidator(_drop)
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(StrictModel):
     """The name and arguments of a tool call; the arguments are a string of JSON."""
-
-    model_config = STRICT
 
     name: str
     arguments: str
     parsed_arguments: Annotated[Any, Dropped] = Unread  # the openai client's parse() adds this field
 
 
-class ToolCall(BaseModel):
+class ToolCall(StrictModel):
     """A tool call that the assistant made earlier in the conversation."""
-
-    model_config = STRICT
 
     id: str
     type: Literal["function"]
@@ -74,15 +66,13 @@ class ToolCall(BaseModel):
     index: int | None = Unread  # sent by clients that built the message from the deltas of a stream
 
 
-class Message(BaseModel):
+class Message(StrictModel):
     """One message of a conversation, of any role.
 
-    Only an assistant's message with tool calls or a refusal may leave out ``content``. An earlier answer may be
-    sent back with the client's extra null fields. ``reasoning`` is vLLM's field for the assistant's reasoning,
-    and ``reasoning_content`` the older name.
+    Only an assistant's message with tool calls or a refusal may leave out ``content``. A client may send
+    back an earlier answer with further fields that are null. ``reasoning`` is vLLM's field for the assistant's
+    reasoning, and ``reasoning_content`` the older name.
     """
-
-    model_config = STRICT
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: (
@@ -117,10 +107,8 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(StrictModel):
     """A function that a tool describes: its name, description and the JSON schema of its parameters."""
-
-    model_config = STRICT
 
     name: FunctionName
     description: str | None = None
@@ -128,45 +116,35 @@ class FunctionDefinition(BaseModel):
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(StrictModel):
     """A function that the model may call."""
-
-    model_config = STRICT
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(StrictModel):
     """The name of a function, inside a ``tool_choice``."""
-
-    model_config = STRICT
 
     name: FunctionName
 
 
-class NamedTool(BaseModel):
+class NamedTool(StrictModel):
     """A value of ``tool_choice`` that forces the model to call one named function."""
-
-    model_config = STRICT
 
     type: Literal["function"]
     function: NamedFunction
 
 
-class AllowedTools(BaseModel):
+class AllowedTools(StrictModel):
     """The tools of a request that the model may call, and whether it must call one of them."""
-
-    model_config = STRICT
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, max_length=128, fail_fast=True)
 
 
-class AllowedToolsChoice(BaseModel):
+class AllowedToolsChoice(StrictModel):
     """A value of ``tool_choice`` that restricts the request to some of its tools."""
-
-    model_config = STRICT
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -264,18 +242,13 @@ class AssistantMessage(BaseModel):
     annotations: list[Any] = []
 
 
-class ToolCallMessage(BaseModel):
+class ToolCallMessage(AssistantMessage):
     """An assistant's message that calls tools.
 
     Messages without calls use AssistantMessage, because OpenAI leaves out their ``tool_calls`` instead of
     sending null.
     """
 
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
-    refusal: None = None
-    annotations: list[Any] = []
     tool_calls: list[ToolCall]
 
 

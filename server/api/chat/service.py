@@ -24,28 +24,23 @@ from tonnage.server.api.chat.protocol import (
     ToolCallMessage,
 )
 from tonnage.server.api.completions.service import ChunkWriter, outcome_of_finishes, usage, usage_so_far
-from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Finish, Generator
+from tonnage.server.api.endpoint import StreamingService
+from tonnage.server.api.generation import Finish
 from tonnage.server.api.logprobs import CHAT_LISTS, JsonLists, chat_logprobs, with_logprobs
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
 from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
-from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolDict, ToolUse, calls_of, merged
 
 
-class ChatService(OpenAIEvents):
+class ChatService(StreamingService[ChatRequest]):
     """Logic of the chat completions endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: ChatRequest, ticket: Ticket) -> bytes:
         """Return the complete chat completion as JSON; cancelling the call aborts the request."""
@@ -121,13 +116,14 @@ class ChatService(OpenAIEvents):
             events.prompt_member = ids_member("prompt_token_ids", prompt)
         shows_tokens = bool(request.return_token_ids) and not _hides_tokens(request, use)
         continuous = request.continuous_usage()
-        reported: list[int] = []  # token counts of each choice when the previous usage was sent
+        reported: list[int] = []  # number of tokens of each choice in the usage that was sent last
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    if continuous:  # as in vLLM, the role chunk has the usage before the first token
+                    # As in vLLM, a choice's first chunk has only the role; its usage does not count the token.
+                    if continuous:
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index, b'""' if readers is None else b"null")
                 if continuous:
@@ -158,7 +154,8 @@ class ChatService(OpenAIEvents):
                     finishes[delta.index] = delta.finish_reason
                     shown = _shown_finish(delta.finish_reason, delta.index in called)
                     event += events.finish(delta.index, shown)
-                elif events.tokens_member and delta.token_ids:  # their text is not sent yet
+                # The parser holds back the text of these tokens, but the client gets their ids now.
+                elif events.tokens_member and delta.token_ids:
                     event += events.nothing(delta.index)
                 if event:
                     yield event
@@ -185,19 +182,14 @@ class ChatService(OpenAIEvents):
         check_stream_options(request)
         check_prompt_logprobs(request)
         if request.top_logprobs and not request.logprobs:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "top_logprobs is only allowed with logprobs: true",
-                param="top_logprobs",
-            )
+            raise invalid_value("top_logprobs is only allowed with logprobs: true", "top_logprobs")
         limit, param = request.max_completion_tokens, "max_completion_tokens"
         if limit is None:
             limit, param = request.max_tokens, "max_tokens"
         elif request.max_tokens not in (None, limit):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"max_tokens is {request.max_tokens} and max_completion_tokens {limit}; send one of them",
-                param="max_tokens",
+                "max_tokens",
             )
         prompt, use = await self.prompt(request)
         prompt = generator.truncated(prompt, request.truncate_prompt_tokens, limit)
@@ -253,13 +245,13 @@ class ChatService(OpenAIEvents):
 
 
 def _hides_tokens(request: ChatRequest, use: ToolUse) -> bool:
-    """Return whether an answer must omit its token ids, because they would show the reasoning that it omits."""
+    """Return whether an answer must omit its token ids, because they would reveal the hidden reasoning."""
     return request.include_reasoning is False and use.reasons
 
 
 def _message(
     use: ToolUse, text: str, token_ids: Sequence[int], prompt: Sequence[int], counts: TokenCounts
-) -> AssistantMessage | ToolCallMessage:
+) -> AssistantMessage:
     """Return the message of an answer, and add the tokens of its reasoning to ``counts``."""
     if use.reader is None:
         return AssistantMessage(content=text)
@@ -290,11 +282,11 @@ class _ChatEvents(ChunkWriter):
     """Writer of the server-sent chunks of one streamed chat completion."""
 
     prefix, kind = "chatcmpl", "chat.completion.chunk"
-    # JSON members of the next chunk only: the prompt's token ids, and the ids of the choice's new tokens
+    # JSON members that only the next chunk has: the prompt's token ids, and the ids of the choice's new tokens
     prompt_member = tokens_member = b""
 
     def role(self, index: int, content: bytes) -> bytes:
-        # ``content`` is null where a call may follow: clients open a text block for an empty text
+        # ``content`` is null if a tool call may follow: clients show an empty text as a block of its own.
         return self._choice(index, b'{"role":"assistant","content":%b,"refusal":null}' % content)
 
     def content(self, index: int, text: str | None, logprobs: bytes) -> bytes:

@@ -44,7 +44,7 @@ class CompletionRequest(TokenOutputFields):
 FIELDS = Fields(
     model=CompletionRequest,
     table=COMPLETION,
-    # pydantic reports one error per member of a union type. Error messages use these descriptions of the whole
+    # pydantic reports one error for each type of a union. Error messages use these descriptions of the whole
     # field instead.
     expected={
         "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",

@@ -18,12 +18,12 @@ from tonnage.server.api.completions.protocol import (
     PromptTokensDetails,
     Usage,
 )
-from tonnage.server.api.endpoint import OpenAIEvents
-from tonnage.server.api.generation import Delta, Finish, Generator
+from tonnage.server.api.endpoint import StreamingService
+from tonnage.server.api.generation import Delta, Finish
 from tonnage.server.api.logprobs import COMPLETION_LISTS, CompletionLogprobs, JsonLists, with_logprobs
-from tonnage.server.api.sampling import check_stream_options
+from tonnage.server.api.sampling import check_stream_options, prompt_list
 from tonnage.server.api.token_output import TokenOutput, check_prompt_logprobs, ids_member
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value, unsupported_parameter
 from tonnage.server.http.outbox import HeldAnswer
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.counts import Outcome
@@ -48,14 +48,10 @@ class _Answer:
         return self.logprob / max(1, self.tokens)
 
 
-class CompletionService(OpenAIEvents):
+class CompletionService(StreamingService[CompletionRequest]):
     """Logic of the completions endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: CompletionRequest, ticket: Ticket) -> bytes:
         """Return the complete answer as JSON; cancelling the call aborts the request."""
@@ -108,7 +104,10 @@ class CompletionService(OpenAIEvents):
         return shown.encode()
 
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
-        """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs."""
+        """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs.
+
+        ``echo`` has, for each choice, the prompt's text with which it begins, or an empty string.
+        """
         if request.logprobs is None:
             return []
         special = request.skip_special_tokens is False
@@ -119,7 +118,10 @@ class CompletionService(OpenAIEvents):
 
     @staticmethod
     def _best(answers: list[_Answer], generated: int, n: int) -> list[_Answer]:
-        """Return the ``n`` answers of each prompt, of ``generated``, with the highest mean log probability."""
+        """Return each prompt's ``n`` answers with the highest mean log probability.
+
+        ``answers`` has ``generated`` consecutive answers for each prompt.
+        """
         if generated == n:
             return answers
         kept: list[_Answer] = []
@@ -174,31 +176,25 @@ class CompletionService(OpenAIEvents):
         check_stream_options(request)
         check_prompt_logprobs(request)
         if (request.best_of or 1) > (request.n or 1) and "logprobs" not in state.honours:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 f"best_of is not supported by this server's engine; leave it out or send n = {request.n or 1}",
-                param="best_of",
+                "best_of",
             )
         generated = self._sequences(request)
         scoring = request.max_tokens == 0
         if scoring and (not request.echo or request.stream):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                "max_tokens must be at least 1; 0 is only allowed with echo and without stream",
-                param="max_tokens",
+            raise invalid_value(
+                "max_tokens must be at least 1; 0 is only allowed with echo and without stream", "max_tokens"
             )
         scored = bool(request.echo) and request.logprobs is not None
         if scored and "prompt_logprobs" not in state.honours:
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
-                "logprobs together with echo are not supported by this server's engine",
-                param="logprobs",
+            raise unsupported_parameter(
+                "logprobs together with echo are not supported by this server's engine; leave one of them out",
+                "logprobs",
             )
         state.check_ready()
         if request.suffix and scored:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, "suffix cannot be used with echo and logprobs", param="suffix"
-            )
+            raise invalid_value("suffix cannot be used with both echo and logprobs", "suffix")
         prompts = await self._tokens(request, generated)
         max_tokens = generator.max_tokens(
             1 if scoring else request.max_tokens,
@@ -240,16 +236,17 @@ class CompletionService(OpenAIEvents):
         if best_of is None or best_of == n:
             return n
         if best_of < n:
-            raise ApiError(ErrorCode.INVALID_VALUE, f"best_of is {best_of}, less than n = {n}", param="best_of")
+            raise invalid_value(f"best_of is {best_of}, less than n = {n}", "best_of")
         if request.stream:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, "best_of greater than n cannot be streamed", param="best_of"
+            raise invalid_value(
+                f"best_of is {best_of}, more than n = {n}: this cannot be streamed; send stream: false",
+                "best_of",
             )
         return best_of
 
     async def _tokens(self, request: CompletionRequest, generated: int) -> tuple[tuple[int, ...], ...]:
         special = request.add_special_tokens is not False
-        self._generator.check_sequences(len(_as_list(request.prompt)), generated)
+        self._generator.check_sequences(len(prompt_list(request.prompt)), generated)
         prompts = await self._generator.token_ids(
             self._filled_in(request), add_special_tokens=special, param="prompt"
         )
@@ -258,21 +255,18 @@ class CompletionService(OpenAIEvents):
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
         """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
-        items = _as_list(request.prompt)
+        items = prompt_list(request.prompt)
         if not request.suffix:
             return items
         texts: list[str] = []
         for item in items:
             if not isinstance(item, str):
-                raise ApiError(
-                    ErrorCode.INVALID_VALUE, "suffix needs a prompt of text, not of token ids", param="suffix"
-                )
+                raise invalid_value("suffix needs a prompt of text, not of token ids", "suffix")
             text = self._state.tokenizer.fill_in_the_middle(item, request.suffix)
             if text is None:
-                raise ApiError(
-                    ErrorCode.UNSUPPORTED_PARAMETER,
+                raise unsupported_parameter(
                     "suffix is not supported: the model has no known fill-in-the-middle tokens; leave it out",
-                    param="suffix",
+                    "suffix",
                 )
             texts.append(text)
         return texts
@@ -280,7 +274,7 @@ class CompletionService(OpenAIEvents):
     def _echo(self, request: CompletionRequest, prompts: tuple[tuple[int, ...], ...]) -> list[str]:
         if not request.echo:
             return [""] * len(prompts)
-        texts, tokenizer = _as_list(request.prompt), self._state.tokenizer
+        texts, tokenizer = prompt_list(request.prompt), self._state.tokenizer
         return [
             text if isinstance(text, str) and not request.truncate_prompt_tokens else tokenizer.decode(ids)
             for text, ids in zip(texts, prompts, strict=True)
@@ -331,16 +325,6 @@ class _CompletionEvents(ChunkWriter):
 def _larger(one: int | None, other: int | None) -> int | None:
     """Return the larger of two numbers; a None is ignored, and two Nones give None."""
     return max((number for number in (one, other) if number is not None), default=None)
-
-
-def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:
-    """Return ``prompt``, which OpenAI allows in four forms, as a list of texts or of token id lists."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        # The first item decides between token ids and texts, because the protocol allows no mixed lists.
-        return [prompt]
-    return prompt
 
 
 def outcome_of_finishes(finishes: list[Finish | None]) -> Outcome:

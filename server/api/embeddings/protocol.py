@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -11,7 +11,7 @@ from tonnage.server.api.fields import EMBEDDING
 from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
 from tonnage.server.requests.submission import TokenCounts
 
-MAX_INPUTS = 2048  # OpenAI's limit (API reference, "input")
+MAX_INPUTS = 2048  # OpenAI's limit of the inputs in one request (API reference of embeddings, "input")
 
 Text = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -24,14 +24,6 @@ class InputBody(EngineBody):
 
     input: Text | Texts | TokenIds | Lists
     use_activation: bool | None = None
-
-    def inputs(self) -> list[str] | list[list[int]]:
-        """Return ``input``, which has four forms, as a list of texts or a list of token id lists."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [self.input]
-        return self.input
 
 
 class EmbeddingRequest(InputBody):
@@ -64,6 +56,17 @@ class EmbeddingUsage(BaseModel):
     def of(cls, counts: TokenCounts) -> EmbeddingUsage:
         """Return the token usage of a request to a pooling model, which has prompt tokens only."""
         return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
+
+
+class PoolingAnswer(BaseModel):
+    """Base class of vLLM's answers of pooling models, with one item in ``data`` per input."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Any]
+    usage: EmbeddingUsage
 
 
 class EmbeddingList(BaseModel):

@@ -9,32 +9,25 @@ from tonnage.server.api.embeddings.protocol import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from tonnage.server.api.generation import Generator
-from tonnage.server.api.pooling_run import PoolingRun, as_base64, vector_of, with_items
+from tonnage.server.api.endpoint import Service
+from tonnage.server.api.pooling_run import PoolingRun, encoded, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.requests.accounts import Ticket
-from tonnage.server.state import ServerState
 
 
-class EmbeddingService:
+class EmbeddingService(Service[EmbeddingRequest]):
     """Logic of the embeddings endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def complete(self, request: EmbeddingRequest, ticket: Ticket) -> bytes:
         """Return the embeddings of all inputs as JSON; cancelling the call aborts the request."""
         run = PoolingRun(self._state, self._generator, request, ticket, "embed")
         pooling = Pooling(request.dimensions, request.use_activation)
-        vectors = await run.of_inputs(request.inputs(), pooling)
-        written = as_base64 if request.encoding_format == "base64" else vector_of
-        answer = EmbeddingList(
-            data=[],
-            model=request.model,
-            usage=EmbeddingUsage.of(run.counts),
+        vectors = await run.of_inputs(request.input, pooling)
+        answer = EmbeddingList(data=[], model=request.model, usage=EmbeddingUsage.of(run.counts))
+        items = (
+            Embedding(index=index, embedding=encoded(vector, request.encoding_format))
+            for index, vector in enumerate(vectors)
         )
-        items = (Embedding(index=index, embedding=written(vector)) for index, vector in enumerate(vectors))
         return await with_items(answer, items)

@@ -30,7 +30,7 @@ from tonnage.server.api.messages.protocol import (
     ToolUseBlock,
 )
 from tonnage.server.api.sampling import JsonSchema, ResponseFormat
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 
 # Claude Code's first block of a system prompt. It differs from request to request, so that no later token would
 # be found in the prefix cache. vLLM 0.32 drops it, too (entrypoints/anthropic/serving.py).
@@ -109,11 +109,10 @@ def _converted(message: AnthropicMessage, blocks: Sequence[Any], at: int) -> lis
         if message.role == "system" or not isinstance(block, allowed):
             if message.role == "assistant" and block.type == "redacted_thinking":
                 continue
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"messages.{at}.content.{number}: a {block.type} block is not allowed in a message of the role "
                 f"{message.role}",
-                param=f"messages.{at}.content.{number}",
+                f"messages.{at}.content.{number}",
             )
         if isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)

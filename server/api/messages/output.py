@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import pydantic_core
 
+from tonnage.server.api.sse import event
 from tonnage.server.requests.submission import TokenCounts
 from tonnage.server.text.tool_calls import Call, CallDelta, new_call_id
 
@@ -51,11 +51,6 @@ def blocks(text: str, calls: Sequence[Call], thought: str = "") -> list[dict[str
         {"type": "tool_use", "id": _tool_id(call.id), "name": call.name, "input": _input(call.arguments)}
         for call in calls
     ]
-
-
-def event(fields: dict[str, Any]) -> bytes:
-    """Return one server-sent event with ``fields`` as its data."""
-    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()
 
 
 class MessageEvents:

@@ -13,7 +13,7 @@ from tonnage.server.api.body import Fields
 from tonnage.server.api.chat.protocol import Dropped
 from tonnage.server.api.fields import COUNT_TOKENS, MESSAGES
 from tonnage.server.api.json_body import MAX_ITEMS
-from tonnage.server.api.sampling import STRICT, AtLeastOne, EngineBody, StopStringList, short_stop
+from tonnage.server.api.sampling import AtLeastOne, EngineBody, StopStringList, StrictModel, short_stop
 from tonnage.server.api.tools import drop_tools
 
 # Anthropic's rule for names of tools.
@@ -22,10 +22,8 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 CacheControl = Annotated[dict[str, Any] | None, Dropped]
 
 
-class TextBlock(BaseModel):
+class TextBlock(StrictModel):
     """A text block of a message, a system prompt or a tool result."""
-
-    model_config = STRICT
 
     type: Literal["text"]
     text: str
@@ -33,29 +31,23 @@ class TextBlock(BaseModel):
     citations: Annotated[Any, Dropped] = None
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(StrictModel):
     """The assistant's reasoning in an earlier answer; the server does not check ``signature``."""
-
-    model_config = STRICT
 
     type: Literal["thinking"]
     thinking: str
     signature: Annotated[str | None, Dropped] = None
 
 
-class RedactedThinkingBlock(BaseModel):
+class RedactedThinkingBlock(StrictModel):
     """Encrypted reasoning, which only the server that encrypted it can read; it has no effect."""
-
-    model_config = STRICT
 
     type: Literal["redacted_thinking"]
     data: Annotated[str, Dropped]
 
 
-class ToolUseBlock(BaseModel):
+class ToolUseBlock(StrictModel):
     """A tool call of the assistant in an earlier answer."""
-
-    model_config = STRICT
 
     type: Literal["tool_use"]
     id: str
@@ -66,10 +58,8 @@ class ToolUseBlock(BaseModel):
     toolset_name: Annotated[str | None, Dropped] = None
 
 
-class ToolResultBlock(BaseModel):
+class ToolResultBlock(StrictModel):
     """The result of a tool call, which the client sends back to the model; ``is_error`` has no effect."""
-
-    model_config = STRICT
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -85,19 +75,15 @@ Block = Annotated[
 ]
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(StrictModel):
     """One turn of the conversation; if the last turn is the assistant's, the answer continues it."""
-
-    model_config = STRICT
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class AnthropicTool(BaseModel):
+class AnthropicTool(StrictModel):
     """A function that the model may call, declared by the client; Anthropic's predefined tools are rejected."""
-
-    model_config = STRICT
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -111,48 +97,38 @@ class AnthropicTool(BaseModel):
     input_examples: Annotated[Any, Dropped] = None
 
 
-class AnthropicToolChoice(BaseModel):
+class AnthropicToolChoice(StrictModel):
     """Anthropic's ``tool_choice``: whether the model decides to call a tool, must call one, or must not."""
-
-    model_config = STRICT
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class JsonFormat(BaseModel):
+class JsonFormat(StrictModel):
     """The JSON schema that the answer must match."""
-
-    model_config = STRICT
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(StrictModel):
     """Anthropic's ``output_config``: the answer's format, and the effort, which some chat templates use."""
-
-    model_config = STRICT
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(StrictModel):
     """Anthropic's ``thinking``, which sets ``enable_thinking`` of chat templates; a budget has no effect."""
-
-    model_config = STRICT
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, Dropped] = None
     display: Annotated[str | None, Dropped] = None
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(StrictModel):
     """Body of POST /v1/messages/count_tokens: the part of a request that makes up its prompt."""
-
-    model_config = STRICT
 
     model: str
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
@@ -173,11 +149,6 @@ class MessagesRequest(CountTokensRequest, EngineBody):
     temperature: float | None = Field(None, ge=0, le=2)
     top_k: int | None = Field(None, ge=0, lt=2**31)
     top_p: float | None = Field(None, gt=0, le=1)
-
-    @property
-    def streams(self) -> bool:
-        """Whether the client requests the answer as server-sent events."""
-        return bool(self.stream)
 
 
 # Types of tools that Anthropic's servers run. The model is not told of them, and so it does not call them.

@@ -8,10 +8,12 @@ from contextlib import aclosing
 
 from tonnage.server.api.chat.service import ChatService
 from tonnage.server.api.completions.service import outcome_of_finishes
+from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Delta, Finish, Generator
 from tonnage.server.api.messages import output
 from tonnage.server.api.messages.conversion import blocks_of, chat_request
 from tonnage.server.api.messages.protocol import FIELDS, MessagesRequest
+from tonnage.server.api.sse import event
 from tonnage.server.errors import ApiError, anthropic_envelope
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
@@ -19,7 +21,7 @@ from tonnage.server.state import ServerState
 from tonnage.server.text.tool_calls import CallDelta, ToolUse, calls_of
 
 
-class MessagesService:
+class MessagesService(StreamingService[MessagesRequest]):
     """Logic of Anthropic's messages endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
@@ -27,31 +29,19 @@ class MessagesService:
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._generator = generator
+        super().__init__(state, generator)
         self._chat = ChatService(state, generator)
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
         """Return Anthropic's error event."""
-        return output.event(anthropic_envelope(error, ticket.request_id))
+        return event(anthropic_envelope(error, ticket.request_id))
 
     async def complete(self, request: MessagesRequest, ticket: Ticket) -> bytes:
         """Return the complete message as JSON; cancelling the call aborts the request."""
         submission, use = await self._prepare(request)
-        counts, text, thought = TokenCounts(), "", ""
-        token_ids: list[int] = []
-        last: Delta | None = None
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                text += delta.text
-                token_ids += delta.token_ids
-                last = delta
-        found: Sequence[CallDelta] = ()
-        if use.reader is not None:
-            reader = use.reader(submission.prompts[0])
-            text, found, thought = reader.whole(text, token_ids)
-            counts.reasoning = reader.reasoning_tokens if use.reasons else None
-        calls = calls_of(found)
-        assert last is not None
+        counts = TokenCounts()
+        (text, deltas, thought), last = await self._generator.whole_answer(submission, use, counts, ticket)
+        calls = calls_of(deltas)
         ticket.finish(outcome_of_finishes([last.finish_reason]))
         answer = output.message(ticket.request_id, request.model, counts) | _ending(
             request, last, counts, called=bool(calls)
@@ -73,7 +63,7 @@ class MessagesService:
                 if not begun:
                     begun = True
                     message = output.message(ticket.request_id, request.model, counts)
-                    data += output.event({"type": "message_start", "message": message})
+                    data += event({"type": "message_start", "message": message})
                 text = delta.text
                 calls: Sequence[CallDelta] = ()
                 if reader is not None:
@@ -93,7 +83,7 @@ class MessagesService:
                     data += events.close()
                     ending = _ending(request, delta, counts, called=called)
                     changes = {"type": "message_delta", "delta": ending, "usage": output.usage(counts)}
-                    data += output.event(changes) + output.event({"type": "message_stop"})
+                    data += event(changes) + event({"type": "message_stop"})
                 if data:
                     yield data
         ticket.finish(outcome_of_finishes(finishes))

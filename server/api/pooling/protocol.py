@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.embeddings.protocol import INPUT_EXPECTED, EmbeddingUsage, InputBody
+from tonnage.server.api.embeddings.protocol import INPUT_EXPECTED, InputBody, PoolingAnswer
 from tonnage.server.api.fields import CLASSIFICATION, POOLING
 from tonnage.server.engines.request import PoolingTask
 
@@ -39,15 +39,10 @@ class Classification(BaseModel):
     num_classes: int
 
 
-class ClassificationList(BaseModel):
+class ClassificationList(PoolingAnswer):
     """The complete answer of /classify, with one classification per input."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[Classification]
-    usage: EmbeddingUsage
 
 
 class PooledData(BaseModel):
@@ -58,12 +53,7 @@ class PooledData(BaseModel):
     data: list[float] | list[list[float]] | str
 
 
-class PooledList(BaseModel):
+class PooledList(PoolingAnswer):
     """The complete answer of /pooling, with one result per input."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[PooledData]
-    usage: EmbeddingUsage

@@ -5,10 +5,11 @@ Items are dicts, not models, because OpenAI's response object distinguishes null
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from tonnage.server.api.sse import event
 from tonnage.server.text.tool_calls import Call, CallDelta, new_call_id
 
 
@@ -69,9 +70,27 @@ def _numbered(name: str, index: int) -> str:
     return f"{name}_{index}" if index else name
 
 
-def event(fields: dict[str, Any]) -> bytes:
-    """Return one server-sent event with ``fields`` as its data."""
-    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()
+@dataclass(frozen=True, slots=True)
+class _TextKind:
+    """A kind of output item that has text: a message or reasoning.
+
+    Attributes:
+        prefix: Beginning of the item's id.
+        event: Beginning of the types of the events that report the text.
+        item: Function that makes the item from its id, its text and its status.
+        part: Function that makes the content part from the text.
+        more: Further members of the events that report the text.
+    """
+
+    prefix: str
+    event: str
+    item: Callable[[str, str | None, str], dict[str, Any]]
+    part: Callable[[str], dict[str, Any]]
+    more: dict[str, Any]
+
+
+_MESSAGE = _TextKind("msg", "response.output_text", message, part, {"logprobs": []})
+_REASONING = _TextKind("rs", "response.reasoning_text", reasoning_item, reasoning_part, {})
 
 
 class OutputEvents:
@@ -84,8 +103,8 @@ class OutputEvents:
         self.items: list[dict[str, Any]] = []  # output items that are complete
         self._request_id = request_id
         self._number = 0
-        self._text: str | None = None  # text of the message that is open, None when no message is
-        self._thought: str | None = None  # text of the reasoning that is open, None when no reasoning is
+        self._kind: _TextKind | None = None  # kind of the open item if it has text, else None
+        self._text = ""  # text of the open item
         self._call: Call | None = None  # the function call that is open, None when no call is
         self._index = -1  # index of the open call among the calls of the response
 
@@ -96,29 +115,23 @@ class OutputEvents:
 
     def text(self, text: str) -> bytes:
         """Return the events that append ``text`` to the open message; if none is open, open one first."""
-        events = b""
-        if self._text is None:
-            events += self.close("completed") + self._open(message(self._message_id, None, "in_progress"))
-            events += self.numbered_event("response.content_part.added", **self._place, part=part(""))
-            self._text = ""
-        if text:
-            self._text += text
-            events += self.numbered_event("response.output_text.delta", **self._place, delta=text, logprobs=[])
-        return events
+        return self._append(_MESSAGE, text)
 
     def reasoning(self, text: str) -> bytes:
         """Return the events that append ``text`` to the open reasoning; if none is open, open one first."""
+        return self._append(_REASONING, text)
+
+    def _append(self, kind: _TextKind, text: str) -> bytes:
         events = b""
-        if self._thought is None:
-            events += self.close("completed") + self._open(
-                reasoning_item(self._reasoning_id, None, "in_progress")
-            )
-            place = self._place | {"item_id": self._reasoning_id}
-            events += self.numbered_event("response.content_part.added", **place, part=reasoning_part(""))
-            self._thought = ""
-        self._thought += text
-        place = self._place | {"item_id": self._reasoning_id}
-        return events + self.numbered_event("response.reasoning_text.delta", **place, delta=text)
+        if self._kind is not kind:
+            events += self.close("completed")
+            self._kind, self._text = kind, ""
+            events += self._open(kind.item(self._text_id, None, "in_progress"))
+            events += self.numbered_event("response.content_part.added", **self._place, part=kind.part(""))
+        if text:
+            self._text += text
+            events += self.numbered_event(f"{kind.event}.delta", **self._place, delta=text, **kind.more)
+        return events
 
     def call(self, delta: CallDelta) -> bytes:
         """Return the events that append ``delta`` to the open function call.
@@ -143,16 +156,11 @@ class OutputEvents:
 
     def close(self, status: str) -> bytes:
         """Complete the open item, if any, and return its last events; ``status`` becomes the item's status."""
-        if self._text is not None:
+        if (kind := self._kind) is not None:
             text, place = self._text, self._place
-            events = self.numbered_event("response.output_text.done", **place, text=text, logprobs=[])
-            events += self.numbered_event("response.content_part.done", **place, part=part(text))
-            item = message(self._message_id, text, status)
-        elif self._thought is not None:
-            text, place = self._thought, self._place | {"item_id": self._reasoning_id}
-            events = self.numbered_event("response.reasoning_text.done", **place, text=text)
-            events += self.numbered_event("response.content_part.done", **place, part=reasoning_part(text))
-            item = reasoning_item(self._reasoning_id, text, status)
+            events = self.numbered_event(f"{kind.event}.done", **place, text=text, **kind.more)
+            events += self.numbered_event("response.content_part.done", **place, part=kind.part(text))
+            item = kind.item(self._text_id, text, status)
         elif self._call is not None:
             events = self.numbered_event(
                 "response.function_call_arguments.done",
@@ -166,19 +174,16 @@ class OutputEvents:
             return b""
         events += self.numbered_event("response.output_item.done", output_index=len(self.items), item=item)
         self.items.append(item)
-        self._text = self._thought = self._call = None
+        self._kind = self._call = None
         return events
 
     def _open(self, item: dict[str, Any]) -> bytes:
         return self.numbered_event("response.output_item.added", output_index=len(self.items), item=item)
 
     @property
-    def _message_id(self) -> str:
-        return _numbered(f"msg_{self._request_id}", len(self.items))
-
-    @property
-    def _reasoning_id(self) -> str:
-        return _numbered(f"rs_{self._request_id}", len(self.items))
+    def _text_id(self) -> str:
+        assert self._kind is not None  # It is set, because an item with text is open.
+        return _numbered(f"{self._kind.prefix}_{self._request_id}", len(self.items))
 
     @property
     def _call_id(self) -> str:
@@ -186,4 +191,4 @@ class OutputEvents:
 
     @property
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": len(self.items), "content_index": 0}
+        return {"item_id": self._text_id, "output_index": len(self.items), "content_index": 0}

@@ -8,18 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field, TypeAdapter
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, effort_arguments
+from tonnage.server.api.chat.protocol import Dropped, Effort, FunctionName, RefusalPart, effort_arguments
 from tonnage.server.api.fields import RESPONSES
 from tonnage.server.api.json_body import MAX_ITEMS
-from tonnage.server.api.sampling import STOP_EXPECTED, STRICT, AtLeastOne, SamplingFields
+from tonnage.server.api.sampling import STOP_EXPECTED, AtLeastOne, SamplingFields, StrictModel
 from tonnage.server.api.tools import drop_tools
 from tonnage.server.text.grammar import Grammar
 
 
-class InputText(BaseModel):
+class InputText(StrictModel):
     """A text part of the content of an input message."""
-
-    model_config = STRICT
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -31,24 +29,13 @@ class InputText(BaseModel):
 InputTexts = Annotated[list[InputText], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class InputRefusal(BaseModel):
-    """A part of an assistant's earlier message that holds the text of a refusal."""
-
-    model_config = STRICT
-
-    type: Literal["refusal"]
-    refusal: str
-
-
 MessageParts = Annotated[
-    list[InputText | InputRefusal], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
+    list[InputText | RefusalPart], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
 ]
 
 
-class InputMessage(BaseModel):
+class InputMessage(StrictModel):
     """A message of the conversation; an output message of an earlier response may be sent back unchanged."""
-
-    model_config = STRICT
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
@@ -58,17 +45,17 @@ class InputMessage(BaseModel):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCallItem(BaseModel):
+class FunctionCallItem(StrictModel):
     """A function call of an earlier response, sent back unchanged."""
-
-    model_config = STRICT
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    parsed_arguments: Annotated[Any, Dropped] = None  # the openai client's parse() adds this field
-    # the openai client 3 sends it as ``async_``
+    # the openai client's parse() adds this field
+    parsed_arguments: Annotated[Any, Dropped] = None
+
+    # the openai client 3 sends ``async`` as ``async_``
     async_: None = Field(None, validation_alias=AliasChoices("async", "async_"))
     caller: None = None
     namespace: None = None
@@ -76,10 +63,8 @@ class FunctionCallItem(BaseModel):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class FunctionCallOutput(BaseModel):
+class FunctionCallOutput(StrictModel):
     """The result of a function call, which the client sends back to the model."""
-
-    model_config = STRICT
 
     type: Literal["function_call_output"]
     call_id: str
@@ -88,10 +73,8 @@ class FunctionCallOutput(BaseModel):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class ReasoningText(BaseModel):
+class ReasoningText(StrictModel):
     """A text part of the assistant's reasoning."""
-
-    model_config = STRICT
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -100,13 +83,11 @@ class ReasoningText(BaseModel):
 ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(StrictModel):
     """The assistant's reasoning before its next message or call; only ``content`` has an effect.
 
     The ``summary`` is meant for users, and only the server that encrypted ``encrypted_content`` can read it.
     """
-
-    model_config = STRICT
 
     type: Literal["reasoning"]
     summary: ReasoningTexts
@@ -116,10 +97,8 @@ class ReasoningItem(BaseModel):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(StrictModel):
     """A function that the model may call; ``parameters`` is a JSON schema or absent."""
-
-    model_config = STRICT
 
     type: Literal["function"]
     name: FunctionName
@@ -132,29 +111,23 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-class NamedFunctionTool(BaseModel):
+class NamedFunctionTool(StrictModel):
     """A value of ``tool_choice`` that forces the model to call one named function."""
-
-    model_config = STRICT
 
     type: Literal["function"]
     name: FunctionName
 
 
-class AllowedFunctionTools(BaseModel):
+class AllowedFunctionTools(StrictModel):
     """A value of ``tool_choice`` that restricts the request to some of its tools."""
-
-    model_config = STRICT
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedFunctionTool] = Field(min_length=1, max_length=128, fail_fast=True)
 
 
-class TextFormat(BaseModel):
+class TextFormat(StrictModel):
     """The format of the answer's text: free text, a JSON object, or a JSON schema."""
-
-    model_config = STRICT
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -163,19 +136,15 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(StrictModel):
     """OpenAI's ``text`` options; ``verbosity`` has no effect."""
-
-    model_config = STRICT
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(StrictModel):
     """OpenAI's ``reasoning`` options; only ``effort`` has an effect, in chat templates that read it."""
-
-    model_config = STRICT
 
     effort: Effort | None = None
     summary: Annotated[str | None, Dropped] = None
@@ -202,7 +171,7 @@ def _drop_defaults(document: dict[str, Any]) -> list[str]:
     return ignored
 
 
-# OpenAI's limits (API reference, "metadata")
+# OpenAI's limits of the characters in a metadata key and value (API reference, "metadata")
 MetadataName = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 InputItem = InputMessage | FunctionCallItem | FunctionCallOutput | ReasoningItem

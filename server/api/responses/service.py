@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 import pydantic_core
 
 from tonnage.server.api.chat.prompt import chat_prompt, earlier_calls
-from tonnage.server.api.chat.protocol import FunctionCall, Message, ToolCall
+from tonnage.server.api.chat.protocol import FunctionCall, Message, RefusalPart, ToolCall
 from tonnage.server.api.completions.service import outcome_of_finishes
+from tonnage.server.api.endpoint import StreamingService
 from tonnage.server.api.generation import Finish, Generator
 from tonnage.server.api.responses import output
 from tonnage.server.api.responses.protocol import (
@@ -22,15 +23,15 @@ from tonnage.server.api.responses.protocol import (
     AllowedFunctionTools,
     FunctionCallItem,
     FunctionCallOutput,
-    InputRefusal,
     InputText,
     NamedFunctionTool,
     ReasoningItem,
     ResponseRequest,
+    TextOptions,
 )
 from tonnage.server.api.sampling import check_stream_options
 from tonnage.server.api.tools import allowed_tools, submission_with_tools, tool_use
-from tonnage.server.errors import ApiError, ErrorCode, envelope
+from tonnage.server.errors import ApiError, envelope, invalid_value, unsupported_parameter
 from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
@@ -48,7 +49,7 @@ class _Stream:
     response: dict[str, Any]
 
 
-class ResponseService:
+class ResponseService(StreamingService[ResponseRequest]):
     """Logic of the responses endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
@@ -57,8 +58,7 @@ class ResponseService:
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
+        super().__init__(state, generator)
         self._streams: WeakKeyDictionary[Ticket, _Stream] = WeakKeyDictionary()
 
     def error_event(self, error: ApiError, ticket: Ticket) -> bytes:
@@ -84,19 +84,9 @@ class ResponseService:
     async def complete(self, request: ResponseRequest, ticket: Ticket) -> bytes:
         """Return the complete response as JSON; cancelling the call aborts the request."""
         submission, use, repeated = await self._prepare(request)
-        counts, text, thought = TokenCounts(), "", ""
-        token_ids: list[int] = []
-        finish: Finish = "stop"
-        async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
-            async for delta in deltas:
-                text += delta.text
-                token_ids += delta.token_ids
-                finish = delta.finish_reason or finish
-        calls: Sequence[CallDelta] = ()
-        if use.reader is not None:
-            reader = use.reader(submission.prompts[0])
-            text, calls, thought = reader.whole(text, token_ids)
-            counts.reasoning = reader.reasoning_tokens
+        counts = TokenCounts()
+        (text, calls, thought), last = await self._generator.whole_answer(submission, use, counts, ticket)
+        finish = last.finish_reason or "stop"
         ticket.finish(outcome_of_finishes([finish]))
         response = self._response(request, ticket, submission, repeated)
         shown = "" if request.include_reasoning is False else thought
@@ -190,16 +180,15 @@ class ResponseService:
             {
                 "instructions": request.instructions,
                 "metadata": request.metadata or {},
-                "text": {"format": {"type": "text"}} if request.text is None else _shown_text(request),
+                "text": _shown_text(request.text),
                 "tools": [tool.model_dump() for tool in request.tools or ()],
             }
         )
         if len(repeated) > limit:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
+            raise invalid_value(
                 f"instructions, metadata, text and tools, which a response repeats, have {len(repeated):,} "
                 f"bytes as JSON; at most {limit:,} are allowed",
-                param="tools" if request.tools else "instructions",
+                "tools" if request.tools else "instructions",
             )
         return repeated
 
@@ -255,7 +244,7 @@ class ResponseService:
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,
-            "tool_choice": _shown_choice(request),
+            "tool_choice": pydantic_core.to_jsonable_python(request.tool_choice or "auto"),
             "top_logprobs": 0,
             "top_p": params.top_p,
             "truncation": "disabled",
@@ -286,12 +275,11 @@ def _messages(request: ResponseRequest) -> list[Message]:
             before.tool_calls.append(call)
         elif item.role == "assistant":
             messages.append(Message(role="assistant", content=_text(item.content), reasoning=thought))
-        elif any(isinstance(part, InputRefusal) for part in item.content):
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+        elif any(isinstance(part, RefusalPart) for part in item.content):
+            raise unsupported_parameter(
                 f"input.{at}.content: only an assistant's message has refusal parts, the role is {item.role}; "
                 "send text",
-                param=f"input.{at}.content",
+                f"input.{at}.content",
             )
         else:
             messages.append(Message(role=item.role, content=_text(item.content)))
@@ -299,24 +287,18 @@ def _messages(request: ResponseRequest) -> list[Message]:
     return messages
 
 
-def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
+def _text(content: str | Sequence[InputText | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, InputRefusal) else part.text for part in content)
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _shown_text(request: ResponseRequest) -> dict[str, Any]:
-    assert request.text is not None
-    shown: dict[str, Any] = request.text.model_dump(by_alias=True, exclude_none=True)
-    # shown as strict, because the answer always matches the schema
+def _shown_text(text: TextOptions | None) -> dict[str, Any]:
+    shown: dict[str, Any] = {} if text is None else text.model_dump(by_alias=True, exclude_none=True)
+    # The response repeats the format with ``strict`` true, because the answer always matches the schema.
     if shown.get("format", {}).get("type") == "json_schema":
         shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
-
-
-def _shown_choice(request: ResponseRequest) -> Any:
-    choice = request.tool_choice
-    return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
 
 
 def _status(finish: Finish) -> str:

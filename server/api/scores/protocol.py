@@ -7,10 +7,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.embeddings.protocol import MAX_INPUTS, EmbeddingUsage, Text, Texts
+from tonnage.server.api.embeddings.protocol import MAX_INPUTS, EmbeddingUsage, PoolingAnswer, Text, Texts
 from tonnage.server.api.fields import RERANK, SCORE
 from tonnage.server.api.sampling import EngineBody, TokenCount
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import invalid_value
 
 # vLLM's names of the two sides of a score request (ScoreRequest of vLLM 0.32).
 SIDES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
@@ -50,16 +50,14 @@ class ScoreRequest(ScoringBody):
         given = {name for pair in SIDES for name in pair if getattr(self, name) is not None}
         pairs = [pair for pair in SIDES if set(pair) == given]
         if not pairs:
-            raise ApiError(
-                ErrorCode.INVALID_VALUE, f"send {_SIDES_EXPECTED}; got {sorted(given)}", param="queries"
-            )
+            raise invalid_value(f"send {_SIDES_EXPECTED}; got {sorted(given)}", "queries")
         names = pairs[0]
         first, second = (as_list(getattr(self, name)) for name in names)
         if len(first) not in (1, len(second)):
-            raise ApiError(
-                ErrorCode.INVALID_VALUE,
-                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one text, or as many",
-                param=names[0],
+            raise invalid_value(
+                f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}: send one text in {names[0]}, "
+                f"or as many as in {names[1]}",
+                names[0],
             )
         return first, second, names[1]
 
@@ -94,15 +92,10 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreList(BaseModel):
+class ScoreList(PoolingAnswer):
     """The complete answer of /v1/score, with one score per pair."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
     data: list[Score]
-    usage: EmbeddingUsage
 
 
 class RerankDocument(BaseModel):

@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tonnage.server.api.embeddings.protocol import EmbeddingUsage
-from tonnage.server.api.generation import Generator
-from tonnage.server.api.pooling_run import PoolingRun
+from tonnage.server.api.endpoint import Service
+from tonnage.server.api.pooling_run import PoolingRun, with_items
 from tonnage.server.api.scores.pairs import pair_prompts
 from tonnage.server.api.scores.protocol import (
     RERANK_FIELDS,
@@ -29,40 +29,37 @@ from tonnage.server.api.scores.protocol import (
     as_list,
 )
 from tonnage.server.engines.request import Pooling
-from tonnage.server.errors import ApiError, ErrorCode
+from tonnage.server.errors import ApiError, ErrorCode, unsupported_parameter
 from tonnage.server.requests.accounts import Ticket
-from tonnage.server.state import ServerState
 
 # Lower bound of the product of two norms in a cosine (torch.nn.functional.cosine_similarity, eps).
 _SMALLEST_NORMS = 1e-8
 
 
-class _Scores:
+class _Scores(Service[Any]):
     """Base class of the services of /v1/score and /v1/rerank, which scores pairs of texts."""
-
-    def __init__(self, state: ServerState, generator: Generator) -> None:
-        self._state = state
-        self._generator = generator
 
     async def _scores(
         self, request: ScoringBody, first: Sequence[str], second: Sequence[str], param: str, ticket: Ticket
-    ) -> tuple[list[float], EmbeddingUsage]:
-        """Return the score of each pair of texts; a single first text is paired with every second text."""
+    ) -> tuple[list[float], PoolingRun]:
+        """Return the score of each pair of texts, and the request to the model.
+
+        A single first text is paired with every second text.
+        """
         run = PoolingRun(self._state, self._generator, request, ticket, "embed", "classify", param=param)
         crosses = self._state.engine.capabilities.pools == "classify"
         if crosses:
             self._check_labels()
         if request.template_arguments() and not (crosses and self._state.settings.chat_template):
-            raise ApiError(
-                ErrorCode.UNSUPPORTED_PARAMETER,
+            raise unsupported_parameter(
                 "instruction and chat_template_kwargs need a cross-encoder, served with --chat-template",
-                param="chat_template_kwargs" if request.instruction is None else "instruction",
+                "chat_template_kwargs" if request.instruction is None else "instruction",
             )
         if crosses:
             scores = await self._crossed(run, request, first, second, param)
         else:
             scores = await _cosines(run, first, second, Pooling(use_activation=request.use_activation))
-        return scores, EmbeddingUsage.of(run.counts)
+        return scores, run
 
     def _check_labels(self) -> None:
         """Raise ApiError for a classifier with several labels, because a score is the value of one label."""
@@ -111,15 +108,9 @@ class ScoreService(_Scores):
     async def complete(self, request: ScoreRequest, ticket: Ticket) -> bytes:
         """Return the score of each pair as JSON; cancelling the call aborts the request."""
         first, second, param = request.sides()
-        scores, usage = await self._scores(request, first, second, param, ticket)
-        answer = ScoreList(
-            id=f"score-{ticket.request_id}",
-            created=int(time.time()),
-            model=request.model,
-            data=[Score(index=index, score=score) for index, score in enumerate(scores)],
-            usage=usage,
-        )
-        return answer.model_dump_json().encode()
+        scores, run = await self._scores(request, first, second, param, ticket)
+        items = (Score(index=index, score=score) for index, score in enumerate(scores))
+        return await with_items(run.answer(ScoreList, "score"), items)
 
 
 class RerankService(_Scores):
@@ -130,7 +121,7 @@ class RerankService(_Scores):
     async def complete(self, request: RerankRequest, ticket: Ticket) -> bytes:
         """Return the most relevant documents as JSON; cancelling the call aborts the request."""
         documents = as_list(request.documents)
-        scores, usage = await self._scores(request, [request.query], documents, "documents", ticket)
+        scores, run = await self._scores(request, [request.query], documents, "documents", ticket)
         order = sorted(range(len(documents)), key=lambda index: -scores[index])
         answer = RerankList(
             id=f"rerank-{ticket.request_id}",
@@ -143,6 +134,6 @@ class RerankService(_Scores):
                 )
                 for index in order[: request.top_n or None]
             ],
-            usage=usage,
+            usage=EmbeddingUsage.of(run.counts),
         )
         return answer.model_dump_json().encode()
