@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -30,6 +29,7 @@ from tonnage.planner.flags import Flag, as_written, flags_of
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
+from tonnage.server.toml import read_toml
 
 # When settings are shown, API keys are replaced by their number.
 _Secrets = PlainSerializer(lambda keys: f"{len(keys)} given")
@@ -172,20 +172,6 @@ def read_config(path: Path) -> dict[str, Any]:
         hint = did_you_mean(wrong, Settings.model_fields)
         raise DeploymentError(f"{path}: {wrong} is not a setting", field="config", hint=hint)
     return settings
-
-
-def read_toml(path: Path, field: str) -> dict[str, Any]:
-    """Return the contents of the TOML file ``path``, which the setting ``field`` names.
-
-    Raises:
-        DeploymentError: The file cannot be read or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise DeploymentError(f"cannot read {path}: {error.strerror}", field=field) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{path} is not TOML: {error}", field=field) from None
 
 
 def check_environment(environment: Mapping[str, str]) -> None:

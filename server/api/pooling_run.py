@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
-from tonnage.server.api.embeddings.protocol import EmbeddingUsage, PoolingAnswer
 from tonnage.server.api.generation import Generator
+from tonnage.server.api.pooling_answer import EmbeddingUsage, PoolingAnswer
 from tonnage.server.api.sampling import EngineBody, prompt_list
 from tonnage.server.engines.request import Pooling, PoolingTask, SamplingParams
 from tonnage.server.errors import ApiError, ErrorCode

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.server.security.tenants import Tenant
-from tonnage.server.settings import read_toml
+from tonnage.server.toml import read_toml
 
 _MIN_KEY_LENGTH = 8
 

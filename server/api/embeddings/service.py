@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from tonnage.server.api.embeddings.protocol import (
-    FIELDS,
-    Embedding,
-    EmbeddingList,
-    EmbeddingRequest,
-    EmbeddingUsage,
-)
+from tonnage.server.api.embeddings.protocol import FIELDS, Embedding, EmbeddingList, EmbeddingRequest
 from tonnage.server.api.endpoint import Service
+from tonnage.server.api.pooling_answer import EmbeddingUsage
 from tonnage.server.api.pooling_run import PoolingRun, encoded, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.requests.accounts import Ticket
