@@ -166,26 +166,18 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         DeploymentError: The file cannot be read, is not TOML, or has an unknown name.
     """
-    settings = {name.replace("-", "_"): value for name, value in read_toml(path, "config").items()}
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise DeploymentError(f"cannot read {path}: {error.strerror}", field="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"{path} is not TOML: {error}", field="config") from None
+    settings = {name.replace("-", "_"): value for name, value in document.items()}
     if unknown := settings.keys() - Settings.model_fields.keys():
         wrong = min(unknown)
         hint = did_you_mean(wrong, Settings.model_fields)
         raise DeploymentError(f"{path}: {wrong} is not a setting", field="config", hint=hint)
     return settings
-
-
-def read_toml(path: Path, field: str) -> dict[str, Any]:
-    """Return the contents of the TOML file ``path``, which the setting ``field`` names.
-
-    Raises:
-        DeploymentError: The file cannot be read or is not TOML.
-    """
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise DeploymentError(f"cannot read {path}: {error.strerror}", field=field) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{path} is not TOML: {error}", field=field) from None
 
 
 def check_environment(environment: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tonnage.planner.errors import DeploymentError, did_you_mean
 from tonnage.server.security.tenants import Tenant
-from tonnage.server.settings import read_toml
 
 _MIN_KEY_LENGTH = 8
 
@@ -93,7 +93,12 @@ def load_keys(plain: Iterable[str], file: Path | None) -> KeyRing:
 
 
 def _entries(file: Path) -> list[Any]:
-    document = read_toml(file, "api_key_file")
+    try:
+        document = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise DeploymentError(f"cannot read {file}: {error.strerror}", field="api_key_file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeploymentError(f"{file} is not TOML: {error}", field="api_key_file") from None
     entries = document.get("key")
     if set(document) != {"key"} or not isinstance(entries, list) or not entries:
         raise DeploymentError(f"{file} must contain [[key]] tables only", field="api_key_file")
