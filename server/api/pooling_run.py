@@ -10,13 +10,12 @@ import base64
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing, closing
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
-from tonnage.server.api.embeddings.protocol import EmbeddingUsage, PoolingAnswer
 from tonnage.server.api.generation import Generator
 from tonnage.server.api.sampling import EngineBody, prompt_list
 from tonnage.server.engines.request import Pooling, PoolingTask, SamplingParams
@@ -26,11 +25,36 @@ from tonnage.server.requests.accounts import Ticket
 from tonnage.server.requests.submission import Submission, TokenCounts
 from tonnage.server.state import ServerState
 
-Answer = TypeVar("Answer", bound=PoolingAnswer)
 # A pooling model's result for one prompt: a vector, or a vector for each token.
 Values = npt.NDArray[np.float64]
 # Writing an answer yields to the event loop after this many seconds of work.
 _STEP_SECONDS = 0.005
+
+
+class EmbeddingUsage(BaseModel):
+    """Token counts of a request to a pooling model."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, counts: TokenCounts) -> EmbeddingUsage:
+        """Return the token usage of a request to a pooling model, which has prompt tokens only."""
+        return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
+
+
+class PoolingAnswer(BaseModel):
+    """Base class of vLLM's answers of pooling models, with one item in ``data`` per input."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Any]
+    usage: EmbeddingUsage
+
+
+Answer = TypeVar("Answer", bound=PoolingAnswer)
 
 
 class PoolingRun:

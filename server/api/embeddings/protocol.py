@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
 from tonnage.server.api.fields import EMBEDDING
+from tonnage.server.api.pooling_run import EmbeddingUsage
 from tonnage.server.api.sampling import AtLeastOne, EngineBody, TokenId
-from tonnage.server.requests.submission import TokenCounts
 
 MAX_INPUTS = 2048  # OpenAI's limit of the inputs in one request (API reference of embeddings, "input")
 
@@ -44,29 +44,6 @@ class Embedding(BaseModel):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
-
-
-class EmbeddingUsage(BaseModel):
-    """Token counts of a request to a pooling model."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-    @classmethod
-    def of(cls, counts: TokenCounts) -> EmbeddingUsage:
-        """Return the token usage of a request to a pooling model, which has prompt tokens only."""
-        return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
-
-
-class PoolingAnswer(BaseModel):
-    """Base class of vLLM's answers of pooling models, with one item in ``data`` per input."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[Any]
-    usage: EmbeddingUsage
 
 
 class EmbeddingList(BaseModel):

@@ -7,10 +7,9 @@ from tonnage.server.api.embeddings.protocol import (
     Embedding,
     EmbeddingList,
     EmbeddingRequest,
-    EmbeddingUsage,
 )
 from tonnage.server.api.endpoint import Service
-from tonnage.server.api.pooling_run import PoolingRun, encoded, with_items
+from tonnage.server.api.pooling_run import EmbeddingUsage, PoolingRun, encoded, with_items
 from tonnage.server.engines.request import Pooling
 from tonnage.server.requests.accounts import Ticket
 

@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import BaseModel
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.embeddings.protocol import INPUT_EXPECTED, InputBody, PoolingAnswer
+from tonnage.server.api.embeddings.protocol import INPUT_EXPECTED, InputBody
 from tonnage.server.api.fields import CLASSIFICATION, POOLING
+from tonnage.server.api.pooling_run import PoolingAnswer
 from tonnage.server.engines.request import PoolingTask
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from tonnage.server.api.body import Fields
-from tonnage.server.api.embeddings.protocol import MAX_INPUTS, EmbeddingUsage, PoolingAnswer, Text, Texts
+from tonnage.server.api.embeddings.protocol import MAX_INPUTS, Text, Texts
 from tonnage.server.api.fields import RERANK, SCORE
+from tonnage.server.api.pooling_run import EmbeddingUsage, PoolingAnswer
 from tonnage.server.api.sampling import EngineBody, TokenCount
 from tonnage.server.errors import invalid_value
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tonnage.server.api.embeddings.protocol import EmbeddingUsage
 from tonnage.server.api.endpoint import Service
-from tonnage.server.api.pooling_run import PoolingRun, with_items
+from tonnage.server.api.pooling_run import EmbeddingUsage, PoolingRun, with_items
 from tonnage.server.api.scores.pairs import pair_prompts
 from tonnage.server.api.scores.protocol import (
     RERANK_FIELDS,
