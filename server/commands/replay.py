@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tonnage.cache.admission import AdmissionMode, Policy
@@ -24,7 +23,7 @@ from tonnage.planner.markup import save
 from tonnage.planner.planning.build import make_plan
 from tonnage.planner.planning.deployment import deployment_of
 from tonnage.planner.plans import Plan
-from tonnage.planner.units import parse_count, parse_seconds
+from tonnage.planner.units import parse_seconds
 from tonnage.server.commands.replay_tiers import (
     OWN_SPEED,
     curve_dict,
@@ -34,6 +33,7 @@ from tonnage.server.commands.replay_tiers import (
     speed_of,
     token_bytes_of,
 )
+from tonnage.server.commands.trace import positive, trace_of
 from tonnage.server.engines.capacity import limits_of
 from tonnage.server.parsers import replay as parser
 
@@ -186,21 +186,6 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def trace_of(arguments: argparse.Namespace, *, skip_bad_lines: bool = False) -> Trace:
-    """Read the trace that the argument `trace` names, with the options --limit and --columns.
-
-    Raises:
-        TonnageError: an option or the trace is invalid.
-    """
-    # imported here, because --help does not need these modules
-    from tonnage.cache.replay.columns import parse_columns
-    from tonnage.cache.replay.trace import read_trace
-
-    limit = positive(arguments.limit, "--limit")
-    columns = None if arguments.columns is None else parse_columns(arguments.columns)
-    return read_trace(Path(arguments.trace), limit=limit, skip_bad_lines=skip_bad_lines, columns=columns)
-
-
 def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
     """Return the configuration of the replay's simulator for a plan and a trace."""
     # imported here, because it imports numba, which --help does not need
@@ -247,15 +232,6 @@ def _step_time(arguments: argparse.Namespace, plan: Plan) -> StepTime:
         flops=flops,
         devices=ranks,
     )
-
-
-def positive(text: str | None, field: str) -> int | None:
-    """Return a command-line argument as an integer of at least one, or None if it is absent.
-
-    Raises:
-        DeploymentError: the text is no integer of at least one; the error names `field`.
-    """
-    return None if text is None else parse_count(text, field)
 
 
 def _rows(result: Replay, setup: Setup, trace: Trace, took: float) -> list[tuple[str, str]]:

@@ -47,7 +47,8 @@ def run(argv: list[str]) -> int:
     from tonnage.cache.replay.search import search_engines
     from tonnage.planner.planning.build import make_plan
     from tonnage.planner.units import parse_seconds
-    from tonnage.server.commands.replay import WAIT_TARGET, setup_of, trace_of
+    from tonnage.server.commands.replay import WAIT_TARGET, setup_of
+    from tonnage.server.commands.trace import trace_of
 
     plan = make_plan(arguments.model, deployment_from(arguments))
     if not plan.fits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tonnage.planner.command import answer, parser
 from tonnage.planner.errors import DeploymentError
+from tonnage.server.commands.trace import trace_of
 
 
 def run(argv: list[str]) -> int:
@@ -21,9 +22,6 @@ def run(argv: list[str]) -> int:
         if getattr(arguments, name):
             why = f"needs a single plan; --{name.replace('_', '-')} gives a table of plans"
             raise DeploymentError(why, field="--trace", hint="leave one out")
-    # imported here, because --help does not need these modules
-    from tonnage.server.commands.replay import trace_of
-
     trace = trace_of(arguments)
     lengths = [(request.prompt_tokens, request.output_tokens) for request in trace.requests]
     return answer(arguments, (trace.name, lengths))
