@@ -113,7 +113,7 @@ class LengthForecast:
         used = [key if key in known else "" for key in keys]
         for key in set(used):
             mine = np.array([name == key for name in used])
-            # without a key the curve of all requests is used, which counts every sequence
+            # the survival curve of requests without a known key counts the running sequences of all keys
             peers = mine if key else np.ones_like(mine)
             result[mine] = self._left_of(key, share, done[mine], most[mine], done[peers])
         return result

@@ -200,12 +200,12 @@ class Folder:
         return self.size - self._others - (1 + DIRECTORIES_OF_BLOCKS - own) * DIRECTORY_BYTES
 
     def forget(self, block: bytes, *, delete: bool) -> None:
-        """Remove a KV block whose file cannot be read from the disk tier's index.
+        """Remove a KV block from the disk tier's index, because the block's file cannot be read.
 
         Args:
             block: The block's id.
             delete: Whether the block's file is deleted too; a server that only reads deletes no file. A file
-                that stays counts towards the folder's size until the next start.
+                that is not deleted counts towards the folder's size until the next start.
         """
         if block in self.blocks and (self.read_only or not delete or not self.remove(block)):
             self._in_blocks -= self.blocks[block]

@@ -133,7 +133,7 @@ class EvictionOrder:
     def pop(self, count: int) -> list[int]:
         """Evict ``count`` cached blocks and return their ids. Raises ValueError if fewer can be evicted."""
         if count > self.cached:
-            raise ValueError(f"{count} blocks requested, {self.cached} cached")
+            raise ValueError(f"cannot evict {count} blocks, because only {self.cached} are cached")
         return self._popped(count, FOR_PREFILL)
 
     def forget(self, blocks: Sequence[int]) -> None:

@@ -1,8 +1,9 @@
-"""The number of table entries that a sequence fills in a group, and the entry that a position is written to.
+"""The number of block-table entries that a sequence fills in a group, and a position's entry.
 
-In a block table, a paged group has an entry for each ``block_size`` tokens. A recurrent state has a single
-entry, entry 0, whose block every step overwrites. A recurrent state that is cached with prefixes is at the
-entry of the token block it ends in. The entries between two such states stay empty.
+- A paged group has one entry for each ``block_size`` tokens.
+- A group of recurrent states without prefix caching has only entry 0, whose block every step overwrites.
+- With prefix caching, a recurrent state is at the entry of the token block it ends in. The entries between two
+  cached states stay empty.
 """
 
 from __future__ import annotations

@@ -131,7 +131,9 @@ class RagPulseReader:
         """Convert one RAGPulse record to a request; prompts with equal first components share hash ids."""
         unknown = sorted(set(record["hash_ids"]) - set(_COMPONENTS))
         if unknown:
-            raise ValueError(f"hash_ids has the unknown component {unknown[0]!r:.40}")
+            raise ValueError(
+                f"hash_ids has the unknown key {unknown[0]!r:.40} (known: {', '.join(_COMPONENTS)})"
+            )
         prompt = as_count(record, "input_length", least=1)
         pieces: list[tuple[object, int]] = []
         for component in _COMPONENTS:

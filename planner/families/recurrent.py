@@ -28,7 +28,9 @@ def recurrent_gemma(fields: Fields, model_type: str) -> Architecture:
     tied = fields.boolean("tie_word_embeddings", True)
     pattern = fields.raw("block_types") or ["recurrent", "recurrent", "attention"]
     if not isinstance(pattern, list) or not all(kind in ("recurrent", "attention") for kind in pattern):
-        raise ConfigError(f"{shown(pattern)} is not a list of recurrent and attention", field="block_types")
+        raise ConfigError(
+            f"{shown(pattern)} is not a list whose items are 'recurrent' or 'attention'", field="block_types"
+        )
     fields.ignore("logits_soft_cap", "w_init_variance_scale", "final_w_init_variance_scale", "_block_types")
     blocks = dims.heads
     common.divisible(width, blocks, "lru_width", "num_attention_heads")

@@ -80,13 +80,13 @@ def forget_model(path: str) -> None:
 
 
 def register_partial(path: str, size: int) -> bool:
-    """Register a file with the first bytes of a checkpoint; return whether they hold the whole header.
+    """Make the first bytes of a checkpoint available to the planner; return whether they hold the whole header.
 
-    A safetensors header states its length, so the page always provides the whole header. A GGUF header does
-    not, so it may need more bytes than the file has.
+    A safetensors header states its length, so the page always reads the whole header first. A GGUF header does
+    not, so the page may have read too little of it.
 
     Args:
-        path: the file, which was just written.
+        path: the file that holds these bytes.
         size: bytes of the whole checkpoint file.
     """
     partial.register(Path(path), size)

@@ -52,7 +52,7 @@ class BrowserRemote(Remote):
 
     Attributes:
         wanted: (address, Range header or "", maximum bytes) of each request to make next.
-        note: the reason why only the model's config or index could be read, without headers; else empty.
+        note: the reason why only the model's config or index was read, but no checkpoint header; else empty.
     """
 
     def __init__(self, model: HubModel) -> None:

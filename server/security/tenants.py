@@ -104,8 +104,8 @@ class Quotas:
             drain_seconds: Estimated seconds until a place is free, for Retry-After.
 
         Raises:
-            ApiError: The request exceeds the fair share of the queue (status 429), now or, without Retry-After,
-                always.
+            ApiError: The request exceeds the tenant's fair share of the queue (status 429). There is no
+                Retry-After when it would exceed the share of an empty queue too.
         """
         if self.tenants < 2 or tenant.max_num_seqs is not None:
             return

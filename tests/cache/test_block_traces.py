@@ -105,7 +105,7 @@ def test_ragpulse_trace_without_component_lengths_is_rejected_naming_the_compone
     missing = RAG | {"hash_ids": RAG["hash_ids"] | {"user_input": [77]}}
     with pytest.raises(TraceError, match="line 1: the length of user_input 77"):
         read_trace(rag(tmp_path, missing))
-    with pytest.raises(TraceError, match="unknown component 'tools'"):
+    with pytest.raises(TraceError, match="unknown key 'tools'"):
         read_trace(rag(tmp_path, RAG | {"hash_ids": RAG["hash_ids"] | {"tools": [1]}}))
 
 

@@ -51,7 +51,7 @@ def test_last_block_of_a_request_is_evicted_before_its_earlier_blocks(order: Evi
     check_order(order)
     assert order.cached == 2
     assert order.evicted == 4
-    with pytest.raises(ValueError, match="3 blocks requested, 2 cached"):
+    with pytest.raises(ValueError, match="cannot evict 3 blocks, because only 2 are cached"):
         order.pop(3)
 
 
@@ -69,7 +69,7 @@ def test_block_in_use_is_not_evicted(order: EvictionOrder) -> None:
     order.take([1, 2])
     check_order(order)
     assert order.pop(1) == [3]
-    with pytest.raises(ValueError, match="1 blocks requested, 0 cached"):
+    with pytest.raises(ValueError, match="cannot evict 1 blocks, because only 0 are cached"):
         order.pop(1)
     order.release([2, 1])
     check_order(order)

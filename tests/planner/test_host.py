@@ -189,7 +189,7 @@ def test_each_flag_that_needs_host_memory_adds_its_bytes_to_the_plan(plan_of) ->
     assert (amd.low, amd.high) == (10 * GIB, 20 * GIB)
 
 
-def test_pinned_token_ids_are_rounded_up_on_every_rank(plan_of) -> None:
+def test_pinned_memory_of_token_ids_is_rounded_up_on_every_rank(plan_of) -> None:
     plan = plan_of(LLAMA, max_num_seqs=1000, max_model_len=100_000, tensor_parallel_size=2)
     ids = part(plan, "token ids")
     assert (ids.low, ids.value) == (2 * 1000 * 100_000 * 4, 2 << 29)

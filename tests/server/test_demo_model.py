@@ -154,7 +154,9 @@ def test_converted_weights_equal_transformers_bit_for_bit(
     assert digests[0] == digests[1]
 
 
-def test_converted_configs_equal_transformers(made: tuple[Path, list[str]], by_transformers: Path) -> None:
+def test_configs_of_the_converted_demo_model_equal_those_that_transformers_writes(
+    made: tuple[Path, list[str]], by_transformers: Path
+) -> None:
     from transformers import AutoConfig, GenerationConfig
 
     folder = made[0] / "models" / NAME

@@ -78,7 +78,7 @@ class TrialClient:
         self._say(request)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the grammar trial of a request whose client has disconnected."""
+        """Stop compiling the grammar of a request whose client has disconnected."""
         self._say(request_id)
 
     def close(self) -> None:

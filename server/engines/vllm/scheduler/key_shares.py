@@ -82,7 +82,7 @@ class KeyShares:
         return found
 
     def _about(self, request: Any) -> tuple[Uses, AdmissionRequest, int]:
-        """Return the arguments of all methods of `Shares` for a request: each key's use, request, blocks."""
+        """Return what the methods of `Shares` take: the use of each key, the request and its blocks."""
         return self._uses, wish_of(request), self._blocks(request)
 
 
