@@ -147,8 +147,8 @@ def create_app(
 
 
 def _chat_template(settings: Settings, folder: Path) -> ChatTemplate | None:
-    """Return the model's chat template, or None if it has none; warn if it cannot show a request's tools."""
-    # The demo model's own chat template ignores tools, so the shipped hermes template is used for them.
+    """Return the model's chat template, or None if it has none; warn if the template does not render tools."""
+    # The demo model's own chat template ignores tools, so requests with tools use the shipped hermes template.
     tool_template = "hermes" if settings.model == "demo" else None
     found = ChatTemplate.from_folder(folder, settings.chat_template, tool_template=tool_template)
     if settings.tool_call_parser is not None and (found is None or not found.knows_tools):
@@ -182,8 +182,8 @@ def _add_middleware(
 ) -> None:
     """Add the ASGI middleware, innermost first.
 
-    The middleware for the request id and for CORS wraps authentication, so that a rejection for a missing or
-    wrong API key has these headers, too.
+    The middleware that adds X-Request-Id and the CORS headers wraps authentication, so that a rejection for a
+    missing or wrong API key has these headers, too.
     """
     if keys:
         public = PUBLIC_PATHS | ({"/metrics"} if settings.metrics_public else set())
@@ -195,7 +195,7 @@ def _add_middleware(
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
-    # The HTTP page of a Ray replica listens on the node's address, not on that of --host.
+    # The HTTP server of a Ray replica listens on the node's address and ignores --host.
     host = "" if operations_only else settings.host
     hosts = allowed_hosts(host, settings.allowed_hosts, keys=bool(keys))
     if hosts is not None:
@@ -209,7 +209,7 @@ def _add_middleware(
 
 
 def secured_openapi(app: FastAPI, public: Collection[str]) -> dict[str, Any]:
-    """Return the OpenAPI document, which requires an API key on every path that is not in ``public``."""
+    """Return the app's OpenAPI document, which declares that all paths except ``public`` need an API key."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes

@@ -66,14 +66,18 @@ The manual page:
 
 
 def run(argv: list[str]) -> int:
-    """Print a shell's completion script or the manual page, and return 0; TonnageError for an unknown shell."""
+    """Print the completion script for a shell, or the manual page, and return 0.
+
+    Raises:
+        TonnageError: The shell is unknown.
+    """
     arguments = parser().parse_args(argv)
     if arguments.shell == MANUAL:
         print(page(_ABOUT, {name: parser_of(name) for name in COMMANDS}), end="")
         return OK
     script = shtab.complete(offering(tree(), shtab.FILE), arguments.shell)
     if arguments.shell == "fish":
-        # shtab 1.13 writes -tp as the two short options t and p. In fish, -o declares an old-style long option.
+        # shtab 1.13 declares -tp by fish's -s, which takes one letter; -o takes an option of several letters.
         script = re.sub(r" -s (\w\w+)", r" -o \1", script)
     print(script)
     return OK

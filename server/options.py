@@ -119,8 +119,8 @@ class Options:
     default_chat_max_tokens: int = flag(
         1024, "upper bound of max_completion_tokens for a chat request without one", group=_LIMITS
     )
-    # The default of max_request_body_bytes suffices for a million token ids as JSON, which need less than that.
-    # No context served here has that many tokens.
+    # The default of max_request_body_bytes suffices for the JSON of a million token ids. No model served here
+    # has a context of that many tokens.
     max_request_body_bytes: int = flag(8 * 2**20, "largest accepted request body", group=_LIMITS, unit="bytes")
     body_timeout: float = flag(30.0, "time a client has to send its body", group=_LIMITS, unit="seconds")
     request_timeout: float | None = flag(

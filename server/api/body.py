@@ -131,9 +131,9 @@ def parse_steps(
 
 
 def _validate_items(items: list[Any], adapter: TypeAdapter[Any]) -> Generator[None, None, None]:
-    """Validate a list's items in a request body in place; stop at the first invalid item without an error.
+    """Validate the items of a list in place, and return early, without an error, at the first invalid one.
 
-    The later validation of the whole body reports that item.
+    The later validation of the whole request body reports the invalid item.
     """
     begun = time.perf_counter()
     for at, item in enumerate(items):
@@ -149,7 +149,7 @@ def _validate_items(items: list[Any], adapter: TypeAdapter[Any]) -> Generator[No
 def _apply(
     document: dict[str, Any], table: FieldTable, honours: frozenset[str], lenient: bool, prefix: str
 ) -> list[str]:
-    """Remove the fields that the pydantic model does not define from a request body; return the ignored names.
+    """Remove the fields without effect from a request body; return the names to report as ignored.
 
     ``prefix`` precedes the names: it is empty for the body itself, and ``stream_options.`` for that object.
     Raises ApiError for a field that the API or the engine does not support.
@@ -269,7 +269,7 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
         return ApiError(ErrorCode.UNKNOWN_PARAMETER, f"unknown field: {param}", param=param)
     value: Any = document
     for at, part in enumerate(location):
-        # For a union type, pydantic's location includes the name of one of its types, no key in the body.
+        # For a union type, pydantic's location includes the name of one of its types, not a key in the body.
         if isinstance(value, dict):
             value = value.get(part, value)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
@@ -288,7 +288,7 @@ def _refusal(error: ValidationError, document: dict[str, Any], fields: Fields[Mo
 def openapi_body(fields: Fields[Model], models: Sequence[str] = ()) -> dict[str, Any]:
     """Return a route's entry for its request body in the OpenAPI document, which FastAPI cannot derive.
 
-    ``models`` are the values that the field ``model`` may have; it may have any if they are empty.
+    ``models`` are the allowed values of the field ``model``; if empty, any value is allowed.
     """
     schema = _inline_schema(fields)
     if models:

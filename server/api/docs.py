@@ -39,10 +39,11 @@ _STARTS = {
 
 
 class _CountedFile(FileResponse):
-    """A response with a documentation file, or with an error while all places of ``sending`` are taken.
+    """A response with a documentation file, or with an error while too many such files are being sent.
 
-    The limit bounds the server's memory. For a client that does not read, the server keeps some hundred
-    kilobytes of a file for a minute (`tonnage.server.http.protocol.WRITE_SECONDS`).
+    The semaphore ``sending`` limits the number of files, and thus the server's memory. For a client that does
+    not read, the server keeps some hundred kilobytes of a file for a minute
+    (`tonnage.server.http.protocol.WRITE_SECONDS`).
     """
 
     def __init__(self, path: Path, sending: asyncio.Semaphore) -> None:

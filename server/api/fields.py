@@ -41,8 +41,8 @@ class FieldRule:
     Attributes:
         standing: Whether the field is honoured, accepted without effect, or rejected.
         neutral: Values that mean the same as leaving the field out (as null does); they are always accepted.
-        needs: The field of SamplingParams (or ``priority``) that the engine must support; with another engine
-            the field is rejected.
+        needs: The field of SamplingParams (or ``priority``) that the engine must support; otherwise the request
+            field is rejected.
         why: Why the field is rejected; for an honoured field, what it requires.
         takes: The type of a field without effect; None accepts any value.
     """

@@ -415,7 +415,7 @@ class Generator:
                 text += delta.text
                 token_ids += delta.token_ids
                 last = delta
-        assert last is not None  # It is set, because run() ends with the last Delta of the choice.
+        assert last is not None  # run() yields at least one Delta: the last one of the choice
         if use.reader is None:
             return Parsed(text), last
         reader = use.reader(submission.prompts[0])
@@ -455,7 +455,7 @@ class Generator:
 
 
 def _of_pair(params: SamplingParams, pooling: Pooling, second: int) -> SamplingParams:
-    """Return the parameters for a cross-encoder's prompt of two texts; the second begins at ``second``."""
+    """Return the parameters for a cross-encoder's prompt, whose second text begins at the token ``second``."""
     return replace(params, pooling=replace(pooling, second_text=second))
 
 

@@ -31,8 +31,8 @@ MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10 * MAX_ITEMS
 # Values are counted in the text first, because two million empty objects (6 MB of text) would take 150 MB and
 # half a second to build. The limit of strings, which includes member names, is 25 per message. Most other
-# values are token ids: 2**18 of them take 10 MB and 20 ms. A member name costs ten times as much, and one
-# object may hold all of them.
+# values are token ids: 2**18 of them take 10 MB and 20 ms. The limit of member names is lower, because a name
+# costs ten times as much, and one object may hold all of them.
 _MAX_BRACKETS = 2 * _MAX_CONTAINERS
 _MAX_NAMES = 12 * MAX_ITEMS
 _MAX_STRINGS = 25 * MAX_ITEMS
@@ -45,8 +45,9 @@ _CHECKED_AT_ONCE = 10_000
 # structured outputs).
 _MAX_KEYS = 10_000
 
-# A place in a JSON document as a pair: the place of the enclosing object or list (None for the whole document),
-# and the member name or list index inside it (None when the place is a member name, not a value).
+# A place in a JSON document, as the pair (outer, key). ``outer`` is the place of the enclosing object or list,
+# None if that is the document itself. ``key`` is the member name or list index of a value; a member name itself
+# has the key None.
 _Place = tuple["_Place | None", str | int | None]
 _WITH_TEXT = (str, list, dict)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -135,7 +136,7 @@ async def _read(request: Request, limit: int, bodies: BodyBytes) -> bytearray:
 
 
 def most_values(max_model_len: int) -> int:
-    """Return the maximum number of JSON values in a body: MAX_VALUES, or two per token of a larger context."""
+    """Return the maximum number of JSON values in a body: two per token of the context, at least MAX_VALUES."""
     return max(MAX_VALUES, 2 * max_model_len)
 
 

@@ -80,8 +80,8 @@ class CompletionLogprobs:
                 lists["top_logprobs"].append(None)
                 continue
             lists["token_logprobs"].append(finite(token.logprob))
-            # The sampled token itself is always included, so there are up to logprobs + 1, as in OpenAI's
-            # reference.
+            # The sampled token itself is always included, so a position has up to logprobs + 1 entries, as in
+            # OpenAI's reference.
             listed = (*reversed(token.top[: self._top]), (token.token_id, token.logprob))
             best = {self._tokenizer.token_text(i): finite(p) for i, p in listed}
             lists["top_logprobs"].append(best)

@@ -26,7 +26,7 @@ _NO_SCORES = '"prompt_logprobs":[]'
 
 
 class TokenOutputFields(SamplingFields):
-    """The fields of completions and chat completions with which an answer reports its tokens."""
+    """Base class of the request bodies that can ask for token ids and prompt log probabilities."""
 
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(

@@ -115,7 +115,7 @@ def _without_tools(
 
 
 def drop_tools(document: dict[str, Any], kinds: tuple[str, ...]) -> list[str]:
-    """Remove the tools that clients offer by default, and that the model can do without, from a request body.
+    """Remove from a request body the tools that clients offer by default and that the model can do without.
 
     Args:
         document: The body.

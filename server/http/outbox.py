@@ -90,7 +90,7 @@ class HeldAnswer:
         if self.is_cut:
             raise ApiError(
                 ErrorCode.SERVER_OVERLOADED,
-                f"answers that wait for their end hold over {OUTBOX_BYTES} bytes, and this one is the largest; "
+                f"the answers that are not sent yet exceed {OUTBOX_BYTES} bytes, and this one is the largest; "
                 "send stream: true, or ask for fewer logprobs and token ids",
             )
 

@@ -45,15 +45,15 @@ MAX_CONNECTIONS = 2048
 # (benchmarks/abuse.py connections, load 12).
 CLOSED_AT_ONCE = 64
 # Number of file descriptors that connections must leave unused. With the hf engine the server itself has 46
-# files open (/proc/PID/fd of the API process); 32 of them are listening sockets (commands/serve.py). The other
-# 50 are for an engine that starts while another one ends, for logs, and for connections that are being closed.
+# files open (/proc/PID/fd of the API process); 32 of them are listening sockets (commands/serve.py). Another 50
+# are for an engine that starts while another one ends, for logs, and for connections that are being closed.
 RESERVED_FILES = 96
 # Fewest file descriptors with which the server starts: 46 of its own, and those of a starting engine.
 FEWEST_FILES = 64
 
-# Number of requests that a connection may send before the first is answered; above it the connection is closed.
-# uvicorn has no limit: 128 KB with 4,738 heads blocked the event loop for 124 ms (11 ms with 16 heads), and the
-# pipeline could grow without end.
+# Number of requests that a connection may send before the first is answered. Further requests are not read, and
+# the connection is closed after the last answer. uvicorn has no limit: 128 KB with 4,738 heads blocked the
+# event loop for 124 ms (11 ms with 16 heads), and the pipeline could grow without end.
 MAX_PIPELINED = 16
 
 
@@ -218,7 +218,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
-            assert self._answering is not None  # It is set, because a complete request waits for its answer.
+            assert self._answering is not None  # set when the unanswered request was started
             self._half_closed.watch(self._answering)
         return True
 

@@ -21,8 +21,8 @@ def work_for(key: str) -> None:
 class Turns:
     """An asynchronous context manager that at most ``places`` callers can be inside at the same time.
 
-    Keys with waiting callers take turns in rotation. A free place goes to the next key, and there to the caller
-    that has waited longest. Without API keys, callers get places in the order of their arrival.
+    API keys with waiting callers take turns in rotation. A free place goes to the next key's caller that has
+    waited longest. Without API keys, callers get places in the order of their arrival.
     """
 
     def __init__(self, places: int) -> None:

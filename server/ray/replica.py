@@ -67,7 +67,7 @@ class EngineReplica:
             async with asyncio.timeout(settings.engine_ready_timeout):
                 while not state.started:
                     if self._serving.done():
-                        raise EngineDead("the replica's HTTP page ended before the engine was ready")
+                        raise EngineDead("the replica's HTTP server ended before the engine was ready")
                     if state.startup_error is not None:
                         raise state.startup_error
                     await asyncio.sleep(0.05)

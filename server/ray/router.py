@@ -124,8 +124,8 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         """Create the router's state; Ray calls this method once."""
         self._memory = PrefixMemory()
         self._headroom = Headroom()
-        # The replica of each unfinished request, by Ray's internal request id. A request counts from its choice
-        # on: Ray chooses for all requests of a burst before the first of them has reached its replica.
+        # The replica of each unfinished request, by Ray's internal request id. A request counts as soon as its
+        # replica is chosen: Ray chooses for a whole burst before its first request has reached a replica.
         self._replica: dict[str, str] = {}
 
     async def choose_replicas(

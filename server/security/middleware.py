@@ -80,7 +80,7 @@ class Authentication:
     browser would also send it with requests that other sites cause.
 
     With several keys, only keys with ``metrics = true`` may read the metrics. ``tonnage.sees_all`` in the scope
-    says whether the request's key may. ``on_refused`` is called for each rejected request.
+    says whether the key of the request may read them. ``on_refused`` is called for each rejected request.
     """
 
     def __init__(

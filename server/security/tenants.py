@@ -120,8 +120,8 @@ class Quotas:
         if held + sequences > max(1, free):
             raise ApiError(
                 ErrorCode.RATE_LIMIT_EXCEEDED,
-                f"this key has {held} sequences in the queue, and {queue - queued} of its {queue} places are "
-                "free: a key may hold as many as it leaves free; set max_num_seqs for a limit of its own",
+                f"this key has {held} sequences in the queue, and {queue - queued} of the queue's {queue} "
+                "places are free: a key may hold at most as many as it leaves free, unless its max_num_seqs is set",
                 retry_after_seconds=drain_seconds,
             )
 

@@ -75,7 +75,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._of_thread = threading.local()  # counted per thread, because requests render at the same time
 
     def start_render(self) -> None:
-        """Start to count the loop iterations of a chat template that this thread renders, to limit them."""
+        """Reset this thread's count of loop iterations, before the thread renders a chat template."""
         self._of_thread.rounds = 0
 
     def counted(self, values: Iterable[Any]) -> Iterator[Any]:
@@ -88,7 +88,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             yield value
 
     def concatenated(self, *values: Any) -> str:
-        """Return the values joined to one text, for ``a ~ b`` in a template; check its size."""
+        """Return the concatenated values (a template's ``a ~ b``); raise TemplateError if they are too long."""
         texts = [str(value) for value in values]
         _check_size(sum(map(len, texts)))
         return "".join(texts)
@@ -110,7 +110,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
-        """Call ``obj`` for a template; raise TemplateError for a string method with too large a result."""
+        """Call ``obj`` for a template, unless it is a string method whose result would be too large.
+
+        Raises:
+            TemplateError: The result would be too large.
+        """
         method = getattr(obj, "__wrapped__", obj)  # str.format, which Jinja's sandbox replaces by a wrapper
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):

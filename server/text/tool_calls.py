@@ -60,10 +60,10 @@ class AnswerReader(Protocol):
 
 
 class OutputParser(Protocol):
-    """Interface to the formats of tool calls and reasoning of one model family.
+    """Interface of a parser for the tool calls and the reasoning of one model family.
 
     ``tonnage.server.engines.vllm.output_parser`` implements it with vLLM's parsers. ``reads_tools`` says
-    whether a parser finds tool calls, and ``reads_reasoning`` whether it finds reasoning.
+    whether the parser finds tool calls, and ``reads_reasoning`` whether it finds reasoning.
     """
 
     reads_tools: bool

@@ -95,7 +95,7 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
 
 def _up_to_final_message(text: str, message: Message) -> str:
     """Return the prompt ``text`` up to the end of its final message, which the answer continues."""
-    # The template writes the end of the turn after the message, which must not be a part of the prompt.
+    # After the message the template writes an end-of-turn token, which must not be a part of the prompt.
     last = message.text().strip()
     at = text.rfind(last)
     if not last or at < 0:
@@ -114,12 +114,12 @@ def _check(message: Message, at: int) -> None:
     if message.content is None and message.role not in ("assistant", "function"):
         raise ApiError(
             ErrorCode.MISSING_PARAMETER,
-            f"you must provide {param}, a string or a list of text parts: the role is {message.role}",
+            f"you must provide {param}, a string or a list of text parts, for the role {message.role}",
             param=param,
         )
     if message.declines and message.role != "assistant":
         raise unsupported_parameter(
-            f"{param}: only an assistant's message has refusal parts, the role is {message.role}; send text",
+            f"{param}: a message of the role {message.role} may have no refusal parts; send text parts",
             param,
         )
     if message.role == "tool" and not message.tool_call_id:
@@ -131,7 +131,7 @@ def _check(message: Message, at: int) -> None:
     for name in ("reasoning", "reasoning_content"):
         if getattr(message, name) is not None and message.role != "assistant":
             raise unsupported_parameter(
-                f"messages.{at}.{name}: only an assistant's message may have it, the role is {message.role}",
+                f"messages.{at}.{name}: only the role assistant may have this field, not {message.role}",
                 f"messages.{at}.{name}",
             )
 

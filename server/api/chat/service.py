@@ -116,13 +116,13 @@ class ChatService(StreamingService[ChatRequest]):
             events.prompt_member = ids_member("prompt_token_ids", prompt)
         shows_tokens = bool(request.return_token_ids) and not _hides_tokens(request, use)
         continuous = request.continuous_usage()
-        reported: list[int] = []  # number of tokens of each choice in the usage that was sent last
+        reported: list[int] = []  # completion tokens per choice, as in the last usage sent to the client
         async with aclosing(self._generator.run(submission, counts, ticket)) as deltas:
             async for delta in deltas:
                 event = b""
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    # As in vLLM, a choice's first chunk has only the role; its usage does not count the token.
+                    # As in vLLM, a choice's first chunk has only the role; its usage counts no new tokens.
                     if continuous:
                         events.usage_member = usage_so_far(replace(counts, choices=reported))
                     event = events.role(delta.index, b'""' if readers is None else b"null")

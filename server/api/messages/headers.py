@@ -13,10 +13,10 @@ PATH = "/v1/messages"
 
 
 class AnthropicForm:
-    """ASGI middleware that converts error bodies below ``PATH`` from OpenAI's form to Anthropic's.
+    """ASGI middleware that converts error responses of Anthropic's API from OpenAI's form to Anthropic's.
 
     Errors arise in many places, such as authentication and limits of the body. All of them are small JSON
-    bodies, which are converted here. Other responses pass through.
+    bodies, which are converted here. Other responses, and paths that do not begin with ``PATH``, pass through.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -25,7 +25,7 @@ class MessagesService(StreamingService[MessagesRequest]):
     """Logic of Anthropic's messages endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    # No further event ends a stream: its last event is message_stop, which the service itself sends.
+    # Empty, because the service itself sends message_stop, the event that ends a stream.
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
@@ -89,8 +89,8 @@ class MessagesService(StreamingService[MessagesRequest]):
         ticket.finish(outcome_of_finishes(finishes))
 
     async def _prepare(self, request: MessagesRequest) -> tuple[Submission, ToolUse]:
-        # Clients of this API send max_tokens that exceed most contexts. The end of the context ends an answer,
-        # too, as in Anthropic's API.
+        # Clients of this API often send a max_tokens larger than the context. Such a request is not rejected:
+        # its answer may end at the end of the context, as in Anthropic's API.
         chat = await self._generator.converted(blocks_of(request), chat_request, request)
         # a waiting request keeps only its token ids; the messages they were made from are freed
         request.messages, request.system, request.tools = [], None, None

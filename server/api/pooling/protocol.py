@@ -32,7 +32,7 @@ POOLING_FIELDS = Fields(PoolingRequest, POOLING, {"input": INPUT_EXPECTED})
 
 
 class Classification(BaseModel):
-    """The label of one input, None if config.json does not name it, and the model's value for every label."""
+    """The label of one input (None if config.json does not name it), and the model's value for every label."""
 
     index: int
     label: str | None

@@ -96,7 +96,7 @@ _REASONING = _TextKind("rs", "response.reasoning_text", reasoning_item, reasonin
 class OutputEvents:
     """Writer of the events of one streamed response, which also collects the completed output items.
 
-    At most one item, a message or a function call, is open (incomplete) at a time.
+    At most one item (a message, reasoning or a function call) is open, which means incomplete, at a time.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -182,7 +182,7 @@ class OutputEvents:
 
     @property
     def _text_id(self) -> str:
-        assert self._kind is not None  # It is set, because an item with text is open.
+        assert self._kind is not None  # callers use this id only while a message or reasoning item is open
         return _numbered(f"{self._kind.prefix}_{self._request_id}", len(self.items))
 
     @property

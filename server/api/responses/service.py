@@ -53,8 +53,8 @@ class ResponseService(StreamingService[ResponseRequest]):
     """Logic of the responses endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    # No further event ends a stream: its last event is response.completed, response.incomplete or
-    # response.failed, which the service itself sends.
+    # Empty, because the service itself sends the event that ends a stream: response.completed,
+    # response.incomplete or response.failed.
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
@@ -136,7 +136,7 @@ class ResponseService(StreamingService[ResponseRequest]):
     async def _prepare(self, request: ResponseRequest) -> tuple[Submission, ToolUse, bytes]:
         """Return what a request submits to the engine, how it uses tools, and the fields its response repeats.
 
-        The fields are JSON text. A waiting request keeps only these three, so its parsed body is freed.
+        The fields are JSON text. A waiting request keeps only these three results; its parsed body is freed.
         """
         state, generator = self._state, self._generator
         lora = state.check_model(request.model)
@@ -277,8 +277,8 @@ def _messages(request: ResponseRequest) -> list[Message]:
             messages.append(Message(role="assistant", content=_text(item.content), reasoning=thought))
         elif any(isinstance(part, RefusalPart) for part in item.content):
             raise unsupported_parameter(
-                f"input.{at}.content: only an assistant's message has refusal parts, the role is {item.role}; "
-                "send text",
+                f"input.{at}.content: a message of the role {item.role} may have no refusal parts; "
+                "send text parts",
                 f"input.{at}.content",
             )
         else:

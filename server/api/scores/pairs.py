@@ -3,7 +3,7 @@
 The source is CrossEncoderIOProcessor.get_score_prompt in entrypoints/pooling/scoring/io_processor.py. The first
 form that applies is used:
 
-1. a template of the server's operator, with the roles ``query`` and ``document``;
+1. a template given with --chat-template, with the roles ``query`` and ``document``;
 2. both texts joined by the tokenizer's special tokens;
 3. both texts as one text, for a config with ``use_sep_token: false``.
 """

@@ -42,7 +42,7 @@ class _Scores(Service[Any]):
     async def _scores(
         self, request: ScoringBody, first: Sequence[str], second: Sequence[str], param: str, ticket: Ticket
     ) -> tuple[list[float], PoolingRun]:
-        """Return the score of each pair of texts, and the request to the model.
+        """Return the score of each pair of texts, and the `PoolingRun` that made the requests to the model.
 
         A single first text is paired with every second text.
         """
