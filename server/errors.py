@@ -249,8 +249,8 @@ _PATH = re.compile(r"(?<![\w.:/])/(?:[\w.@+ -]+/)+[\w.@+-]*")
 def from_exception(error: Exception) -> ApiError:
     """Convert an exception to the error that a client may see.
 
-    A domain error keeps its code, and any other exception becomes ``internal_error``. File paths are removed
-    from domain messages, because they describe the operator's disk and not the client's input.
+    A TonnageError whose code is an ErrorCode keeps it; any other exception becomes ``internal_error``. File
+    paths are removed from messages, because they describe the operator's disk and not the client's input.
     """
     if isinstance(error, ApiError):
         return error

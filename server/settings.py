@@ -31,7 +31,7 @@ from tonnage.server.engines.sharing import KVEventsConfig
 from tonnage.server.options import PLANNED, Options
 from tonnage.server.toml import read_toml
 
-# When settings are shown, API keys are replaced by their number.
+# When settings are shown, only the count of API keys is shown, never a key.
 _Secrets = PlainSerializer(lambda keys: f"{len(keys)} given")
 _KINDS: Mapping[str, Any] = {
     "int": int, "float": float, "bool": bool, "Path": Path, "tuple[str, ...]": tuple[str, ...],

@@ -79,7 +79,8 @@ def operations_router(state: ServerState, metrics: Metrics, generator: Generator
         """Return the memory plan together with the measured bytes.
 
         The report also has the KV pool by state, the tokens that can still be reserved, and running and waiting
-        requests. It says since when the server is ready, and how long all requests in flight will take.
+        requests. It has the time when the server's phase (loading, ready ...) began, and the estimated seconds
+        until all requests in flight have ended.
         """
         return memory_report(state, metrics.capacity_forecast(), _sees_all(request))
 

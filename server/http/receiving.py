@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 # Reads of at most this many bytes are parsed at once. The head of a probe by Kubernetes has about 110: the
 # request line, Host, User-Agent, Accept and Connection (pkg/probe/http/request.go).
 UNPACED_BYTES = 512
-# How long waiting bytes are parsed in one round of the event loop, which is as long as eight requests take to
-# start (pacing.py). Clients do not notice it.
+# Seconds for which waiting bytes are parsed in one round of the event loop. Eight requests take as long to
+# start (pacing.py), and clients do not notice such a delay.
 ROUND_SECONDS = 0.005
 
 

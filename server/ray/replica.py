@@ -101,7 +101,7 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return this replica's unreserved KV blocks, its tokens per block, and the number of this report."""
+        """Return this replica's unreserved KV blocks, its tokens per block, and this report's number."""
         self._reports += 1
         headroom = self._engine.stats().pool.headroom
         return {"headroom_blocks": headroom, "block_size": self._block_size, "number": self._reports}

@@ -33,7 +33,7 @@ def allowed_hosts(host: str, given: Collection[str], *, keys: bool) -> frozenset
 
 
 class HostCheck:
-    """ASGI middleware that rejects requests whose header Host has a dot and is not in the set ``hosts``."""
+    """ASGI middleware that rejects requests whose Host header has a name with a dot that is not in ``hosts``."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app, self._hosts = app, hosts

@@ -121,7 +121,7 @@ class Quotas:
             raise ApiError(
                 ErrorCode.RATE_LIMIT_EXCEEDED,
                 f"this key has {held} sequences in the queue, and {queue - queued} of the queue's {queue} "
-                "places are free: a key may hold at most as many as it leaves free, unless its max_num_seqs is set",
+                "places are free: a key may hold at most as many as it leaves free, unless it has max_num_seqs",
                 retry_after_seconds=drain_seconds,
             )
 

@@ -14,11 +14,11 @@ def shared_prefix(
 ) -> tuple[int, ...]:
     """Return the first tokens that all chats with the system prompt in the file ``path`` share.
 
-    Without a chat template (the model's, or the file ``chat_template``), the text of the file counts as the
-    beginning of completion prompts.
+    The chat template is the file ``chat_template``, or else the model's own. Without either, the text of the
+    file ``path`` counts as the shared beginning of completion prompts.
 
     Raises:
-        DeploymentError: The file cannot be read, or its tokens do not fill one KV block of ``block_size``
+        DeploymentError: ``path`` cannot be read, or its tokens do not fill one KV block of ``block_size``
             tokens.
     """
     field = "shared_system_prompt"

@@ -78,7 +78,7 @@ class OutputParser(Protocol):
         grammar: Grammar | None,
         template_arguments: Mapping[str, Any],
     ) -> ToolUse:
-        """Return how a request with these functions is prompted, constrained by a grammar and parsed."""
+        """Return how the ``tools`` of a request affect its prompt, its grammar and its answer's parsing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class ToolUse:
         shown: The tools that the chat template shows to the model.
         grammar: The grammar that the answer must match, or None.
         special_tokens: Whether the parser needs special tokens in the text.
-        reader: Function that creates the parser of one answer to a prompt with these token ids; None when
-            neither calls nor reasoning are expected.
+        reader: Function that takes the token ids of a prompt and creates the parser of one answer to it; None
+            when neither calls nor reasoning are expected.
         reasons: Whether the answer may begin with reasoning, which is counted in the usage.
     """
 
