@@ -33,7 +33,7 @@ def allowed_hosts(host: str, given: Collection[str], *, keys: bool) -> frozenset
 
 
 class HostCheck:
-    """ASGI middleware that rejects requests whose Host header has a name with a dot that is not in ``hosts``."""
+    """ASGI middleware that rejects requests whose Host header names a dotted host that is not in ``hosts``."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app, self._hosts = app, hosts
