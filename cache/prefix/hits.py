@@ -63,7 +63,7 @@ def lock_hit(core: Core, row: int, count: int) -> None:
 
 @compiled
 def drop_hit(core: Core, row: int, count: int) -> None:
-    """Clear the cached blocks that `find_hit` recorded in the row, so that the row is unused again."""
+    """Empty the row in which `find_hit` recorded cached blocks; the blocks stay cached."""
     state = core.rows[row]
     core.tables[core.pool[0].anchor, row, :count] = NULL_BLOCK
     state.length = state.hashed = state.shared = state.salt = state.found = 0

@@ -135,7 +135,7 @@ def heads_per_rank(heads: int, ranks: int) -> int:
         raise DeploymentError(
             f"{ranks} does not divide the model's {heads} KV heads",
             field="--tensor-parallel-size",
-            hint=f"a divisor of {heads}",
+            hint=f"choose a divisor of {heads}",
         )
     if heads < ranks and ranks % heads:
         raise DeploymentError(

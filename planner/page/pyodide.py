@@ -55,7 +55,9 @@ def present() -> Path:
         if folder.is_dir():
             return checked(folder)
     raise PageError(
-        f"Pyodide {VERSION} is not installed", field="--pyodide", hint="tonnage page fetches it once"
+        f"Pyodide {VERSION} is not installed",
+        field="--pyodide",
+        hint="run `tonnage page` once: it fetches Pyodide",
     )
 
 

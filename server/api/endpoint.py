@@ -29,9 +29,9 @@ Body = TypeVar("Body", bound=EngineBody)
 
 
 class Service(ABC, Generic[Body]):
-    """Base class of one endpoint's logic without HTTP; methods raise ApiError or the engine's TonnageErrors.
+    """Base class of the logic of one endpoint, without HTTP code; methods raise ApiError or a TonnageError.
 
-    ``fields`` is the pydantic model of the endpoint's request body, with the table of its fields.
+    ``fields`` describes the endpoint's request body: its pydantic model, and which fields the API honours.
     """
 
     fields: Fields[Body]

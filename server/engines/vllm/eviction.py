@@ -36,8 +36,8 @@ QUEUE = {
     *("get_all_free_blocks", "iter_blocks_after"),
 }
 ALLOCATE = ["request", "num_new_tokens", "num_new_computed_tokens", "new_computed_blocks"]
-# Blocks that one call of compiled code chooses in advance. A decode needs one block, and the call costs more
-# than the choice.
+# Free blocks that one call of compiled code chooses in advance. A decode step needs only one block, and calling
+# compiled code takes longer than choosing a block.
 AHEAD = 32
 
 
