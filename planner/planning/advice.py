@@ -179,5 +179,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Return the shell commands that serve `plan`: `tonnage serve`, and the engine's own if it has one."""
+    """Return the shell commands that serve `plan`: `tonnage serve`, and the engine's own command if any."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

@@ -2,8 +2,8 @@
 
 An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix maps the concatenated
 hidden state and embedding of the last drafted token to the layer's input. config.json states how many such
-layers there are, not their tensors. The tensors get the names of the checkpoints, so that a quantization's
-exclusion list matches them.
+layers there are, not their tensors. The planner gives them the names of the checkpoints, so that the exclusion
+list of a quantization matches them.
 
 The draft layers use the model's embedding and output head (v1/worker/gpu/spec_decode/eagle/utils.py), with two
 exceptions. In some families the draft layers have heads of their own. Under pipeline parallelism the draft has

@@ -73,7 +73,7 @@ def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestC
 
 
 def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
-    """Return the plan with the capacities `found`, their `--explain` terms, and the note on their KV blocks."""
+    """Return the plan with the capacities `found`, their `--explain` terms, and a note on their KV blocks."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
     if note and note not in plan.notes:

@@ -106,7 +106,7 @@ def hold_weights(
 ) -> HeldWeights:
     """Return the weights that one rank holds on its device, including padding, rounding and offloaded bytes.
 
-    `stored_copies` are tied tensors that the checkpoint stores as copies.
+    `stored_copies` are tied tensors that the checkpoint stores a second time.
     """
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
