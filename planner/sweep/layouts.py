@@ -102,7 +102,7 @@ def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
 
 
 def _too_large(rows: Sequence[SweepRow], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPU types of which a single machine may not hold one sequence of max_model_len tokens."""
+    """Return the GPU types with which one machine is not certain to hold a sequence of max_model_len tokens."""
     held = {row.gpu for row in rows if row.fits and row.least_sequences >= 1}
     return [gpu for gpu in gpus if gpu.device == "cuda" and gpu.name not in held]
 
