@@ -281,7 +281,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if lengths:
 
         def planned_for(tokens: int) -> Plan:
-            """Return the same deployment's plan with max_model_len `tokens` and an equally large KV pool."""
+            """Return the plan for max_model_len `tokens`, with all other flags and the KV pool's bytes kept."""
             size = max(1, plan.rank.kv_pool_bytes)
             return plan_source(
                 source, replace(plan.deployment, max_model_len=tokens, kv_cache_memory_bytes=size)

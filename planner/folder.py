@@ -16,8 +16,8 @@ def modules_in(package: str, first: tuple[str, ...], near: str = "") -> Iterator
     Args:
         package: name of the package.
         first: names of modules to yield before the remaining ones.
-        near: a name, such as a model type. Modules whose name is a prefix of it come before all others, longest
-            first.
+        near: a name, such as a model type. Modules whose own name is a prefix of `near` come even before those
+            of `first`, the longest name first.
     """
     files = (file.partition(".") for file in os.listdir(import_module(package).__path__[0]))
     names = {name for name, _, ending in files if ending == "py" and name != "__init__"}

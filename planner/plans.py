@@ -242,8 +242,7 @@ class Plan:
         tiers: KV tiers in host memory or on disk, in addition to the KV pool.
         requests: how many requests the KV pool holds at once, for each (prompt, output) length of `--request`.
         mix: how many requests of a trace (`--trace`) the KV pool holds at once.
-        unsupported: those of the `reasons` that remain with any amount of memory, because the engine does not
-            run the model.
+        unsupported: the `reasons` that more memory would not remove, because the engine does not run the model.
         defaults: fields of `deployment` that were not given; a serve command need not repeat them.
         unknown: reasons why it is not known whether the engine runs the model on this device; empty if it is
             known.
@@ -324,7 +323,7 @@ class Plan:
         return first, second
 
     def device_name(self) -> str:
-        """Return the name of the GPU (else of the device) with its count, such as `2 x h100-80g`."""
+        """Return the GPU's name, or the device's without a GPU, with the count: `2 x h100-80g`."""
         flags = self.deployment
         name = flags.gpu or flags.device
         if len(self.ranks) > 1:

@@ -27,9 +27,9 @@ def keep(path: Path, compared: Sequence[Comparison]) -> int:
     learnt = [entry for comparison in compared for entry in _entries(comparison)]
     if not learnt:
         raise DeploymentError(
-            "the logs have no activations, non-torch memory or CUDA graphs of a known GPU",
+            "no log states the bytes of activations, non-torch memory or CUDA graphs on a known GPU",
             field="--calibrate",
-            hint="--gpu NAME, and for vLLM a log with VLLM_LOGGING_LEVEL=DEBUG",
+            hint="name the GPU with --gpu; start vLLM with VLLM_LOGGING_LEVEL=DEBUG to log these bytes",
         )
     again = {entry["log"] for entry in learnt}
     entries = [entry for entry in entries if entry["log"] not in again] + learnt

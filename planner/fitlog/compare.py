@@ -29,8 +29,7 @@ FITTED = {
 """Memory terms that only a run of the engine determines: name in a log -> name in a plan."""
 # A larger ratio of logged to planned weights means another checkpoint or another format.
 _OTHER_WEIGHTS = 1.25
-# Figure of the KV pool in a log -> half of its last printed digit. Counts are exact, concurrency has two
-# decimals.
+# Figure of the KV pool in a log -> its maximum rounding error. Counts are exact; concurrency has two decimals.
 _POOL_ROUNDING = {"num_blocks": 0.0, "tokens": 0.0, "max_concurrency": 0.005}
 
 
@@ -86,7 +85,7 @@ def _size(
     """Return the memory plan for a log's flags, and whether its KV pool can be compared with the log.
 
     If the log names neither the GPU nor its memory, the plan takes the size of the KV pool from the log, so the
-    pool cannot be compared. Notes are appended to `notes`; `hint` is their advice to give --gpu.
+    pool cannot be compared. Notes are appended to `notes`; `hint` is a text for them that asks for --gpu.
     """
     sizer, sized = Sizer(source), True
     engine = engine_of(flags.engine)

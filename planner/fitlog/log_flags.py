@@ -1,4 +1,4 @@
-"""Flags of the engine start that a log reports (also the draft model and the GPU type), and assumed flags."""
+"""Reading of an engine's flags, draft model and GPU type from its start-up log; missing flags are assumed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Dep
     device = found.flags.get("device", "cuda")
     engine = {"engine": found.engine or "vllm", "device": device if device == "cpu" else "cuda"}
     flags = Deployment(**{**engine, **asked, **said})
-    # Such an engine sizes its KV pool by the context length, not by the device's memory.
+    # With `sized_by_context`, an engine sizes its KV pool by the context length, not by the device's memory.
     if engine_of(flags.engine).sized_by_context:
         if flags.max_model_len is None:
             raise DeploymentError(
@@ -155,9 +155,9 @@ def assumed(found: StartLog, args: argparse.Namespace, size: Size) -> tuple[str,
 def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
     """Return the GPU types that have `device_bytes` of memory (a log's figure), and those that may have it.
 
-    The first list is empty if no GPU has this memory, or GPUs with different plans have it. It has several GPUs
-    only if they all have the same plan. Memory sizes that a driver reported are compared more strictly than
-    nominal sizes.
+    The first list is empty if no GPU type has this memory, or if the types that have it differ in their plans.
+    It has several types only if all of them have the same plan. Memory sizes that a driver reported are
+    compared more strictly than nominal sizes.
     """
     gpus = [gpu for gpu in catalogue() if gpu.device == "cuda"]
 

@@ -2,7 +2,7 @@
 
 Each engine's own module parses the lines of its log. A log may have colour codes, prefixes of a container
 runtime, wrapped lines, and interleaved lines of several ranks. If a log has several starts of the engine, only
-the last one is read. It may have failed.
+the last one is read, even if it failed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StartLog:
     Attributes:
         ranks: figures of each rank, by the rank's name in the log ("" if the log names none).
         figures: figures by name, of the rank with the smallest KV pool and of the engine as a whole.
-        rounding: half of the last printed digit of each figure.
+        rounding: maximum rounding error of each figure, by name: half a unit of the last printed digit.
         failure: the error that stopped the start, or None.
         ready: whether the engine reported that it serves requests.
         starts: number of engine starts in the log, of which the last counts.

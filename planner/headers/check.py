@@ -38,8 +38,9 @@ def check_tensors(
     - A quantized weight must exist, but its packed shape is not compared.
     - Checkpoints store each routed expert separately, the loaded model all experts in one tensor. All experts
       must exist, and their numbers of elements must add up.
-    - Tensors of towers, and of families whose files do not use transformers' names (`FileTraits.renamed`), are
-      compared only if the names agree.
+    - Tensors of vision and audio towers may be missing, and their shapes are not compared.
+    - Tensors of encoders and routers may be missing. In families whose files do not use transformers' names
+      (`FileTraits.renamed`), all tensors except experts may be missing.
 
     Args:
         architecture: the tensors that the config requires.

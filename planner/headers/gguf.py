@@ -205,7 +205,9 @@ def _tensor_info(cursor: _Cursor, alignment: int) -> tuple[int, HeaderTensor]:
         raise cursor.fail(f"{name[:80]} has the unknown type {kind}")
     type_name, block, block_bytes = GGML_TYPES[kind]
     if sizes[0] % block:
-        raise cursor.fail(f"{name[:80]}: {sizes[0]} values do not fill {type_name} blocks of {block}")
+        raise cursor.fail(
+            f"{name[:80]}: rows of {sizes[0]} values do not divide into {type_name} blocks of {block} values"
+        )
     if offset % alignment:
         raise cursor.fail(f"{name[:80]}: offset {offset:,} is not a multiple of {alignment}")
     nbytes = prod(sizes) // block * block_bytes

@@ -62,7 +62,8 @@ def gguf_tensors(architecture: Architecture, kind: str) -> tuple[HeaderTensor, .
 def _check(architecture: Architecture) -> None:
     if any(tensor.role in TOWER_ROLES for tensor in architecture.tensors):
         raise UnsupportedArchitecture(
-            "a GGUF file has the language model alone, and its tower in another file: give the .gguf file",
+            "a GGUF file has only the language model; vision and audio towers are in another file "
+            "(give the .gguf file)",
             field="--quantization",
         )
     kinds = {layer.kind for layer in architecture.cache_layers}

@@ -79,7 +79,8 @@ def token() -> str | None:
 
     The token comes from `--hf-token`, `HF_TOKEN` or the file that `hf auth login` writes.
     `HF_HUB_DISABLE_IMPLICIT_TOKEN` disables the variable and the file. For ModelScope, only
-    `MODELSCOPE_API_TOKEN` is read: its login stores a pickle file, which would be unsafe to load.
+    `MODELSCOPE_API_TOKEN` is read, because ModelScope's login stores the token in a pickle file, which would be
+    unsafe to load.
 
     Raises:
         ModelNotFound: the token cannot be read or is invalid; the message does not contain it.

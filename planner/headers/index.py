@@ -95,7 +95,7 @@ def parse_index(text: bytes) -> CheckpointIndex:
         raise CheckpointError("is not JSON", field=INDEX) from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise CheckpointError("has no weight_map of tensor name to file name", field=INDEX)
+        raise CheckpointError("has no weight_map that maps tensor names to file names", field=INDEX)
     if len(weight_map) > MAX_TENSORS_OF_MODEL:
         raise CheckpointError(
             f"names {len(weight_map):,} tensors; {MAX_TENSORS_OF_MODEL:,} are read at most", field=INDEX

@@ -94,20 +94,24 @@ def _of_address(address: str) -> HubModel:
     if len(words) == 2 or (modelscope() and words[2:] in ([tab] for tab in _TABS)):
         return _model(repo, "main")
     if words[2] not in _ROUTES or len(words) == 3:
-        raise ModelNotFound(f"that page of {repo} shows none of its files", field="model", hint=_HINT)
+        raise ModelNotFound(
+            f"the address names a page of {repo} that shows none of its files", field="model", hint=_HINT
+        )
     refs = _REFS.fullmatch("/".join(words[3:]))
     revision, file = (refs[1], refs[2] or "") if refs else (words[3], "/".join(words[4:]))
     if file.lower().endswith(".gguf"):
         return _model(repo, revision, file)
     if file not in ("", "config.json"):
-        raise ModelNotFound(f"the address is of {repo}'s file {file}, not the model", field="model", hint=_HINT)
+        raise ModelNotFound(
+            f"the address names the file {file} of {repo}, not the model", field="model", hint=_HINT
+        )
     return _model(repo, revision)
 
 
 def _split(address: str, field: str) -> SplitResult:
     try:
         return urlsplit(address)
-    except ValueError as error:  # an unpaired bracket, or an invalid IPv6 address in brackets
+    except ValueError as error:  # for an unpaired bracket or an invalid IPv6 address
         raise ModelNotFound(f"{address[:120]!r} is no address: {error}", field=field) from None
 
 

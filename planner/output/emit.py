@@ -47,8 +47,8 @@ def emit(plan: Plan, form: str) -> str:
 def memory_limit_bytes(plan: Plan) -> int | None:
     """Return the memory limit for the server's container in bytes, in whole MiB; None if it is not known.
 
-    The limit is the upper bound of the plan's memory plus the fraction MEMORY_MARGIN. With GPUs, it covers host
-    memory only.
+    The limit is the upper bound of the plan's memory, increased by the fraction MEMORY_MARGIN. With GPUs, it
+    covers host memory only.
     """
     if plan.host is None:
         _, high = plan.intervals.get("used_bytes", (0, plan.rank.used_bytes))
@@ -76,7 +76,10 @@ def gpus(plan: Plan) -> int:
 
 
 def _settings(plan: Plan) -> dict[str, object]:
-    """Return setting name -> value for `tonnage serve` to compute the same plan; None omits the setting."""
+    """Return the settings, name -> value, with which `tonnage serve` computes the same plan.
+
+    A setting with the value None is omitted.
+    """
     chosen = plan.deployment
     return {
         "device": chosen.device,

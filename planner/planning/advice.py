@@ -29,8 +29,8 @@ def advise(source: ModelSource, deployment: Deployment, sizer: Sizer | None = No
 
     Each change is one line of text: the flag, how many sequences then run at once, and their length in tokens.
     Changes that leave the weights as they are come first, then other weight formats, then more memory. The last
-    line is the smallest layout of GPUs that fits, unless an earlier line has it. The result is empty if the
-    engine refuses `deployment` even before memory counts.
+    line is the smallest layout of GPUs that fits, unless an earlier line has it. The result is empty if
+    `deployment` cannot be planned at all, because a flag is invalid or the engine refuses it.
 
     Args:
         source: the model.
@@ -147,7 +147,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # Smaller steps hardly change the memory.
+    for seqs in (256, 64, 16):  # Values in between hardly change the memory.
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (
@@ -179,5 +179,5 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
 
 
 def serve_lines(plan: Plan) -> tuple[str, ...]:
-    """Return the shell commands that serve `plan`: `tonnage serve`, and the engine's own if it has one."""
+    """Return the shell commands that serve `plan`: `tonnage serve`, and the engine's own command if any."""
     return engine_of(plan.deployment.engine).serve_lines(plan)

@@ -1,4 +1,4 @@
-"""Size in bytes of a published checkpoint, computed from its config: the `total_size` that its index states.
+"""Size in bytes of a published checkpoint (`total_size` in its index), computed from the model's config.
 
 Old files also store buffers, which depend on the code that wrote the file. They are recognized by the file's
 `transformers_version` or `model_type`.

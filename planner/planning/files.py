@@ -25,7 +25,7 @@ from tonnage.planner.source.resolve import ModelSource
 
 
 def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSource, Deployment]:
-    """Return the model as if its file had the GGUF type of --quantization, and the flags without it.
+    """Return the model as if its file had the GGUF type of --quantization, and flags without that type.
 
     A GGUF type is for example q4_k_m. With another value of --quantization, model and flags are returned
     unchanged.
@@ -41,7 +41,7 @@ def with_file_type(source: ModelSource, deployment: Deployment) -> tuple[ModelSo
         return source, deployment
     if not engine_of(deployment.engine).keeps_gguf:
         raise DeploymentError(
-            f"{kind} is a type of GGUF files, which {deployment.engine} does not keep", field="--quantization",
+            f"{kind} is a GGUF file type, which {deployment.engine} does not keep", field="--quantization",
             hint="--engine llama.cpp",
         )  # fmt: skip
     from tonnage.planner.source.gguf import as_gguf  # lazy import, only for GGUF types

@@ -25,7 +25,7 @@ def host_memory(
     ranks: tuple[RankPlan, ...], pool: PoolSpec, held: PoolCapacity,
     bounds: tuple[PoolCapacity, PoolCapacity],
 ) -> tuple[HostMemory | None, tuple[KVTier, ...]]:  # fmt: skip
-    """Return (host memory that the engine needs besides GPU memory, or None on a CPU; its KV tiers).
+    """Return the host memory that the engine needs besides GPU memory (None on a CPU), and its KV tiers.
 
     `dtype` is the checkpoint's dtype. `held` is the planned capacity of the KV pool, and `bounds` are its lower
     and upper bound.
@@ -59,7 +59,7 @@ def host_memory(
 def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> None:
     """Raise DeploymentError if the KV tiers in memory are too large for a GPU that shares the host's memory.
 
-    The tiers must fit into the memory that the engine does not use, on each machine with its one GPU.
+    Each machine has one such GPU. The tiers must fit into the memory that the engine leaves free there.
     """
     # A machine whose GPU shares the host's memory has one GPU, so each rank has a machine.
     taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks

@@ -2,8 +2,8 @@
 
 An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix maps the concatenated
 hidden state and embedding of the last drafted token to the layer's input. config.json states how many such
-layers there are, not their tensors. The tensors get the names of the checkpoints, so that a quantization's
-exclusion list matches them.
+layers there are, not their tensors. The planner gives them the names of the checkpoints, so that the exclusion
+list of a quantization matches them.
 
 The draft layers use the model's embedding and output head (v1/worker/gpu/spec_decode/eagle/utils.py), with two
 exceptions. In some families the draft layers have heads of their own. Under pipeline parallelism the draft has
@@ -46,7 +46,7 @@ class DraftFamily:
         kind: kind of the draft layer's attention, such as `full` or `sliding`.
         dense: whether the layer's MLP is dense although the model has experts.
         heads: whether each layer has an output head of its own.
-        block: prefix of the decoder layer's tensors below the draft layer's name.
+        block: prefix of the names of the decoder layer's tensors, after the draft layer's own prefix (`at`).
         pattern: whether a draft layer consists of several parts, each with one mixer (attention or experts), as
             in Nemotron-H.
         last: names of the norms in the last part of a layer with `pattern`.
@@ -201,9 +201,9 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 
 
 def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
-    """Return the model's KV cache layer whose heads and head sizes the MTP draft layers have, too.
+    """Return a KV cache layer of the model with the same heads and head sizes as the MTP draft layers.
 
-    If some layers have an indexer (sparse attention), the result is such a layer.
+    If some of these layers have an indexer (sparse attention), the result is one of them.
     """
     kinds = (family.kind, "mla") if family.kind == "full" else (family.kind,)
     compress = any(layer.compression > 1 for layer in architecture.cache_layers)

@@ -38,9 +38,9 @@ def with_requests(
 ) -> Plan:
     """Return the plan with the number of requests of each (prompt, output) length that its KV pool holds.
 
-    For some models it is not known how many KV blocks a request takes. Each request then counts as a sequence
-    of prompt + output tokens from its start. `planned_for(tokens)` returns the plan for sequences of that many
-    tokens. Raises the errors that `Plan.hold` raises.
+    For some models it is not known how many KV blocks a request takes. Each request is then assumed to take,
+    from its start, the blocks of a sequence of prompt + output tokens. `planned_for(tokens)` returns the plan
+    for sequences of that many tokens. Raises the errors that `Plan.hold` raises.
     """
     cache = plan.kv_cache
     if cache.law is not None or planned_for is None or not cache.layout.groups:
@@ -73,7 +73,7 @@ def _as_sequences(plan: Plan, other: Plan, prompt: int, output: int) -> RequestC
 
 
 def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
-    """Return the plan with the capacities `found`, their `--explain` terms, and a note on the counting."""
+    """Return the plan with the capacities `found`, their `--explain` terms, and a note on their KV blocks."""
     note = plan.kv_cache.law.note if plan.kv_cache.law else ""
     plan = replace(plan, requests=(*plan.requests, *found))
     if note and note not in plan.notes:
@@ -86,12 +86,12 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
 
     Capacities are given for a request with the trace's mean number of blocks, and for the requests at four
     quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is
-    within max_model_len.
+    within max_model_len, or if the number of blocks of a request is not known.
     """
     limit = plan.deployment.max_model_len or 0
     within = {pair: count for pair, count in Counter(lengths).items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        plan.hold(*lengths[0])  # raises an error: the model has no law, or no request is within max_model_len
+        plan.hold(*lengths[0])  # raises the error: blocks per request unknown, or all requests too long
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None
     held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())

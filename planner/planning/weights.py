@@ -106,7 +106,7 @@ def hold_weights(
 ) -> HeldWeights:
     """Return the weights that one rank holds on its device, including padding, rounding and offloaded bytes.
 
-    `stored_copies` are tied tensors that the checkpoint stores as copies.
+    `stored_copies` are tied tensors that the checkpoint stores a second time.
     """
     engine = engine_of(deployment.engine)
     loaded = sum_weights(architecture, quantization, deployment, stored_copies)
@@ -126,9 +126,10 @@ def sum_weights(
 ) -> Weights:
     """Return the bytes of the weights that a rank holds for its part of the model after loading.
 
-    They include parameters, buffers and quantization state. `stored_copies` are tied tensors that the
-    checkpoint stores as copies. They are loaded separately if their values differ, so they count only in the
-    upper bound. On a CPU, vLLM may repack linear weights into padded tiles, which also counts only there.
+    The bytes include parameters, buffers and quantization state. `stored_copies` are tied tensors that the
+    checkpoint stores a second time. A copy is loaded separately only if its values differ, so copies count only
+    in the upper bound. On a CPU, vLLM may repack linear weights into padded tiles; the padding, too, counts
+    only in the upper bound.
     """
     engine, dtype = engine_of(deployment.engine), deployment.dtype
     kernels = engine.kernels.get(deployment.device, {})
@@ -174,7 +175,7 @@ def sum_weights(
 def as_stored(held: HeldWeights, whole: int, tensors: tuple[HeaderTensor, ...], known_from: str) -> HeldWeights:
     """Return the weights `held` of a rank, for an engine that keeps the tensor types of the GGUF file.
 
-    `known_from` says in the plan's terms where the tensor types are known from, such as the GGUF header.
+    `known_from` is the source of the tensor types, such as the GGUF header, which the plan's terms name.
 
     The fraction of the file's bytes that the rank holds is `held.loaded.total` / `whole`. Both numbers are
     bytes of dequantized weights: those of the rank and those of the undivided model.

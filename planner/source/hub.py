@@ -88,7 +88,7 @@ def read(model: HubModel, remote: Remote, *, headers: bool = True) -> tuple[dict
 
 
 def shipped_models() -> dict[str, Path]:
-    """Return a dict from hub id to config.json, of the models that Tonnage ships for `tonnage page`."""
+    """Return hub id -> path of config.json, for the models whose config Tonnage ships (`tonnage page`)."""
     return {path.stem.replace("__", "/", 1): path for path in sorted(_SHIPPED.glob("*.json"))}
 
 
@@ -111,7 +111,7 @@ def _last(name: str) -> str:
 
 
 def fetch_or_shipped(model: HubModel) -> tuple[dict[str, Any], Checkpoint, tuple[str, ...]]:
-    """Return a model's config.json and headers from the hub, or the shipped config.json without the hub.
+    """Return config.json and headers from the hub, or the shipped config.json if the hub does not answer.
 
     Returns:
         The config, the checkpoint's headers or index, and notes for the plan.

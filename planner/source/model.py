@@ -11,7 +11,9 @@ from tonnage.planner.model.tensor import HeaderTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelSource:
-    """A model's config and the headers of its checkpoint, compared by identity.
+    """A model's config and the headers of its checkpoint.
+
+    Instances are compared by identity.
 
     Attributes:
         path: the path from which the engine loads: a folder, a file, or the hub id if only the config is local.

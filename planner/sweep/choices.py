@@ -115,7 +115,7 @@ def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole:
     if not choices.gpus:
         return [base]
     found = []
-    # One grid per GPU keeps the order of --gpu. dict.fromkeys drops a GPU that was given in two spellings.
+    # One grid per GPU keeps the order of --gpu. dict.fromkeys drops a repeated GPU, in any spelling.
     for gpu, count in dict.fromkeys((find_gpu(name), count) for name, count in choices.gpus):
         sizes = base.tensor_parallel_sizes if count is None else (count,)
         found.append(replace(base, gpus=(gpu,), tensor_parallel_sizes=sizes))

@@ -102,7 +102,7 @@ def _within_machine(grid: Grid, rows: Sequence[SweepRow]) -> Iterator[Grid]:
 
 
 def _too_large(rows: Sequence[SweepRow], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Return the GPUs of which one machine does not certainly hold a sequence of max_model_len tokens."""
+    """Return the GPU types with which one machine is not certain to hold a sequence of max_model_len tokens."""
     held = {row.gpu for row in rows if row.fits and row.least_sequences >= 1}
     return [gpu for gpu in gpus if gpu.device == "cuda" and gpu.name not in held]
 
@@ -113,8 +113,8 @@ def _over_machines(
 ) -> list[SweepRow]:  # fmt: skip
     """Return sweep rows of pipelines over several machines, with as many tensor-parallel ranks as possible.
 
-    The number of stages grows until the layout holds the wanted sequences. It stops at twice the number of GPUs
-    of the smallest layout that fits.
+    The number of stages grows until the layout holds the wanted sequences. The search stops at twice the
+    number of GPUs of the smallest layout that fits.
     """
     if any(row.fits and row.least_sequences >= 1 for row in rows):
         return []

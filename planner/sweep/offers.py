@@ -129,7 +129,7 @@ def pareto(found: Sequence[Offer]) -> list[Offer]:
 
 
 def gpus_needed(found: Sequence[Offer]) -> list[tuple[int, list[str]]]:
-    """Return (number of GPUs, names of the GPUs of which at least this number is needed), smallest first."""
+    """Return (smallest number of GPUs, GPU types that need this number), sorted by the number."""
     least: dict[str, int] = {}
     for offer in found:
         least[offer.row.gpu] = min(offer.gpus, least.get(offer.row.gpu, offer.gpus))

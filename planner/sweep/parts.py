@@ -62,7 +62,7 @@ class Parts:
         self._found: dict[tuple[object, ...], Any] = {}
 
     def resolve(self, gpu: Gpu, kv_dtype: str, ranks: int, stages: int) -> tuple[Resolved, tuple[str, ...]]:
-        """Return (flags of a combination with the engine's defaults filled in, notes on values it changed)."""
+        """Return a combination's flags, completed with the engine's defaults, and notes for its table row."""
 
         def make() -> tuple[Resolved, tuple[str, ...]]:
             flags = replace(
@@ -166,7 +166,7 @@ class Parts:
         )
 
     def _cached(self, key: tuple[object, ...], make: Callable[[], V]) -> V:
-        """Return the cached result of the function `make` for `key`; cache and raise its TonnageError, too."""
+        """Return the result of `make`, cached under `key`; a TonnageError is cached and raised each time."""
         if key not in self._found:
             try:
                 self._found[key] = make()

@@ -44,7 +44,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Numbers of parameters of a model that a step reads and computes with.
+    """Parameter counts of a model, from which the memory reads and operations of a step follow.
 
     Attributes:
         dense: parameters used for every token, without the embedding table, which is only looked up.

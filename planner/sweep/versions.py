@@ -40,8 +40,8 @@ class ReleaseChange:
     Attributes:
         version: version number of the release.
         reasons: the changes in the engine that affect the plan.
-        before: name -> number of the plan for the version before the release.
-        after: name -> number of the plan for the release.
+        before: numbers of the plan for the version before the release, by name.
+        after: numbers of the plan for the release, by name.
     """
 
     version: str
