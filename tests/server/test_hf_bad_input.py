@@ -122,7 +122,7 @@ def test_out_of_memory_while_loading_reports_planned_and_available_bytes() -> No
     assert "out of memory while loading" in ended.stderr
     assert f"the plan needs {plan.rank.used_bytes:,} bytes" in ended.stderr
     assert "available now" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize(
