@@ -14,7 +14,7 @@
                 (`tonnage.cache.admission.auto`).
 =============== ============================================================================================
 
-In every mode a request may start that runs alone or whose reservation fits beside all others
+In every mode a request may also start if no other request runs, or if its reservation fits beside all others
 (`tonnage.cache.admission.decide`). No rule sees the true output length.
 """
 
@@ -118,7 +118,7 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether lengths of few running requests are forecast at a higher quantile; True by default."""
+        """Whether lengths are forecast at a higher quantile while few requests run; True by default."""
         return self.length_quantile is None and self.forecasts
 
     @property

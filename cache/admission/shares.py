@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from tonnage.cache.admission.types import AdmissionRequest, Limits
 
 # An API key above its share leaves 1 / RESERVED_PART of ``max_num_seqs`` (at least one) and of the blocks free.
-# That suffices for a few short requests of other keys (the cases queue and deaf of benchmarks/abuse.py). A key
-# whose requests run alone cannot use this reserve either.
+# That suffices for a few short requests of other keys (the cases ``queue`` and ``deaf`` of
+# benchmarks/abuse.py). A key whose requests run alone cannot use this reserve either.
 RESERVED_PART = 32
 _LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share
 

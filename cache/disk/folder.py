@@ -223,7 +223,7 @@ class Folder:
         self._count_entry(file_of(block), -1)
 
     def _count_entry(self, path: str, more: int) -> None:
-        """Count a KV block's file that was added to its directory (``more`` 1) or removed from it (-1).
+        """Update a directory's number of files after a KV block's file was added (``more`` 1) or removed (-1).
 
         The method also updates the bytes that the directory keeps on disk for entries of removed files.
         """

@@ -13,7 +13,7 @@ _KEPT = 512  # the plot of a long replay has at least this many points, and fewe
 
 @dataclass(slots=True)
 class Samples:
-    """Means of pool use and request counts over time, for plots: some hundred, each over equally many steps."""
+    """Means of pool use and request counts for plots: some hundred means, each over equally many steps."""
 
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)  # share of the pool's usable blocks in use
