@@ -395,7 +395,7 @@ class BlockManager:
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise errors.OutOfOrder(
-                f"positions {start} to {stop} of sequence {sequence_id}, which has {self.rows.slots[row]} slots",
+                f"positions {start} to {stop} of sequence {sequence_id}: it has {self.rows.slots[row]} slots",
                 field="stop",
                 hint="extend first",
             )

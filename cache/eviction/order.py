@@ -59,7 +59,7 @@ class EvictionOrder:
         self.arrays = _new_arrays(num_blocks, block_size, learning)
         self._hashes, self._table = np.zeros(max_blocks, np.uint64), np.zeros(max_blocks, np.int32)
         self._classes = np.zeros(max_blocks, np.int32)
-        # number of blocks of the last request that ended, which are the used entries of `_classes`
+        # number of used entries of `_classes`, one for each block of the last request that ended
         self._ended = 0
         self._out = np.zeros(num_blocks, np.int32)
         self._counts, self._model = columns(self.arrays.pool), columns(self.arrays.model)

@@ -55,7 +55,7 @@ def hash_keyed(
         elif at < pairs:
             word = pair(tokens, start + 2 * at)
         else:
-            # The last word holds the last token if the number of tokens is odd. Its highest byte holds the length
+            # The last word holds the last token if the number of tokens is odd. Its highest byte is the length
             # in bytes modulo 256.
             word = np.uint64((8 + 4 * count) & 0xFF) << np.uint64(56)
             if count % 2:

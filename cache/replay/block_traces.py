@@ -169,7 +169,7 @@ class RagPulseReader:
 
 @dataclass(slots=True)
 class _Chain:
-    """The KV blocks that one request stored, from KV events; ``last`` is the hash of its prompt's last block."""
+    """The KV blocks that a request stored, from KV events; ``last`` is the hash of its prompt's last block."""
 
     arrival: float
     last: object
@@ -201,7 +201,7 @@ class EventReader:
         if not isinstance(event, dict):
             raise ValueError("an event is not a JSON object with a type")
         if event["type"] not in _EVENTS:
-            raise ValueError(f"{event['type']!r:.40} is not an event of vLLM's block pool")
+            raise ValueError(f"the event type {event['type']!r:.40} is unknown (known: {', '.join(_EVENTS)})")
         # Events of CPU tiers and of further KV cache groups repeat blocks of the first group on the GPU.
         if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
             return

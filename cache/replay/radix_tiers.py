@@ -91,7 +91,8 @@ class RadixTiers:
             )
         self.gpu_chunks, self.host_chunks = gpu_chunks, host_chunks
         self.written = self.evicted = 0
-        self._on_gpu = self._on_host = self._uses = 0  # numbers of chunks, and of uses of nodes
+        # Number of chunks on the GPU, number of chunks in host memory, and number of uses of nodes.
+        self._on_gpu = self._on_host = self._uses = 0
         self._root = _Node((), None)
         self._root.on_gpu = self._root.locked = True
         self._gpu_leaves, self._host_leaves = _Leaves(), _Leaves()
