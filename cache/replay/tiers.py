@@ -70,7 +70,7 @@ class TierCounts:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The chunks of one request: its use of each store, and how far its prompt is stored."""
+    """The chunks of one request: its use of each store, and how much of its prompt has been stored."""
 
     host: ChunkUse
     disk: ChunkUse

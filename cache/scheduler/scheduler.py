@@ -260,7 +260,7 @@ class Scheduler(Generic[S]):
         """Divide a step's token budget among the API keys with prompts to compute; return tokens by key.
 
         Returns None if any key may use the whole budget. This includes models whose prompt chunks must end at
-        block boundaries, since with a part below one block a key would compute nothing.
+        block boundaries, since a key with a budget below one block would compute nothing.
         """
         if not self.admission.several_keys or self._aligned:
             return None
