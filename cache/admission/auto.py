@@ -101,9 +101,9 @@ class Bounds:
 # START has the bounds to begin holding requests back, STAY the bounds to continue; a rule must meet one entry.
 # STAY is looser, because a rule that starts and stops often gains nothing.
 #
-# The margins of START's first entry exceed the scatter of vLLM's rule: one more block of prompt in one of 300
-# requests changes its tokens/s by 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to
-# 1.4 % and its P99 time between tokens by 5 %
+# The margins of START's first entry exceed the scatter of vLLM's rule: if the prompt of one of 300 requests is
+# a block longer, tokens/s change by 0.4 to 0.7 % (standard deviation), times to the first token by 1.0 to 1.4 %
+# and the P99 time between tokens by 5 %
 # (test_gain_required_to_leave_vllms_admission_rule_exceeds_the_random_variation_of_its_results).
 #
 # The second entry demands a larger gain in throughput but accepts times nearly equal to vLLM's, because steps

@@ -1,8 +1,8 @@
 """Fair shares: how many sequences and blocks each API key may use while requests of other keys wait.
 
 A server with several keys gives each of them a share of the sequences (``max_num_seqs``, also called seats) and
-of the blocks, in proportion to the keys' weights. The shares have three effects, which the schedulers of our
-engines and of vLLM apply with the functions of this module:
+of the blocks, in proportion to the keys' weights. The shares have three effects. Our engines' scheduler and our
+scheduler for vLLM apply them with the functions of this module:
 
 - Waiting requests of keys within their share start before those of keys above it. Among keys of equal priority,
   the key that holds least relative to its weight goes first (dominant resource fairness: Ghodsi et al., NSDI
