@@ -3,7 +3,7 @@
 The order of calls for one request::
 
     admit -> [extend -> (engine writes K/V) -> commit]* -> free
-                    prefill chunks, then one token a step, each first given to append
+             prefill chunks, then one output token per step, after `append` has added it
 
 `extend` allocates blocks before a step, `commit` reports after the step which positions have been written. A
 step that computes positions [computed, end) first calls ``extend(ids, ends)``, then performs the returned block
@@ -118,8 +118,8 @@ class BlockManager:
             max_step=max_num_batched_tokens,
             caching=caching,
             seed=seed_of(b"", key),
-            # KV events and learned eviction need each block's parent. If every group has a sliding window,
-            # blocks in the prefix index have no parents.
+            # KV events and learned eviction need each block's parent. Both are off if every group has a sliding
+            # window, because blocks in the prefix index then have no parents.
             logged=logged and not windows_only(layout),
             learning=learning and not windows_only(layout),
             aligned=aligned,
@@ -395,7 +395,7 @@ class BlockManager:
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise errors.OutOfOrder(
-                f"positions {start} to {stop} of sequence {sequence_id}: slots end at {self.rows.slots[row]}",
+                f"positions {start} to {stop} of sequence {sequence_id}: it has {self.rows.slots[row]} slots",
                 field="stop",
                 hint="extend first",
             )

@@ -4,14 +4,14 @@
 ``types``       requests, limits and results
 ``reservation`` the upper bound of the blocks of one request; requests that can never fit
 ``ledger``      the reservations of the running requests
-``snapshot``    what admission reads of the running requests
+``snapshot``    the running requests' block and token counts, which admission reads
 ``safety``      guaranteed mode: states in which every request can still finish
 ``peak``        the largest number of blocks in use over time, for given remaining lengths
 ``forecast``    remaining output lengths, learned from requests that have ended
 ``loops``       the loops of peak and forecast over the running requests (compiled, not imported here)
 ``passing``     when the head of the queue can start, and which requests may pass it
 ``policy``      the modes guaranteed, predictive, greedy, no_evict and auto
-``shares``      fair shares of several API keys
+``shares``      the fair division of an engine among several API keys
 ``decide``      the decisions, as pure functions of a state
 ``controller``  the decisions applied to our block manager (compiled, not imported here)
 ``cost``        the seconds of an engine step, fitted online

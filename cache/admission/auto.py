@@ -48,8 +48,8 @@ _LOST = 0.02
 # benchmarks/vllm_admission.py
 # (--matrix --costs cpu --pools 1500 --first-seed 10).
 _UNKNOWN = 0.25
-# The number of running and waiting requests is averaged over this many steps, several times as many as a
-# request runs. A queue that forms and empties in less time is no reason to hold requests back.
+# The number of running and waiting requests is averaged over this many steps. That is several times the number
+# of steps that a request runs. A queue that forms and empties in less time is no reason to hold requests back.
 _LIFETIME = 128
 # Two values of the P99 time between tokens count as equal if their relative difference is below this.
 _SAME = 1e-3
@@ -101,9 +101,9 @@ class Bounds:
 # START has the bounds to begin holding requests back, STAY the bounds to continue; a rule must meet one entry.
 # STAY is looser, because a rule that starts and stops often gains nothing.
 #
-# The margins of START's first entry exceed the scatter of vLLM's rule: one more block of prompt in one of 300
-# requests changes its tokens/s by 0.4 to 0.7 % (standard deviation), its times to the first token by 1.0 to
-# 1.4 % and its P99 time between tokens by 5 %
+# The margins of START's first entry exceed the scatter of vLLM's rule: if the prompt of one of 300 requests is
+# a block longer, tokens/s change by 0.4 to 0.7 % (standard deviation), times to the first token by 1.0 to 1.4 %
+# and the P99 time between tokens by 5 %
 # (test_gain_required_to_leave_vllms_admission_rule_exceeds_the_random_variation_of_its_results).
 #
 # The second entry demands a larger gain in throughput but accepts times nearly equal to vLLM's, because steps
@@ -141,12 +141,13 @@ class Auto:
         self.fit = CostFit()
         self.log = log  # inside vLLM, the scheduler replaces this logger with vLLM's
         self._cost_said = False
-        self.fallbacks = 0  # how often low throughput or an exception has made the mode return to vLLM's rule
+        # How often low throughput or an exception has made the mode return to vLLM's rule.
+        self.fallbacks = 0
         # The last choice of an admission rule. None: no simulation has run, and vLLM's rule is in effect.
         self.choice: Choice | None = None
         # One entry per remembered finished request: prompt tokens, output tokens, max_tokens, step of its end.
         self._requests: deque[tuple[int, int, int, int]] = deque()
-        self._since = 0  # step in which the last request ended that was removed from `_requests`
+        self._since = 0  # step in which the request removed last from `_requests` ended
         self._ended = 0
         # Level of the number of requests (`_LEVEL`) -> the admission rule chosen for it.
         self._choices: dict[int, Choice] = {}

@@ -56,7 +56,7 @@ class CostFit:
 
     Attributes:
         steps: Number of observed steps.
-        cost: The fitted cost of an engine step; None before 64 steps of which 8 computed a prompt.
+        cost: The fitted cost of an engine step; None before 64 observed steps, 8 of them with prompt tokens.
     """
 
     def __init__(self) -> None:

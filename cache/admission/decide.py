@@ -97,8 +97,8 @@ class Rules:
     def __post_init__(self) -> None:
         self.forecast.quantile, self.forecast.cautious = self.policy.quantile, self.policy.cautious
         self.margin = self.policy.margin(self.limits)
-        # Without a full-attention group all sequences stop growing (windows, states), so the sum of the
-        # reservations is the peak.
+        # Without a full-attention group, the number of blocks of a sequence stops growing (sliding windows,
+        # recurrent states). The sum of the reservations is then the peak.
         self.by_sum = self.policy.mode is AdmissionMode.NO_EVICT or num_full(self.limits.layout) == 0
 
     def follow(self, policy: Policy) -> None:

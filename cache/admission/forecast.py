@@ -7,8 +7,8 @@ there. Where few requests have been at risk, the hazard is drawn towards the ove
 tokens produced). The first forecasts are therefore max_tokens, and the tail of long outputs is not guessed from
 two or three requests.
 
-There is one curve per key (a tenant, a route), bounded in number and in size. Keys with little history use the
-curve of all requests.
+There is one curve per key (a tenant, a route), bounded in number and in size. A key with little history uses
+the curve that is estimated from the requests of all keys.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FloatArray = npt.NDArray[np.float64]
 # doubling and are exact to 6 %, which makes about 240 bins up to 2^17 tokens.
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
 # If fewer requests than this have reached a length, the estimated probability to end there is drawn towards the
-# mean over all lengths. A tenant with fewer finished requests uses the survival curve of all tenants. A
-# value of 8 changes the steps of benchmarks/admission.py on the Azure trace by 0.1 %.
+# mean over all lengths. A tenant with fewer finished requests uses the survival curve of all tenants. With 8
+# instead, the number of steps of benchmarks/admission.py on the Azure trace changes by 0.1 %.
 _FEW = 20
 # The counts of a length histogram are halved when their sum reaches this number, so that a change of the
 # traffic shows within some thousand requests.
@@ -54,8 +54,8 @@ class LengthForecast:
     It keeps at most 65 histograms with 300 bins each.
 
     Args:
-        quantile: Quantile in (0, 1]. 0.5 is the median of the outputs longer than the sequence's own; 1
-            forecasts max_tokens.
+        quantile: Quantile in (0, 1]. 0.5 is the median of the outputs that are longer than the sequence's
+            output so far; 1 forecasts max_tokens.
         cautious: Use a higher quantile for few sequences: for n sequences 1 - ``quantile`` is reduced by the
             fraction ``1 / sqrt(n)`` of itself. A single sequence then counts with max_tokens. Only the sum of
             the lengths matters, and its relative deviation is large for few sequences. Measured with
@@ -71,7 +71,8 @@ class LengthForecast:
                 f"{quantile} is not in (0, 1]", field="length_quantile", hint="0.5 is the median"
             )
         self.quantile, self.cautious = quantile, cautious
-        self.count = 0  # number of recorded lengths
+        # Number of recorded lengths.
+        self.count = 0
         # Cache of computed survival curves, emptied whenever a length is recorded.
         self._curves: dict[tuple[object, ...], FloatArray] = {}
         self._ended: dict[str, FloatArray] = {"": np.zeros(len(EDGES))}
@@ -97,7 +98,7 @@ class LengthForecast:
         Args:
             output: int [sequences]: output tokens so far, of all running and new sequences.
             output_left: int [sequences]: upper bound of the output tokens that each sequence may still produce.
-            keys: Key (such as the tenant) of each sequence, or None for the curve of all requests.
+            keys: Key (such as the tenant) of each sequence, or None to forecast from the requests of all keys.
         """
         most: Int64Array = np.asarray(output_left, dtype=np.int64)
         if self.quantile == 1 or not len(most):

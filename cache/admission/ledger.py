@@ -72,7 +72,8 @@ class Reservations:
         self.named = 0
         # Result of `order`, kept until a request starts or ends.
         self._order: Int32Array | None = None
-        # Number of the last step and result of `snapshot`, kept until a step, a fork or a request's end.
+        # The result of `snapshot`, with the number of the step after which it was made. None after a fork or a
+        # request's start or end; a later step makes the result invalid.
         self._snapshot: tuple[int, RunningSnapshot] | None = None
 
     def __getitem__(self, row: int) -> Reservation:
@@ -129,7 +130,7 @@ class Reservations:
         return self._order
 
     def entries(self, rows: Int64Array) -> Int64Array:
-        """Return the index in the snapshot of the request of each block-table row, int64 [rows]."""
+        """Return, for each row of the block tables, the snapshot index of its request, int64 [rows]."""
         place = np.zeros(self.limits.max_num_seqs, np.int64)
         place[self.order()] = np.arange(len(self.by_slot))
         entries: Int64Array = place[self._rows.request[rows]]

@@ -33,13 +33,13 @@ def lengths_left(
 ) -> None:
     """Forecast the remaining tokens of each sequence from a survival curve, and write them to ``left``.
 
-    The forecast is the number of further tokens that only the fraction ``share`` of the outputs longer than
-    ``done`` exceeds.
+    Of the outputs longer than ``done`` tokens, the fraction ``share`` is longer than ``done`` plus the
+    forecast.
 
     Args:
         edges: Output lengths, ascending.
         survival: Share of all outputs longer than each of ``edges``; values between are interpolated linearly.
-        share: Fraction of the longer outputs that exceeds the forecast, in (0, 1).
+        share: Fraction of the outputs longer than ``done`` that are longer than forecast, in (0, 1).
         done: int64 [sequences]: tokens produced so far.
         most: int64 [sequences]: upper bounds of the result.
         left: int64 [sequences]: receives 1 to ``most`` tokens.

@@ -39,7 +39,7 @@ def weigh(finished: Int64Array, ages: Int64Array, running: Int64Array, window: i
     Args:
         finished: int64 [finished, 3]: prompt tokens, output tokens (at least 1) and max_tokens of the requests
             that finished in the window, at least one.
-        ages: int64 [finished]: steps from the begin of the window to the end of each finished request. A
+        ages: int64 [finished]: steps from the start of the window to the end of each finished request. A
             request produced at most that many tokens within the window.
         running: int64 [running, 3]: the same three columns of the requests that run at the end of the window.
         window: Steps of the window.

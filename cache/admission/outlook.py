@@ -38,8 +38,8 @@ class Newcomer:
         windowed: Blocks that are reserved in full for the request's groups with windows or states.
         reserved: Upper bound of the request's blocks in all groups.
         lost: int32 [requests]: blocks that each running request now holds alone and would share with this
-            request, in order of admission. It may end before the last running requests, which lose none. None
-            if no block would be shared.
+            request, in order of admission. The array may be shorter than the number of running requests; the
+            others lose none. None if no block would be shared.
         produced: Output tokens that the request produced before a preemption.
         tenant: Name of the tenant whose finished requests forecast this request's length.
         kept: Blocks that must stay free for requests of other API keys.

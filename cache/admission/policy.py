@@ -14,7 +14,7 @@
                 (`tonnage.cache.admission.auto`).
 =============== ============================================================================================
 
-In every mode a request may start that runs alone or whose reservation fits beside all others
+In every mode a request may also start if no other request runs, or if its reservation fits beside all others
 (`tonnage.cache.admission.decide`). No rule sees the true output length.
 """
 
@@ -118,7 +118,7 @@ class Policy:
 
     @property
     def cautious(self) -> bool:
-        """Whether lengths of few running requests are forecast at a higher quantile; True by default."""
+        """Whether lengths are forecast at a higher quantile while few requests run; True by default."""
         return self.length_quantile is None and self.forecasts
 
     @property
@@ -132,8 +132,8 @@ class Policy:
     def lookahead(self) -> int:
         """Number of requests behind the first in the queue that may try to start before it.
 
-        In benchmarks/admission.py, overtaking saves 1.3 % of the steps and nearly all skipped steps of
-        guaranteed mode. In predictive mode it cost 0.4 % more steps and 3 preemptions. vLLM's rule lets no
+        In benchmarks/admission.py, overtaking saves 1.3 % of the steps of guaranteed mode, and nearly all
+        skipped steps. In predictive mode it cost 0.4 % more steps and 3 preemptions. vLLM's rule lets no
         request overtake.
         """
         return 8 if self.mode is AdmissionMode.GUARANTEED else 0

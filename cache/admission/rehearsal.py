@@ -118,8 +118,8 @@ def rehearse(load: Load, engine: Engine, cost: StepCost, rule: Rule) -> Outcome:
 def _left(lengths: Int64Array, share: float, done: int, most: int) -> int:
     """Return how many more tokens a sequence with ``done`` output tokens is forecast to produce.
 
-    Of the sorted ``lengths`` longer than ``done``, the fraction ``share`` exceeds the forecast. The result is
-    at least 1 and at most ``most``.
+    Of the sorted ``lengths`` longer than ``done``, the fraction ``share`` is longer than ``done`` plus the
+    result. The result is at least 1 and at most ``most``.
     """
     longer = int(np.searchsorted(lengths, done, side="right"))
     count = lengths.size - longer

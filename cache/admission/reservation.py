@@ -10,14 +10,14 @@ For a request of ``n`` sequences with ``total = prompt_tokens + max_tokens``:
   ``c`` computed, a block is dead if its last position is below ``c - W + 1``. `KVCacheManager.extend` releases
   dead blocks *before* it takes new ones. A step computes at most ``B = max_num_batched_tokens`` positions. The
   sequence therefore holds the blocks that cover ``[c - W + 1, c + B)``, i.e. ``W - 1 + B`` positions. They
-  touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks. They touch so many if they start at
-  the last slot of a block. Forks may share no block of their windows: the bound counts n times, or as the
-  full-attention bound if that is less.
-- Chunked attention of chunk ``C``: a query reads its own chunk up to itself, at most ``C - 1`` positions before
-  the step's. The sliding bound with ``W = C`` holds.
+  touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks. They touch that many if they start
+  at the last slot of a block. Forks may share no block of their windows, so the bound is multiplied by n. The
+  full-attention bound holds instead if it is lower.
+- Chunked attention of chunk ``C``: a query reads the positions of its own chunk up to itself. At most ``C - 1``
+  of them are before the positions that the step computes, so the sliding bound with ``W = C`` holds.
 - Recurrent state: one block per sequence, since a fork copies the state before its first step. With cached
   states (`tonnage.cache.groups.states`) a sequence has two blocks, one for the state it continues from and one
-  for the state it writes. If all its tokens are in one block, it has one.
+  for the state it writes. If all its tokens are in one block of tokens, it has one block for its state.
 
 **If the sum of all reservations fits, no allocation within one can fail.** Call *held* the distinct blocks in
 the tables of a request's sequences. The reservation bounds it at every moment of every schedule. Blocks in use

@@ -1,8 +1,8 @@
 """Fair shares: how many sequences and blocks each API key may use while requests of other keys wait.
 
 A server with several keys gives each of them a share of the sequences (``max_num_seqs``, also called seats) and
-of the blocks, in proportion to the keys' weights. The shares have three effects, which the schedulers of our
-engines and of vLLM apply with the functions of this module:
+of the blocks, in proportion to the keys' weights. The shares have three effects. Our engines' scheduler and our
+scheduler for vLLM apply them with the functions of this module:
 
 - Waiting requests of keys within their share start before those of keys above it. Among keys of equal priority,
   the key that holds least relative to its weight goes first (dominant resource fairness: Ghodsi et al., NSDI
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from tonnage.cache.admission.types import AdmissionRequest, Limits
 
 # An API key above its share leaves 1 / RESERVED_PART of ``max_num_seqs`` (at least one) and of the blocks free.
-# That suffices for a few short requests of other keys (the cases queue and deaf of benchmarks/abuse.py). A key
-# whose requests run alone cannot use this reserve either.
+# That suffices for a few short requests of other keys (the cases ``queue`` and ``deaf`` of
+# benchmarks/abuse.py). A key whose requests run alone cannot use this reserve either.
 RESERVED_PART = 32
 _LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share
 

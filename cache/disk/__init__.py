@@ -1,4 +1,4 @@
-"""A folder of KV blocks on disk that never exceeds its size, for engines' second cache tier.
+"""The second cache tier of engines: KV blocks in a folder on disk, which never exceeds its size limit.
 
 Read in this order: ``block_file`` (one block as a file), ``folder`` (all files and their sizes), ``order`` (the
 learned order of eviction), ``store`` (what an engine calls), ``pace`` (whether reading is faster than

@@ -194,7 +194,7 @@ class Folder:
         return True
 
     def room(self, namespace: bytes) -> int:
-        """Return the bytes on disk that KV blocks of a namespace may take, besides its directories."""
+        """Return the bytes on disk that a namespace's KV blocks may take, not counting its directories."""
         top = namespace.hex()
         own = sum(each == top or each.startswith(f"{top}/") for each in self._directories)
         return self.size - self._others - (1 + DIRECTORIES_OF_BLOCKS - own) * DIRECTORY_BYTES
@@ -223,7 +223,7 @@ class Folder:
         self._count_entry(file_of(block), -1)
 
     def _count_entry(self, path: str, more: int) -> None:
-        """Count a KV block's file that was added to its directory (``more`` 1) or removed from it (-1).
+        """Update a directory's number of files after a KV block's file was added (``more`` 1) or removed (-1).
 
         The method also updates the bytes that the directory keeps on disk for entries of removed files.
         """
@@ -271,7 +271,7 @@ def _locked(path: Path) -> int:
         os.close(descriptor)
         raise DiskError(
             f"{path.parent} belongs to another server (process {owner})", field="path",
-            hint="give each server a folder of its own, or read_only to one of them",
+            hint="give each server a folder of its own, or set read_only for one of them",
         ) from None  # fmt: skip
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -4,8 +4,9 @@ Damage to the folder costs only cache hits. A missing, truncated or damaged bloc
 cannot be written, because the disk is full or has failed, is dropped and counted.
 
 `DiskStore.contains`, `announce` and `finish` take no lock and access no file, so that the scheduler's thread
-can call them. `store` and `load` wait for the disk and are called from other threads of the engine. A thread of
-the store lists the folder at the start, and updates the eviction order when requests end.
+can call them. `store` and `load` wait for the disk and are called from other threads of the engine. A
+`DiskStore` has a thread of its own, which lists the folder at the start and updates the eviction order when
+requests end.
 """
 
 from __future__ import annotations
@@ -273,7 +274,7 @@ class DiskStore:
         self._waiting -= len(ended.keys)
         blocks, reused = self._ids(ended.keys), set(self._ids(ended.reused))
         with self._lock:
-            for block in reversed(blocks):  # a prefix's first block is touched last: later blocks need it
+            for block in reversed(blocks):  # first block touched last: the later blocks are useless without it
                 self._folder.touch(block)
             held = [block for block in blocks if block in self._folder.blocks]
             if self._learned is not None:

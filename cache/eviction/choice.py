@@ -2,9 +2,9 @@
 
 **Lists.** A node is a block in the prefix index. Only nodes without children may be evicted, so no cached child
 loses its parent. There is one list per class, in order of release. All blocks of a request get a class when the
-request ends (`tonnage.cache.eviction.reuse`). A class is an origin (prompts, popular blocks, answers) and one
-of `SCORES` levels of how often such requests are continued. A node whose last child is evicted enters its list,
-at the end that is closer to the node's age.
+request ends (`tonnage.cache.eviction.reuse`). A class combines an origin (prompts, popular blocks, answers)
+with one of `SCORES` levels of how often such requests are continued. A node whose last child is evicted enters
+its list, at the end that is closer to the node's age.
 
 **Choice.** The value of a block is its hit density: expected hits per unit of time in memory. As a function of
 the block's age, it rises once and then falls. The least valuable block of a class is therefore its oldest or

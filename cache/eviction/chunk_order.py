@@ -1,12 +1,12 @@
 """The order in which a KV tier evicts chunks, by learned reuse, and the choice of the new chunks to store.
 
 The tier's chunks are the blocks of an `EvictionOrder`, so a tier and a GPU pool learn by one mechanism. Three
-rules are the tier's own:
+rules apply to tiers only:
 
-- Chunks that a request loaded or stored are not evicted for itself. A prompt longer than the tier therefore
-  keeps its beginning, which alone can be hit, instead of its end.
-- Chunks of other running requests are evicted when no others are left. While LRU is in effect, they are evicted
-  in LRU order with the chunks of ended requests.
+- Chunks that a request loaded or stored are not evicted to store other chunks of the same request. A prompt
+  longer than the tier therefore keeps its beginning, which alone can be hit, instead of its end.
+- Chunks of other running requests are evicted only when no chunks of ended requests are left. While LRU is in
+  effect, they are evicted in LRU order with the chunks of ended requests.
 - A new chunk is admitted if the tier has space, or if its forecast hit density is at least that of the chunk
   that would be evicted for it. The forecast is higher for a chunk that was offered before.
 """
@@ -127,7 +127,7 @@ class LearnedChunkOrder(Generic[Key]):
         Args:
             count: Number of chunks.
             kept: Chunks that must not be evicted.
-            busy: Transfers of each chunk; a chunk with a value other than 0 must not be evicted.
+            busy: Number of transfers by chunk; a chunk with a value other than 0 must not be evicted.
             own: Chunks of the request that needs the space, which must not be evicted. None: no chunk of a
                 running request may be evicted.
         """

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# There is one eviction list per class. A class is an origin (prompts, popular blocks, answers) and a level of
-# how often such blocks are reused (`tonnage.cache.eviction.reuse`).
+# There is one eviction list per class. A class combines an origin (prompts, popular blocks, answers) with a
+# level of how often such blocks are reused (`tonnage.cache.eviction.reuse`).
 PROMPTS, POPULAR, ANSWERS, ORIGINS = range(4)
 SCORES = 12
 CLASSES = ORIGINS * SCORES

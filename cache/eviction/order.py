@@ -59,7 +59,7 @@ class EvictionOrder:
         self.arrays = _new_arrays(num_blocks, block_size, learning)
         self._hashes, self._table = np.zeros(max_blocks, np.uint64), np.zeros(max_blocks, np.int32)
         self._classes = np.zeros(max_blocks, np.int32)
-        # number of blocks of the last request that ended, which are the used entries of `_classes`
+        # number of used entries of `_classes`, one for each block of the last request that ended
         self._ended = 0
         self._out = np.zeros(num_blocks, np.int32)
         self._counts, self._model = columns(self.arrays.pool), columns(self.arrays.model)
@@ -346,7 +346,7 @@ def _cut(core: OrderArrays) -> None:
     """Detach nodes in use from cached parents, so that a cached block can be listed again; O(pool).
 
     It is needed when every cached block has a child. That happens if a request holds a node but not the node's
-    parent, because its own block has the parent's content.
+    parent, because the request has another block with the parent's content.
     """
     for node in range(1, core.pool[0].num_blocks):
         parent = int(core.parent[node])
@@ -386,7 +386,7 @@ def _release(core: OrderArrays, blocks: Int32Array) -> None:
 
 @inlined
 def _leave(core: OrderArrays, block: int) -> None:
-    """Remove a cached block, listed or with children, from the eviction order."""
+    """Remove a cached block from the eviction order; a block with children is in no eviction list."""
     unlink(core, block)
     core.refs[block], core.stamp[block] = 1, 0
     if core.kind[block] & CLASS_MASK == SPARE:

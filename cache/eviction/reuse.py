@@ -18,10 +18,10 @@ prompts, documents) and *answers*. With few observations the factors are 1 and t
 times at which its stay could end (hit density: Beckmann et al., NSDI 2018). It need not fall with age: users
 need time to reply, so a block can be worth more half a minute after its release than at once.
 
-Hits of sampled blocks are counted twice: the pool's own hits, and the hits that LRU would have, whose content
-is the youngest part of the ring. `choose_rule` returns to LRU while the first count is smaller by more than
-`SLACK`. LRU is also in effect until the number of evictions reaches half the pool's blocks, since too little
-has been observed before.
+Two counts of hits are kept for the sampled blocks: the pool's own hits, and the hits that LRU would have. The
+blocks that LRU would hold are the youngest part of the ring. `choose_rule` returns to LRU while the first count
+is smaller by more than `SLACK`. LRU is also in effect until the number of evictions reaches half the pool's
+blocks, since too little has been observed before.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
 HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
 
 # LRU takes over if its simulated hits exceed the pool's own hits by more than this share of the sampled blocks
-# of a full pool, which is as much as 1 or 2 requests.
+# of a full pool. That is about as many blocks as 1 or 2 requests have.
 SLACK = 1 / 64
 
 # Status of a history entry: unused, released and not requested again, requested again, replaced by a later
@@ -298,7 +298,7 @@ def observe_end(
 
 @inner
 def _write(core: Evictable, value: np.uint64) -> int:
-    """Overwrite the oldest history entry by one for a block released now, and return its index."""
+    """Add a history entry for a block released now in place of the oldest entry, and return its index."""
     pool, model = core.pool[0], core.model[0]
     heads = core.history_heads
     size, entry = core.history.size, int(model.at)

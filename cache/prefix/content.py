@@ -1,4 +1,4 @@
-"""Keys of KV blocks that are equal in every process: SHA-256 over the salt and all tokens of the prefix.
+"""Keys of KV blocks, the same in every process: SHA-256 over the salt and all tokens of the prefix.
 
 The prefix cache in memory uses hashes with a random key for each process and compares tokens as well
 (`tonnage.cache.prefix.hashing`). A KV tier outlives the process and stores no tokens, so its keys are

@@ -54,7 +54,9 @@ def hash_keyed(
             word = seed
         elif at < pairs:
             word = pair(tokens, start + 2 * at)
-        else:  # The last word has an odd last token, and in its highest byte the length in bytes modulo 256.
+        else:
+            # The last word holds the last token if the number of tokens is odd. Its highest byte is the length
+            # in bytes modulo 256.
             word = np.uint64((8 + 4 * count) & 0xFF) << np.uint64(56)
             if count % 2:
                 word |= np.uint64(tokens[start + count - 1]) & U32

@@ -54,7 +54,8 @@ def is_event_batch(record: object) -> bool:
 class SessionReader:
     """A reader of Weka's agentic sessions.
 
-    It renumbers the hash ids of all sessions, so that equal ids which are local to two sessions stay different.
+    It renumbers the hash ids of all sessions. Equal ids of two sessions become different if the ids are local
+    to a session.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class SessionReader:
         """
         scope = session["hash_id_scope"]
         if scope not in ("local", "global"):
-            raise ValueError(f"hash_id_scope is {scope!r:.40}, neither local nor global")
+            raise ValueError(f"hash_id_scope is {scope!r:.40}, neither 'local' nor 'global'")
         block = as_count(session, "block_size", least=1)
         name = str(session["id"]) if scope == "local" else ""
         for place, request in enumerate(session["requests"]):
@@ -168,7 +169,7 @@ class RagPulseReader:
 
 @dataclass(slots=True)
 class _Chain:
-    """The KV blocks that one request stored, per KV events; ``last`` is the hash of its prompt's last block."""
+    """The KV blocks that a request stored, from KV events; ``last`` is the hash of its prompt's last block."""
 
     arrival: float
     last: object
@@ -200,7 +201,7 @@ class EventReader:
         if not isinstance(event, dict):
             raise ValueError("an event is not a JSON object with a type")
         if event["type"] not in _EVENTS:
-            raise ValueError(f"{event['type']!r:.40} is not an event of vLLM's block pool")
+            raise ValueError(f"the event type {event['type']!r:.40} is unknown (known: {', '.join(_EVENTS)})")
         # Events of CPU tiers and of further KV cache groups repeat blocks of the first group on the GPU.
         if event["type"] != "BlockStored" or event.get("medium") not in (None, "GPU") or event.get("group_idx"):
             return

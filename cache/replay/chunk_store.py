@@ -1,10 +1,10 @@
-"""The chunks that a KV tier holds, in an order of eviction: LRU or ARC as vLLM's CPU tier, or learned.
+"""The chunks that a KV tier holds, in an order of eviction: LRU or ARC as in vLLM's CPU tier, or learned.
 
-LRU and ARC decide as vLLM's CPUOffloadingManager with these policies (v1/kv_offload/cpu of vLLM 0.32) for the
-same calls in the same order; benchmarks/tier_replay.py drives both. ARC is by Megiddo and Modha (FAST 2003). In
-vLLM's version a store is no second access, and a request counts as one access, when it ends. The learned order
-(`tonnage.cache.eviction.chunk_order`) also refuses new chunks whose forecast reuse is below that of the chunk
-which would be evicted.
+For the same calls in the same order, LRU and ARC decide as vLLM's CPUOffloadingManager does with these policies
+(v1/kv_offload/cpu of vLLM 0.32); benchmarks/tier_replay.py drives both. ARC is by Megiddo and Modha (FAST
+2003). In vLLM's version of ARC, storing a chunk does not count as a second access. A request counts as one
+access to its chunks, when it ends. The learned order (`tonnage.cache.eviction.chunk_order`) also refuses new
+chunks whose forecast reuse is below that of the chunk which would be evicted.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _DEEPEST = 16  # upper bound of nested levels of arrays and maps; KV events have
 
 
 def is_batch(first: bytes) -> bool:
-    """Return whether ``first``, a file's first bytes, begin a msgpack array of 2 or 3 values.
+    """Return whether a file with the first bytes ``first`` begins with a msgpack array of 2 or 3 values.
 
     Every batch of KV events is such an array.
     """
@@ -41,14 +41,16 @@ def values(data: bytes) -> Iterator[tuple[int, Any]]:
         try:
             value, at = _value(data, at, 0)
         except (struct.error, IndexError):
-            raise ValueError(f"the value at byte {start:,} is cut off: the file has {len(data):,}") from None
+            raise ValueError(
+                f"the value at byte {start:,} is cut off: the file has {len(data):,} bytes"
+            ) from None
         yield start, value
 
 
 def _value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
     """Decode the msgpack value at offset ``at``; return it and the offset behind it."""
     if depth > _DEEPEST:
-        raise ValueError(f"byte {at:,}: arrays and maps in more than {_DEEPEST} levels")
+        raise ValueError(f"byte {at:,}: arrays and maps are nested in more than {_DEEPEST} levels")
     kind, at = data[at], at + 1
     if kind < 0x80:
         return kind, at

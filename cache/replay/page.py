@@ -1,4 +1,4 @@
-"""The result of a trace replay as one HTML file with figures and inline SVG plots, which loads nothing else."""
+"""The result of a trace replay as a self-contained HTML file with a table of figures and inline SVG plots."""
 
 from __future__ import annotations
 

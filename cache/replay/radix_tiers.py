@@ -8,7 +8,8 @@ those of SGLang 0.5.9 (mem_cache/hiradix_cache.py) with ``--hicache-write-policy
 - If the GPU lacks space, the least recently used nodes without a child on the GPU are evicted. Nodes of the
   request's own prefix stay.
 - Every new node is copied to host memory. If the copy does not fit, the least recently used nodes that only
-  host memory has are evicted. They have at least the copy's length together, even where a part of it is free.
+  host memory has are evicted. Nodes are evicted until they add up to the length of the copy, even if part of
+  that space is free already.
 - A node that leaves the GPU without a copy in host memory is removed from the tree.
 
 `benchmarks/hicache_replay.py` drives SGLang's own tree beside this one. Requests run one after the other, and
@@ -56,17 +57,17 @@ class _Node:
 
 
 class _Leaves:
-    """Nodes in order of their last use, some of which no longer qualify when they are taken."""
+    """A queue of leaf nodes by last use; callers of `pop` skip nodes that are no longer leaves."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Node]] = []
 
     def push(self, node: _Node) -> None:
-        """Add a node at its last use."""
+        """Add a node to the queue, at the time of its last use."""
         heapq.heappush(self._heap, (node.used, id(node), node))
 
     def pop(self) -> _Node | None:
-        """Remove and return the least recently used node, or None; it has not been used since it was added."""
+        """Remove and return the least recently used node, or None; drop entries of nodes used since."""
         while self._heap:
             used, _, node = heapq.heappop(self._heap)
             if used == node.used:
@@ -90,7 +91,8 @@ class RadixTiers:
             )
         self.gpu_chunks, self.host_chunks = gpu_chunks, host_chunks
         self.written = self.evicted = 0
-        self._on_gpu = self._on_host = self._uses = 0  # numbers of chunks, and of uses of nodes
+        # Number of chunks on the GPU, number of chunks in host memory, and number of uses of nodes.
+        self._on_gpu = self._on_host = self._uses = 0
         self._root = _Node((), None)
         self._root.on_gpu = self._root.locked = True
         self._gpu_leaves, self._host_leaves = _Leaves(), _Leaves()
@@ -168,7 +170,7 @@ class RadixTiers:
         needed = sum(len(node.keys) for node in found[start:])
         self._lock(found[:start], True)
         if needed > self.gpu_chunks - self._on_gpu:
-            self._evict_gpu(needed)  # all that is loaded, even where a part of it is free
+            self._evict_gpu(needed)  # the full length, even if part of it is free
         self._lock(found[:start], False)
         if needed > self.gpu_chunks - self._on_gpu:
             return False
@@ -178,7 +180,7 @@ class RadixTiers:
         return True
 
     def _insert(self, keys: Sequence[int]) -> None:
-        """Put a computed prompt on the GPU, and copy each of its nodes to host memory that is not there yet."""
+        """Put a computed prompt on the GPU, and copy to host memory the nodes that are only on the GPU."""
         node, start = self._root, 0
         while start < len(keys) and (child := node.children.get(keys[start])) is not None:
             self._use(child)
@@ -198,7 +200,7 @@ class RadixTiers:
             self._copy(new)
 
     def _copy(self, node: _Node) -> None:
-        """Copy a node to host memory, unless it is there or no space can be made."""
+        """Copy a node to host memory, unless host memory holds it or has no space."""
         count = len(node.keys)
         if node.on_host:
             return

@@ -13,7 +13,7 @@ _KEPT = 512  # the plot of a long replay has at least this many points, and fewe
 
 @dataclass(slots=True)
 class Samples:
-    """Means of pool use and request counts over time, for plots: some hundred, each over equally many steps."""
+    """Means of pool use and request counts for plots: some hundred means, each over equally many steps."""
 
     seconds: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)  # share of the pool's usable blocks in use
@@ -52,7 +52,8 @@ class Samples:
 class Replay:
     """The figures of a trace replay (counts, times, hit rates), filled by the simulator.
 
-    Times are in seconds. ``stalls`` counts, over all steps, the sequences that got no block in the step.
+    Times are in seconds. ``stalls`` is the sum, over all steps, of the sequences that needed a block and got
+    none.
     """
 
     trace: str
@@ -68,7 +69,7 @@ class Replay:
     stalls: int = 0
     stall_steps: int = 0
     longest_stall: int = 0
-    prompt_tokens: int = 0  # computed prompt tokens: without cached prefixes, with recomputed tokens
+    prompt_tokens: int = 0  # computed prompt tokens: cached prefixes do not count, recomputed tokens do
     output_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0

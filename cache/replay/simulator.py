@@ -116,7 +116,8 @@ class Simulator:
             max_num_batched_tokens=setup.max_model_len if setup.whole_prompts else setup.budget,
             enable_prefix_caching=self.caching,
             policy=setup.policy,
-            # The hash key is fixed, because eviction depends on the blocks' hashes: a trace has one result.
+            # The hash key is fixed. Eviction depends on the blocks' hashes, so with random keys the result of a
+            # trace would vary.
             hash_seed=0,
         )
         self.scheduler: Scheduler[_Sequence] = Scheduler(
@@ -274,7 +275,7 @@ class Simulator:
         result.output_tokens += step.turns * len(step.drawing)
 
     def _end(self, step: Step[_Sequence]) -> None:
-        """Record the times of requests that got their first or last token in a step, and end the latter."""
+        """Record the times of requests' first and last tokens in a step; end requests that got the last one."""
         result, now = self.result, self.now
         for sequence in [s for s in step.drawing if s.first_token < 0]:
             sequence.first_token = now

@@ -1,10 +1,11 @@
 """The duration of an engine step, as a roofline of memory traffic and arithmetic.
 
-A step reads all weights once and the K/V of every running sequence. It computes 2 operations for each parameter
-that a token passes (Kaplan et al., arXiv 2001.08361, section 2.1): all experts are read, only the chosen ones
-are computed. It takes the larger of the two times plus a fixed time for launches and the host. Both times are
-divided by the number of devices; communication and attention arithmetic are not modelled. Waiting times of a
-replay are therefore estimates. The planner's catalogue has the peak figures of GPUs.
+A step reads all weights once, those of all experts included, and the K/V of every running sequence. It computes
+2 operations for each parameter that a token passes (Kaplan et al., arXiv 2001.08361, section 2.1), so only the
+chosen experts count. A step takes the larger of the times for memory and arithmetic, plus a fixed time for
+launches and the host. Both times are divided by the number of devices; communication and attention arithmetic
+are not modelled. Waiting times of a replay are therefore estimates. The planner's catalogue has the peak
+figures of GPUs.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class TierCurve:
     Attributes:
         chunk_tokens: Tokens of a chunk.
         prompt_tokens: Tokens of all prompts.
-        distances: Stack distance of every chunk use that is no first use, in chunks, ascending.
+        distances: Stack distance of every use of a chunk except its first use, in chunks, ascending.
         rate: Share of the chunks that were sampled.
     """
 
@@ -106,7 +106,7 @@ class ChunkUses:
     Attributes:
         chunk_tokens: Tokens of a chunk.
         prompt_tokens: Tokens of all prompts.
-        keys: int64 [uses]: number of the chunk of each use, from 0 on.
+        keys: int64 [uses]: index of the chunk in each use, from 0 on.
         ends: int64 [requests]: number of uses up to the end of each request.
         distinct: Number of chunks.
         rate: Share of the chunks that were sampled.

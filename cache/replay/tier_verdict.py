@@ -26,7 +26,7 @@ class TierVerdict:
         tiered: The replay with tiers.
         setup: Sizes and bandwidths of the tiers.
         step_time: Duration of a step, for the prefill that hits save.
-        curve: Hit rate of every size.
+        curve: LRU hit rate of a prefix cache by its size.
         chunk_bytes: Bytes of a chunk.
         optimum: Share of prompt tokens that a cache as large as pool and tiers hits if it knows the future.
     """

@@ -1,10 +1,11 @@
 """KV tiers in a replay: hits in host memory and on disk, their loads, and the bytes that move.
 
 The rules are those of vLLM 0.32's OffloadingConnector. Full chunks of prompts are stored as they are computed
-(offload_prompt_only). A request that starts looks for the chunks behind its hit in the GPU's prefix cache, and
-loads the consecutive ones; meanwhile other requests compute. Loads share the link from host memory, one after
-the other. A disk tier gets every chunk that is stored; its hits go through host memory first. The learned order
-is used in the last tier: in front of a disk, host memory is LRU, because chunks that it evicts are on disk.
+(offload_prompt_only). When a request starts, the tiers are searched for the chunks after its hit in the GPU's
+prefix cache. The chunks up to the first missing one are loaded, while other requests compute. Loads share the
+link from host memory, one after the other. A disk tier gets every chunk that is stored; its hits go through
+host memory first. The learned order is used in the last tier: in front of a disk, host memory is LRU, because
+chunks that it evicts are on disk.
 
 Not simulated: stores take no time, since both directions of a link work at once, and a block under load counts
 as a hit for other requests.
@@ -69,7 +70,7 @@ class TierCounts:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The chunks of one request: its use of each store, and how far its prompt is stored."""
+    """The chunks of one request: its use of each store, and how much of its prompt has been stored."""
 
     host: ChunkUse
     disk: ChunkUse

@@ -257,7 +257,7 @@ def _table(columns: list[str], named: Mapping[str, str]) -> Callable[[str], Trac
     def parse(line: str) -> TraceRequest:
         cells = [text.strip() for text in next(csv.reader([line]))]
         if len(cells) != len(columns):
-            raise ValueError(f"{len(cells)} columns, the header has {len(columns)}")
+            raise ValueError(f"the line has {len(cells)} columns, but the header has {len(columns)}")
         found = {column: cell(text) for column, text in zip(columns, cells, strict=True) if text}
         return _request(renamed(found, named))
 
@@ -292,7 +292,7 @@ def _checked(arrival: float, prompt: int, output: int, **more: Any) -> TraceRequ
     if not math.isfinite(arrival):
         raise ValueError(f"the arrival time is {arrival}, not a finite number")
     if prompt < 1 or output < 1:
-        raise ValueError(f"{prompt} prompt and {output} output tokens: both are at least 1")
+        raise ValueError(f"{prompt} prompt and {output} output tokens: both must be at least 1")
 
     return TraceRequest(arrival, prompt, output, **more)
 

@@ -1,4 +1,4 @@
-"""The lengths of prefill chunks: shares of several API keys, and ends where recurrent states can be cached.
+"""The lengths of prefill chunks: a budget divided among API keys, and ends where states can be cached.
 
 A recurrent state can be cached only where a step ends. A chunk therefore ends at a block boundary. One chunk
 ends at the last boundary before the prompt's last token, where a later request with the same prompt can

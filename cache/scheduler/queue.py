@@ -1,9 +1,9 @@
 """The waiting queue: its order, and which requests may pass its head.
 
 **Order.** Requests are sorted by ``arrival + priority * ageing``, smallest first. A lower ``priority`` goes
-first (as in vLLM), and one step of priority is worth ``ageing`` seconds of waiting. The key never changes, so
-only requests that arrive within a bounded time can overtake a request: no request starves, and nothing is
-sorted again.
+first (as in vLLM), and one step of priority is worth ``ageing`` seconds of waiting. A request's sort key never
+changes, so only requests that arrive within a bounded time after it can overtake it. No request starves, and
+nothing is sorted again.
 
 Where several API keys share the engine, entries of keys within their share come first
 (`tonnage.cache.admission.shares`).
@@ -72,7 +72,8 @@ class WaitingQueue:
         self._first = 0
         self._entries: dict[int, Waiting] = {}
 
-        self._tenants: Counter[str] = Counter()  # number of entries of each tenant
+        # Number of entries of each tenant.
+        self._tenants: Counter[str] = Counter()
         # Request id -> engine step at which the request was forecast to start when it first was the head.
         self._due: dict[int, int] = {}
 
@@ -147,8 +148,8 @@ class WaitingQueue:
                 that the entry would overtake.
             start_of: Function that forecasts the start of the first request (the head).
             step: Number of the current engine step.
-            rank: Function that returns the place of a request among several tenants, the lowest first. Equal
-                places and None keep the queue's order.
+            rank: Function that maps a request to its sort key among several tenants; the lowest key goes first.
+                Requests with equal keys keep the queue's order, as do all requests if it is None.
         """
         head: Head | None = None
         asked = 0

@@ -260,7 +260,7 @@ class Scheduler(Generic[S]):
         """Divide a step's token budget among the API keys with prompts to compute; return tokens by key.
 
         Returns None if any key may use the whole budget. This includes models whose prompt chunks must end at
-        block boundaries, since with a part below one block a key would compute nothing.
+        block boundaries, since a key with a budget below one block would compute nothing.
         """
         if not self.admission.several_keys or self._aligned:
             return None
@@ -271,7 +271,7 @@ class Scheduler(Generic[S]):
         return divided(max(0, budget), wanted) if len(wanted) > 1 else None
 
     def _spared(self) -> int:
-        """Return how many of the step's tokens running prompts leave for a waiting request of another key.
+        """Return how many tokens of a step are kept from running prompts for a request of another API key.
 
         The result is 0 if max_num_seqs leaves no place for the request, or if admission would decide as in the
         last step. It is also 0 for models whose prompt chunks must end at block boundaries.

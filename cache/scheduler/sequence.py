@@ -72,7 +72,7 @@ class Sequence(ABC):
         return range(self.index, self.index + 1 + self.forks)
 
     def includes(self, index: int | None) -> bool:
-        """Return whether this object is its request's sequence ``index`` alone; True if ``index`` is None."""
+        """Return whether this is sequence ``index`` of its request and stands for no other; True for None."""
         return index is None or self.indices == range(index, index + 1)
 
     @property
@@ -156,7 +156,7 @@ class Counters:
     missing_blocks: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def count(self, outcome: str, reason: str, missing: int = 0) -> None:
-        """Count one decision of admission; the caller counts a request that waits only once."""
+        """Count one decision of admission; the caller counts a waiting request once, not in every step."""
         key = (outcome, str(reason))
         self.admissions[key] = self.admissions.get(key, 0) + 1
         if missing > 0:

@@ -175,7 +175,7 @@ def _moves_on(core: Core, at_row: int) -> bool:
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` how many full-attention blocks extending row i takes, with a block copy."""
+    """Write to ``wanted[i]`` how many full-attention blocks row i needs to grow, with a block for a copy."""
     for i in range(batch.size):
         wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 
