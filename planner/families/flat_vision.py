@@ -1,6 +1,6 @@
 """Vision-language models with remote code, whose config.json has the language model's fields at the top level.
 
-Phi-3-vision and MiniCPM-V 2.5 to 4.5. Shapes follow vLLM 0.32.0 (models/phi3v.py, minicpmv.py,
+Families: Phi-3-vision and MiniCPM-V 2.5 to 4.5. Shapes follow vLLM 0.32.0 (models/phi3v.py, minicpmv.py,
 layers/resampler.py) and the parameter counts in the safetensors headers of the published files.
 """
 

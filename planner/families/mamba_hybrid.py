@@ -192,8 +192,8 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
 def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
     """Return for each Jamba layer whether it has attention (``name`` is ``attn``) or experts (``expert``).
 
-    It is true for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``. Both are
-    config fields.
+    The value is True for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``.
+    Both are config fields.
     """
     period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
     offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)

@@ -201,7 +201,7 @@ def base_config(config: Mapping[str, Any]) -> tuple[PooledClass, dict[str, Any]]
 
 
 def pooled(row: PooledClass, config: Mapping[str, Any], body: Architecture) -> Architecture:
-    """Return the architecture of a pooled class: the pooled model's, ``body``, with the class's own head."""
+    """Return the architecture of a pooled class: ``body``, the pooled model, with the class's own head."""
     name = config["architectures"][0]
     kept = tuple(tensor for tensor in body.tensors if tensor.role != "head")
     found = replace(

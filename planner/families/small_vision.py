@@ -158,7 +158,7 @@ _LFM3 = {
 def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM3-VL model from its checked config.
 
-    Its tower alternates between gated convolutions over the image and attention.
+    In its tower, attention layers alternate with gated convolutions over the image.
     """
     text = _text(fields, "lfm3", True)
     f = Fields(vision_of(fields))

@@ -25,7 +25,7 @@ class FloatFormat:
 
     Attributes:
         stored_bits: bits that one value occupies in memory (tf32: 32).
-        overflow: whether a value that is too large becomes infinity or the largest number.
+        overflow: what a value that is too large becomes: `infinity`, or with `saturate` the largest number.
         top_exponent_is_number: whether the largest exponent field encodes finite numbers too (E4M3, E2M1), not
             only infinity and NaN.
         nan_at_top: whether only the pattern with all exponent and mantissa bits set is NaN (E4M3).

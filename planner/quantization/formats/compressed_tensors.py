@@ -73,7 +73,7 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
         raise UnsupportedArchitecture(
-            "only one group of Linear, or two of which one is of the experts, are planned",
+            "must have one group (target Linear), or two groups of which one targets only the experts",
             field=f"{AT}.config_groups",
         )
     return Quantization(
@@ -120,7 +120,8 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
         block = _strategy(weights, where)
         return "w8a8", LinearFormat(INT8, block=block, scale_bytes=width, input_scale=static)
     raise UnsupportedArchitecture(
-        f"{bits} bits of {shown(kind)} stored as {shown(stored)} are not planned yet", field=f"{where}.weights"
+        f"{bits} bits of {shown(kind)} stored as {shown(stored)} are not supported yet",
+        field=f"{where}.weights",
     )
 
 
@@ -141,7 +142,7 @@ def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
     block = sides_of(weights.get("block_structure"))
     if strategy == "block" and block is not None:
         return block
-    raise UnsupportedArchitecture(f"{shown(strategy)} is not planned yet", field=f"{where}.weights.strategy")
+    raise UnsupportedArchitecture(f"{shown(strategy)} is not supported yet", field=f"{where}.weights.strategy")
 
 
 READERS = {"compressed-tensors": _read}

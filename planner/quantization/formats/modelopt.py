@@ -44,7 +44,7 @@ _ALGORITHMS = {
 def _format(algorithm: object, field: str) -> LinearFormat:
     """Return the format of ModelOpt's algorithm `algorithm`, from the config field `field`."""
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-        raise UnsupportedArchitecture(f"{shown(algorithm)} is not planned yet", field=f"{AT}.{field}")
+        raise UnsupportedArchitecture(f"{shown(algorithm)} is not supported yet", field=f"{AT}.{field}")
     return _ALGORITHMS[algorithm]
 
 
