@@ -71,7 +71,7 @@ def minicpmv(fields: Fields, model_type: str) -> Architecture:
     version = fields.raw("version")
     version = 2.5 if version is None else version  # MiniCPM-V 2.5's files state no version
     if not isinstance(version, int | float | str):
-        raise ConfigError(f"{shown(version)} is not the number of a version, such as 2.6", field="version")
+        raise ConfigError(f"{shown(version)} is not a version number such as 2.6", field="version")
     kind = _LANGUAGE.get(float(version)) if str(version).replace(".", "", 1).isdigit() else None
     if kind is None:
         raise UnsupportedArchitecture(

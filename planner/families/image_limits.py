@@ -202,7 +202,7 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Return the key of a grid of size ``place``: (pixels of the image scaled into it, -(pixels unused)).
+        """Return the key of a grid of size ``place``: (pixels of the image scaled into it, -(unused pixels)).
 
         The grid with the largest key fits best (select_best_resolution).
         """
@@ -270,7 +270,7 @@ def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
     limit = told.get(name, default)
     if type(limit) is not int or limit < 4:
         raise ConfigError(
-            f"{shown(limit)} is not a number of patches of at least 4", field=f"{FILES[0]}.{name}"
+            f"{shown(limit)} is not an integer of at least 4 (a number of patches)", field=f"{FILES[0]}.{name}"
         )
     return limit
 

@@ -124,7 +124,7 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
     kind = config.get("model_type", variant.texts[0])
     if kind not in variant.texts:
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; language models of this type are {', '.join(variant.texts)}",
+            f"{shown(kind)} is not supported; the language model must be one of {', '.join(variant.texts)}",
             field="text_config.model_type",
         )
     return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, either=variant.either)
@@ -178,7 +178,7 @@ def mistral3(
     kind = "mistral" if config is None else config.get("model_type", "mistral")
     if kind not in ("mistral", "ministral3", "qwen3"):
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; language models of this type are mistral, ministral3 and qwen3",
+            f"{shown(kind)} is not supported; the language model must be mistral, ministral3 or qwen3",
             field="text_config.model_type",
         )
     if kind == "ministral3":  # the tensors are Mistral's, the defaults are those of Ministral3Config

@@ -287,7 +287,10 @@ def _nemotron_kinds(fields: Fields) -> str:
         listed = fields.raw("layers_block_type")
         known = isinstance(listed, list) and all(isinstance(kind, str) and kind in letters for kind in listed)
         if not known or not listed:
-            raise ConfigError(f"{shown(listed)} does not list {', '.join(letters)}", field="layers_block_type")
+            raise ConfigError(
+                f"{shown(listed)} is not a list whose items are among {', '.join(letters)}",
+                field="layers_block_type",
+            )
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
         raise ConfigError(f"{shown(pattern)} is not a string of M, *, - and E", field="hybrid_override_pattern")

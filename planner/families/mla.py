@@ -230,7 +230,8 @@ def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     if own is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - {"F", "S"}:
             raise ConfigError(
-                f"{shown(pattern)} is not one letter F or S per layer", field="index_topk_pattern"
+                f"{shown(pattern)} is not a string with one letter, F or S, per layer",
+                field="index_topk_pattern",
             )
         own = tuple(letter == "F" for letter in pattern)
     return heads, size, own or tuple(max(i - offset + 1, 0) % step == 0 for i in range(layers))

@@ -412,7 +412,7 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
         or len(value) != layers
         or not all(type(v) is int and low <= v <= 1 << 20 for v in value)
     ):
-        raise ConfigError(f"{shown(value)} is not a list of {layers} integers from {low}", field=name)
+        raise ConfigError(f"{shown(value)} is not a list of {layers} integers of at least {low}", field=name)
     return tuple(value)
 
 

@@ -84,9 +84,10 @@ def _stated_width(fields: Fields) -> str | None:
 def _late(
     fields: Fields, body: Architecture, *, name: str = "linear", bias: bool = False
 ) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a projection to late-interaction vectors of the width in the config, else 128.
+    """Return the tensors of the projection to late-interaction vectors.
 
-    If the config does not state the width, vLLM reads it from the weights.
+    The config may state the vectors' width. If it does not, the planner assumes 128, but vLLM reads the width
+    from the weights.
     """
     field = _stated_width(fields)
     width = fields.integer(field, limit="width") if field else _WIDTH

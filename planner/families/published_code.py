@@ -105,7 +105,7 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
         stated = [entry for entry in window if entry is not None]
         if not stated or stated.count(stated[0]) != len(stated):
             raise UnsupportedArchitecture(
-                f"{shown(window)} is not supported: the windows differ", field="sliding_window"
+                f"{shown(window)} is not supported: the layers' windows must be equal", field="sliding_window"
             )
         window = stated[0]
     fields.config = {"sliding_window_pattern": 8, **fields.config, "sliding_window": window}

@@ -227,7 +227,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     for name, by in paths.items():
         if by < 1 or side < by:
             raise ConfigError(
-                f"{factor} is not valid for a tower of {side} patches per side",
+                f"{factor} must be at most the tower's {side} patches per side, and 2 or more with a fine path",
                 field="vision_config.scale_factor",
             )
         here, merged = f"{at}.{name}", hidden * by * by

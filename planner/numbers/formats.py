@@ -101,7 +101,7 @@ class FloatFormat:
         sign, size = (1 if value < 0 else 0), abs(Fraction(value))
         if size == 0:
             return sign, 0, 0
-        # so that 2^(power-1) < size < 2^(power+1)
+        # `power` is such that 2^(power-1) < size < 2^(power+1).
         power = size.numerator.bit_length() - size.denominator.bit_length()
         if size < Fraction(2) ** power:
             power -= 1

@@ -134,7 +134,7 @@ class Tape:
         return out
 
     def scale(self, x: Value) -> Value:
-        """Record the product of `x` and a learned vector, and return it; a trained vector keeps `x`."""
+        """Record and return the product of `x` and a learned vector; if the vector is trained, `x` is kept."""
         if self.trainable:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trainable)

@@ -48,7 +48,9 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     """Return the quantization in a compressed-tensors config with one or two groups of modules."""
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(f"{shown(groups)} is not an object of groups", field=f"{AT}.config_groups")
+        raise ConfigError(
+            f"{shown(groups)} is not an object that maps names to groups", field=f"{AT}.config_groups"
+        )
     skip = skipped(found, "ignore")
     width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
     made: list[tuple[str, LinearFormat, list[str]]] = []
