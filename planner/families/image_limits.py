@@ -181,7 +181,7 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
 
 
 # (height, width) in pixels of the image that vLLM profiles, whatever the list of grids is: vLLM assumes that it
-# has the most embeddings. Below it is the maximum number of tiles that are not scaled down. Sources:
+# has the most embeddings. _MOST_TILES is the maximum number of tiles that are not scaled down. Sources:
 # get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py.
 _ONEVISION = (944, 1153)
 _MOST_TILES = 9
@@ -333,8 +333,8 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
 def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
     """Return Gemma 4's image, video and, with ``sound``, audio limits.
 
-    An image has ``max_soft_tokens`` embeddings; its patches are padded to the number from which they are
-    pooled. A video has 32 frames, each with 70 embeddings and eight tokens for its time
+    An image has ``max_soft_tokens`` embeddings. Its patches are padded to the number of patches that are
+    pooled into so many embeddings. A video has 32 frames, each with 70 embeddings and eight tokens for its time
     (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio clip has up to 30 s.
     """
     f = Fields(vision)

@@ -1,4 +1,4 @@
-"""LFM3: layers of short convolutions, sliding or full attention, with norms before and after each of them.
+"""LFM3: decoder layers with a short convolution, sliding attention or full attention, and two or four norms.
 
 Shapes follow transformers 5.23, models/lfm3/.
 """

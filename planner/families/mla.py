@@ -71,7 +71,7 @@ def heads_of(d: LatentAttention) -> Heads:
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
-    """Return the KV cache entries of ``layers`` layers with latent attention.
+    """Return the KV cache entries of the layers with indices ``layers``, which have latent attention.
 
     ``index_sizes`` maps each layer with a sparse indexer to the size of the indexer's keys.
     """
