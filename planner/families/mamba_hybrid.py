@@ -293,7 +293,9 @@ def _nemotron_kinds(fields: Fields) -> str:
             )
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
-        raise ConfigError(f"{shown(pattern)} is not a string of M, *, - and E", field="hybrid_override_pattern")
+        raise ConfigError(
+            f"{shown(pattern)} is not a string of the letters M, *, - and E", field="hybrid_override_pattern"
+        )
     stated = fields.optional_integer("num_hidden_layers", limit="layers")
     if len(pattern) > LIMITS["layers"]:
         raise ConfigError(

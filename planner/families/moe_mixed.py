@@ -89,7 +89,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
         raise UnsupportedArchitecture(
-            f"{shown(gates)} is not supported; only true and per-head are", field="gating"
+            f"{shown(gates)} is not supported; only true and 'per-head' are", field="gating"
         )
     fields.ignore(
         "gating_types", "moe_apply_router_weight_on_input", "use_bidirectional_attention",

@@ -67,7 +67,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     patch = v.integer("patch_size", 14, limit="width")
     size = v.raw("image_size") or [378, 378]
     if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n >= patch for n in size):
-        raise ConfigError(f"{shown(size)} is not a height and a width", field="vision_config.image_size")
+        raise ConfigError(f"{shown(size)} is not [height, width] in pixels", field="vision_config.image_size")
     places = v.optional_integer("num_position_embeddings", limit="width")
     places = places or (size[0] // patch) * (size[1] // patch)
     inner = v.integer("intermediate_size", 4304, limit="width")
