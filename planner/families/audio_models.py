@@ -84,7 +84,9 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, "qwen3", inner.mapping("text_config"), tied=True, either=published is not None)
     f = Fields(inner.mapping("audio_config") or {})
     stated = {"d_model": 1024, "encoder_layers": 24, "encoder_ffn_dim": 4096, **f.config}
-    if published is None:  # hub files state Whisper's number of positions; a chunk of audio has 13
+    # Config files on the hub state Whisper's number of positions in max_source_positions. Files that
+    # transformers writes have max_position_embeddings instead: those of one chunk of audio (default 13).
+    if published is None:
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)
     t, at = Tensors("audio"), "model.audio_tower"

@@ -234,9 +234,9 @@ def rotary_share(fields: Fields, default: float = 1.0, field: str = "partial_rot
 
 
 def number(fields: Fields, field: str, default: float) -> float:
-    """Return a number from the config that changes no tensor shape, such as a dropout rate.
+    """Return a number, such as a dropout rate, from the config field ``field``.
 
-    Returns ``default`` if the number is missing or invalid.
+    Returns ``default`` if the number is missing or invalid. The number must not affect tensor shapes.
     """
     value = fields.config.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e308:

@@ -70,7 +70,7 @@ def sam(t: Tensors, width: int) -> None:
         t.norms(here, hidden, "norm1", "norm2", kind="layer")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
-        # patches per side in a layer with full or with windowed attention
+        # patches per side of the image in layers with full attention, of a window in all other layers
         places = 64 if i in (2, 5, 8, 11) else 14
         for side in "hw":
             t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")
@@ -91,8 +91,8 @@ def deepseek_ocr(fields: Fields, model_type: str) -> Architecture:
     names = fields.raw("architectures")
     if names not in (["DeepseekOCRForCausalLM"], ["DeepseekOCR2ForCausalLM"]):
         raise UnsupportedArchitecture(
-            f"{shown(names)}: of deepseek_vl_v2 only DeepSeek-OCR and DeepSeek-OCR-2 are planned; "
-            "DeepSeek-VL2's tower is timm's, whose shapes are not in config.json",
+            f"{shown(names)} is not supported; of the models with this model_type, only DeepSeek-OCR and "
+            "DeepSeek-OCR-2 are (config.json does not state the shapes of DeepSeek-VL2's tower, a timm model)",
             field="architectures",
         )
     config = fields.mapping("language_config")

@@ -120,12 +120,14 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _hashed(fields: Fields) -> int:
-    """Return how many of the first layers choose experts by a table from token id to experts (default 3)."""
+    """Return the number of first layers that look up a token's experts in a table by token id (default 3)."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         return 3
     if not isinstance(kinds, list) or not all(kind in ("hash_moe", "moe") for kind in kinds):
-        raise ConfigError(f"{shown(kinds)} is not a list of hash_moe and moe", field="mlp_layer_types")
+        raise ConfigError(
+            f"{shown(kinds)} is not a list whose items are 'hash_moe' or 'moe'", field="mlp_layer_types"
+        )
     count = kinds.count("hash_moe")
     if "moe" in kinds[:count]:
         raise UnsupportedArchitecture(

@@ -100,14 +100,14 @@ class DenseVariant:
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
         table_by_kind: whether full layers and sliding layers have different rotary tables.
-        window: rule that says which layers have a sliding window. ``none``; ``unused``: none, but layer_types
-            is checked; ``always``: every layer if there is a window; ``pattern``: layer_types, else
-            sliding_window_pattern; ``rotated``: layer_types, else the layers without rotary positions;
-            ``qwen``: see common.kinds_of.
+        window: rule that says which layers have a sliding window. ``none``: no layer. ``unused``: no layer, but
+            layer_types is checked. ``always``: every layer, if there is a window. ``pattern``: as layer_types
+            states, else by sliding_window_pattern. ``rotated``: as layer_types states, else the layers without
+            rotary positions. ``qwen``: see common.kinds_of.
         default_window: default sliding window in tokens.
         attention_dropout: default dropout of attention weights.
         dropout: (config field, default) of the dropout after attention and MLP.
-        dropped: whether ``dropout`` applies (after attention, after the MLP).
+        dropped: (whether ``dropout`` applies after attention, whether it applies after the MLP).
         embedding_dropout: config field with the dropout after the embedding.
         ignored: config fields of this family that change no shape.
         extra: function that adds further tensors to a layer.
@@ -341,7 +341,7 @@ def rotated_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def with_sinks(found: Architecture, fields: Fields) -> Architecture:
-    """Return the architecture with attention sinks in each layer, and with several rotary tables.
+    """Return the architecture ``found`` with attention sinks added to each layer, and several rotary tables.
 
     A sink is one learned score per query head. There is one table per base (theta) in the config field
     ``layer_rope_theta``. A layer with base 0 has no rotary positions and needs no table.

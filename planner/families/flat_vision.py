@@ -1,6 +1,6 @@
 """Vision-language models with remote code, whose config.json has the language model's fields at the top level.
 
-Phi-3-vision and MiniCPM-V 2.5 to 4.5. Shapes follow vLLM 0.32.0 (models/phi3v.py, minicpmv.py,
+Families: Phi-3-vision and MiniCPM-V 2.5 to 4.5. Shapes follow vLLM 0.32.0 (models/phi3v.py, minicpmv.py,
 layers/resampler.py) and the parameter counts in the safetensors headers of the published files.
 """
 
@@ -71,7 +71,7 @@ def minicpmv(fields: Fields, model_type: str) -> Architecture:
     version = fields.raw("version")
     version = 2.5 if version is None else version  # MiniCPM-V 2.5's files state no version
     if not isinstance(version, int | float | str):
-        raise ConfigError(f"{shown(version)} is not the number of a version, such as 2.6", field="version")
+        raise ConfigError(f"{shown(version)} is not a version number such as 2.6", field="version")
     kind = _LANGUAGE.get(float(version)) if str(version).replace(".", "", 1).isdigit() else None
     if kind is None:
         raise UnsupportedArchitecture(

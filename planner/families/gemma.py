@@ -117,7 +117,7 @@ class GemmaVariant:
 
 
 _TABLE = "model.rotary_emb."
-_HEAD_DIM = 256  # default of head_dim in the config classes, which is not hidden_size / num_attention_heads
+_HEAD_DIM = 256  # the config classes' default of head_dim, not hidden_size / num_attention_heads
 _WINDOW = 4096  # default of sliding_window in Gemma2Config and Gemma3TextConfig
 
 
@@ -172,7 +172,8 @@ _GEMMA3 = GemmaVariant(
 def _gemma3_text(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Gemma 3's text model, or of RNJ-1, which vLLM runs with a class of its own.
 
-    RNJ-1's class has no sliding windows (models/rnj1.py of vLLM 0.32), so a file with other layers is refused.
+    RNJ-1's class has no sliding windows (models/rnj1.py of vLLM 0.32), so its config must state full attention
+    for every layer.
     """
     kinds = fields.raw("layer_types")
     if fields.raw("architectures") == ["Rnj1ForCausalLM"] and (

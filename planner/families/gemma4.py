@@ -113,7 +113,8 @@ def _full_heads(fields: Fields, sliding: Heads, k_is_v: bool, kinds: tuple[str, 
         or not found[0].keys() <= {"head_dim", "num_key_value_heads"}
     ):
         raise UnsupportedArchitecture(
-            f"{shown(stated)} is not one head_dim and num_key_value_heads for every full layer",
+            f"{shown(stated)} does not state the same head_dim and num_key_value_heads for every layer with "
+            "full attention",
             field="per_layer_config",
         )
     own = Fields(found[0])

@@ -117,12 +117,13 @@ def _neo_kinds(fields: Fields, layers: int) -> tuple[str, ...]:
             out += list(kinds) * times
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{shown(value)} is not a list of [kinds, repetitions]", field="attention_types"
+            f"{shown(value)} is not a list of pairs [kinds, repetitions]", field="attention_types"
         ) from None
     names = {"global": "full_attention", "local": "sliding_attention"}
     if len(out) != layers or not all(isinstance(kind, str) and kind in names for kind in out):
         raise ConfigError(
-            f"{shown(value)} does not state global or local for {layers} layers", field="attention_types"
+            f"{shown(value)} does not state 'global' or 'local' for each of the {layers} layers",
+            field="attention_types",
         )
     return tuple(names[kind] for kind in out)
 

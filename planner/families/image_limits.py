@@ -28,8 +28,9 @@ FILES = ("preprocessor_config", "video_preprocessor_config")
 """Config fields in which read_config stores the content of the processor's files for the builders."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
-# Number of frames in the video that has the most pixels per frame. vLLM limits it for Qwen2-VL and Qwen2.5-VL
-# (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL scales the frames of longer videos down.
+# Number of frames in the video that has the most pixels per frame. For Qwen2-VL and Qwen2.5-VL, vLLM limits the
+# number of frames (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL scales the frames of longer videos
+# down.
 _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 
@@ -153,7 +154,7 @@ def _checked(listed: list[Any], least: int) -> list[list[int]]:
             and all(type(n) is int and least <= n <= LIMITS["width"] for n in place)
         ):  # fmt: skip
             raise ConfigError(
-                f"{shown(place)} is not height and width of {least} pixels or more",
+                f"{shown(place)} is not [height, width] with at least {least} pixels each",
                 field="image_grid_pinpoints",
             )
     return listed
@@ -179,9 +180,9 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
 
-# Image (height, width in pixels) that vLLM profiles as the one with the most embeddings, for every list of
-# grids; and the maximum number of tiles that are not scaled down (get_image_size_with_most_features and
-# _get_num_unpadded_features in models/llava_onevision.py).
+# (height, width) in pixels of the image that vLLM profiles, whatever the list of grids is: vLLM assumes that it
+# has the most embeddings. _MOST_TILES is the maximum number of tiles that are not scaled down. Sources:
+# get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py.
 _ONEVISION = (944, 1153)
 _MOST_TILES = 9
 
@@ -201,9 +202,9 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Return (pixels of the image scaled into a grid of size ``place``, -(unused pixels)).
+        """Return the key of a grid of size ``place``: (pixels of the image scaled into it, -(unused pixels)).
 
-        The grid with the largest pair fits best (select_best_resolution).
+        The grid with the largest key fits best (select_best_resolution).
         """
         scale = min(place[1] / width, place[0] / height)
         left = min(int(width * scale) * int(height * scale), height * width)
@@ -239,8 +240,8 @@ def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Return Kimi-K2.5's image limits; vLLM profiles an image of 3,000 x 3,000 pixels.
 
-    vLLM profiles four video frames instead if they have more embeddings than the image. They have fewer
-    whenever the limit of an image exceeds that of a frame, because a video's patches are also pooled over time
+    If four video frames had more embeddings than this image, vLLM would profile them instead. They have fewer
+    as long as an image may have more patches than a frame, because a video's patches are also pooled over time
     (models/kimi_k25.py, processors/kimi_k25_vision_fused.py).
     """
     told = (fields.mapping(FILES[0]) or {}).get("media_proc_cfg")
@@ -269,7 +270,7 @@ def _patches(told: Mapping[str, Any], name: str, default: int) -> int:
     limit = told.get(name, default)
     if type(limit) is not int or limit < 4:
         raise ConfigError(
-            f"{shown(limit)} is not a number of patches of at least 4", field=f"{FILES[0]}.{name}"
+            f"{shown(limit)} is not an integer of at least 4 (a number of patches)", field=f"{FILES[0]}.{name}"
         )
     return limit
 
@@ -332,8 +333,8 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
 def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
     """Return Gemma 4's image, video and, with ``sound``, audio limits.
 
-    An image has ``max_soft_tokens`` embeddings; its patches are padded to the number from which they are
-    pooled. A video has 32 frames, each with 70 embeddings and eight tokens for its time
+    An image has ``max_soft_tokens`` embeddings. Its patches are padded to the number of patches that are
+    pooled into so many embeddings. A video has 32 frames, each with 70 embeddings and eight tokens for its time
     (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio clip has up to 30 s.
     """
     f = Fields(vision)

@@ -1,4 +1,4 @@
-"""LFM3: layers of short convolutions, sliding or full attention, with norms before and after each of them.
+"""LFM3: decoder layers with a short convolution, sliding attention or full attention, and two or four norms.
 
 Shapes follow transformers 5.23, models/lfm3/.
 """
@@ -67,7 +67,7 @@ def _kinds(fields: Fields, layers: int) -> tuple[str, ...]:
         )
     if not isinstance(listed, list) or len(listed) != layers or any(kind not in _KINDS for kind in listed):
         raise ConfigError(
-            f"{shown(listed)} does not state one of {', '.join(_KINDS)} for each of {layers} layers",
+            f"{shown(listed)} is not a list with one of {', '.join(_KINDS)} for each of the {layers} layers",
             field="layer_types",
         )
     return tuple(listed)

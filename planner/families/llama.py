@@ -32,7 +32,7 @@ _FUSED = ("gate_up_proj", "down_proj")
 
 
 def _granite(name: str) -> DenseVariant:
-    """Return Llama's options for the class ``name``, with biases by ``attention_bias`` and ``mlp_bias``."""
+    """Return the options of class ``name``: Llama with biases if attention_bias or mlp_bias is set."""
     return DenseVariant(name, _ATTENTION_BIAS, _ATTENTION_BIAS, ("mlp_bias", False))
 
 
@@ -69,7 +69,7 @@ def _internlm3(fields: Fields, model_type: str) -> Architecture:
 
 
 def _iquestcoder(fields: Fields, model_type: str) -> Architecture:
-    """Return the architecture of an IQuest-Coder model, which transformers 5.23 builds of Llama's classes.
+    """Return the architecture of an IQuest-Coder model, which transformers 5.23 builds from Llama's classes.
 
     A config option that Llama's classes lack raises an error; no published config sets one.
     """

@@ -76,7 +76,8 @@ def _chunked(fields: Fields, layers: int) -> tuple[tuple[str, ...], int | None]:
     known = ("chunked_attention", "full_attention")
     if not isinstance(listed, list) or len(listed) != layers or not all(kind in known for kind in listed):
         raise ConfigError(
-            f"{shown(listed)} does not state chunked_attention or full_attention for {layers} layers",
+            f"{shown(listed)} is not a list with 'chunked_attention' or 'full_attention' for each of the "
+            f"{layers} layers",
             field="layer_types",
         )
     if chunk is None:

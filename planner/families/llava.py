@@ -88,7 +88,7 @@ class LlavaVariant:
         t.connector(at, hidden * times, width, width, bias=bias)
         whole = (fields.raw("vision_feature_select_strategy") or self.strategy) != "default"
         if whole == (kind == "clip_vision_model") and kind != "pixtral":
-            seen = None  # limits are known only for CLIP without its class token, and SigLIP with all patches
+            seen = None  # limits are known only for CLIP without class token and for SigLIP with all patches
         if self.tiles is not None:
             t.add("model.image_newline", (text.hidden_size,), "projector", "LlavaNextModel")
             size = Fields(vision).integer("image_size", defaults["image_size"], limit="width")
@@ -124,7 +124,7 @@ def _llava_text(fields: Fields, variant: LlavaVariant) -> Architecture:
     kind = config.get("model_type", variant.texts[0])
     if kind not in variant.texts:
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; language models of this type are {', '.join(variant.texts)}",
+            f"{shown(kind)} is not supported; the language model must be one of {', '.join(variant.texts)}",
             field="text_config.model_type",
         )
     return text_of(fields, kind, {**_LLAMA, **config} if kind == "llama" else config, either=variant.either)
@@ -178,10 +178,10 @@ def mistral3(
     kind = "mistral" if config is None else config.get("model_type", "mistral")
     if kind not in ("mistral", "ministral3", "qwen3"):
         raise UnsupportedArchitecture(
-            f"{shown(kind)} is not supported; language models of this type are mistral, ministral3 and qwen3",
+            f"{shown(kind)} is not supported; the language model must be mistral, ministral3 or qwen3",
             field="text_config.model_type",
         )
-    if kind == "ministral3":  # Mistral's tensors, with the config class's own defaults
+    if kind == "ministral3":  # the tensors are Mistral's, the defaults are those of Ministral3Config
         config = {**_MINISTRAL3, **(config or {})}
     # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
     # parameters)

@@ -192,8 +192,8 @@ def jamba(fields: Fields, model_type: str) -> Architecture:
 def _periodic(fields: Fields, name: str, layers: int, default: tuple[int, int]) -> tuple[bool, ...]:
     """Return for each Jamba layer whether it has attention (``name`` is ``attn``) or experts (``expert``).
 
-    It is true for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``. Both are
-    config fields.
+    The value is True for every ``{name}_layer_period``-th layer, starting with layer ``{name}_layer_offset``.
+    Both are config fields.
     """
     period = fields.integer(f"{name}_layer_period", default[0], limit="layers")
     offset = fields.integer(f"{name}_layer_offset", default[1], limit="layers", minimum=0)
@@ -287,10 +287,15 @@ def _nemotron_kinds(fields: Fields) -> str:
         listed = fields.raw("layers_block_type")
         known = isinstance(listed, list) and all(isinstance(kind, str) and kind in letters for kind in listed)
         if not known or not listed:
-            raise ConfigError(f"{shown(listed)} does not list {', '.join(letters)}", field="layers_block_type")
+            raise ConfigError(
+                f"{shown(listed)} is not a list whose items are among {', '.join(letters)}",
+                field="layers_block_type",
+            )
         pattern = "".join(letters[kind] for kind in listed)
     if not isinstance(pattern, str) or not pattern or set(pattern) - set("M*-E"):
-        raise ConfigError(f"{shown(pattern)} is not a string of M, *, - and E", field="hybrid_override_pattern")
+        raise ConfigError(
+            f"{shown(pattern)} is not a string of the letters M, *, - and E", field="hybrid_override_pattern"
+        )
     stated = fields.optional_integer("num_hidden_layers", limit="layers")
     if len(pattern) > LIMITS["layers"]:
         raise ConfigError(

@@ -76,7 +76,7 @@ def _head_size(v: Mapping[str, int]) -> int:
 
 
 def _patch_embedding(t: Tensors, at: str, v: Mapping[str, int], bias: bool) -> None:
-    """Add the convolution that embeds patches over several frames, of a tower with the sizes ``v``."""
+    """Add the patch embedding of a tower with the sizes ``v``: a convolution over several frames."""
     patch = v["patch_size"]
     shape = (v["hidden_size"], v["in_channels"], v["temporal_patch_size"], patch, patch)
     towers.conv(t, f"{at}.patch_embed.proj", shape, bias)
@@ -86,7 +86,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
     config.pop("num_nextn_predict_layers", None)  # the text model's class builds no MTP draft layers
-    if "head_dim" not in config:  # GLM-4's class would use another default
+    if "head_dim" not in config:  # the language model's class, GLM-4, has another default
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"

@@ -71,7 +71,7 @@ def heads_of(d: LatentAttention) -> Heads:
 def cache(
     layers: Iterable[int], d: LatentAttention, index_sizes: dict[int, int] | None = None
 ) -> tuple[CacheLayer, ...]:
-    """Return the KV cache entries of ``layers`` layers with latent attention.
+    """Return the KV cache entries of the layers with indices ``layers``, which have latent attention.
 
     ``index_sizes`` maps each layer with a sparse indexer to the size of the indexer's keys.
     """
@@ -95,7 +95,7 @@ class LatentVariant:
             groups of experts, except with a softmax and the topk_method greedy.
         complex_rope: whether rotary positions are computed as complex numbers.
         mlp_bias: whether the class reads the config field mlp_bias.
-        latent: whether attention is latent; False: ordinary heads, as in the first DeepSeek-MoE.
+        latent: whether attention is latent. If False, it has ordinary heads, as in the first DeepSeek-MoE.
         sandwiched: whether the config field sandwich_norm adds norms in front of and behind the MLP.
         taped: whether training activations can be derived from the recipe (the description of layers).
     """
@@ -230,7 +230,8 @@ def indexer(fields: Fields, layers: int) -> tuple[int, int, tuple[bool, ...]]:
     if own is None and pattern is not None:
         if not isinstance(pattern, str) or len(pattern) != layers or set(pattern) - {"F", "S"}:
             raise ConfigError(
-                f"{shown(pattern)} is not one letter F or S per layer", field="index_topk_pattern"
+                f"{shown(pattern)} is not a string with one letter, F or S, per layer",
+                field="index_topk_pattern",
             )
         own = tuple(letter == "F" for letter in pattern)
     return heads, size, own or tuple(max(i - offset + 1, 0) % step == 0 for i in range(layers))
@@ -272,7 +273,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     their input.
     """
     d = read_latent(fields, defaults=True)
-    # qk_head_dim is read only by the config class of this family
+    # Only this family's config class reads qk_head_dim.
     stated = fields.optional_integer("qk_head_dim", limit="width")
     if stated not in (None, d.head_size):
         raise ConfigError(
@@ -319,7 +320,7 @@ def _longcat_ngram(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of LongCat-Flash-Lite: LongCat-Flash with hashed embeddings of n-grams.
 
     There are emb_split_num x (emb_neighbor_num - 1) tables; table i has ngram_vocab_size_ratio x vocab_size +
-    2 i + 1 rows (models/longcat_flash_ngram.py of vLLM 0.32, which keeps them as one).
+    2 i + 1 rows. vLLM keeps all tables in one tensor (models/longcat_flash_ngram.py, 0.32).
     """
     found = _longcat(fields, model_type)
     split = fields.integer("emb_split_num", limit="layers")
@@ -359,7 +360,7 @@ def _axk1(fields: Fields, model_type: str) -> Architecture:
 def _deepseek_v3(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of DeepSeek-V3, or of Mistral Large 3, whose router has no bias per expert.
 
-    vLLM makes a deepseek_v3 config of Mistral's params.json (transformers_utils/configs/mistral.py, 0.32).
+    vLLM makes a deepseek_v3 config from Mistral's params.json (transformers_utils/configs/mistral.py, 0.32).
     """
     large = fields.config.get("architectures") == ["MistralLarge3ForCausalLM"]
     corrected = not large or fields.raw("topk_method") == "noaux_tc"

@@ -1,4 +1,4 @@
-"""Llama 3.2 with images: layers with cross attention read a vision tower.
+"""Llama 3.2 with images: layers with cross attention read the output of a vision tower.
 
 Shapes follow transformers 5.19, models/mllama/.
 """

@@ -78,7 +78,7 @@ FAMILIES = {
             "Qwen3MoeForCausalLM", qk_norm="head", window="qwen", sparse=stepped_layers,
             ignored=("use_qk_norm",),
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # transformers 5.19 writes num_local_experts
+        aliases={"num_experts": "num_local_experts"},  # the name in files that transformers 5.19 writes
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "mellum": Family(

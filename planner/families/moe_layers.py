@@ -13,7 +13,7 @@ def every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts: all but the first ``first_k_dense_replace`` have.
+    """Return for each layer whether it has routed experts: all after the first ``first_k_dense_replace``.
 
     The default of this config field is ``dense``.
     """

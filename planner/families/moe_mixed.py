@@ -89,7 +89,7 @@ def laguna(fields: Fields, model_type: str) -> Architecture:
     gates = fields.raw("gating")
     if gates not in (True, "per-head", "per_head"):
         raise UnsupportedArchitecture(
-            f"{shown(gates)} is not supported; only true and per-head are", field="gating"
+            f"{shown(gates)} is not supported; only true and 'per-head' are", field="gating"
         )
     fields.ignore(
         "gating_types", "moe_apply_router_weight_on_input", "use_bidirectional_attention",
@@ -412,7 +412,7 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
         or len(value) != layers
         or not all(type(v) is int and low <= v <= 1 << 20 for v in value)
     ):
-        raise ConfigError(f"{shown(value)} is not a list of {layers} integers from {low}", field=name)
+        raise ConfigError(f"{shown(value)} is not a list of {layers} integers of at least {low}", field=name)
     return tuple(value)
 
 

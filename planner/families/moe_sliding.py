@@ -26,10 +26,10 @@ class SlidingMoeVariant:
         class_name: the causal language model's class in transformers.
         window: default sliding window in tokens.
         kinds: function (number of layers) -> attention kind of each layer, for a config without layer_types.
-        sparse: function that returns for each layer whether it has routed experts; None means all layers have.
+        sparse: function that returns for each layer whether it has routed experts; None if all have them.
         norms: names of a layer's norms, in the order they run.
         shared: (module, default inner size) of the shared expert; None means there is none.
-        biased: whether the attention reads attention_bias.
+        biased: whether the config field attention_bias can add biases to the attention.
         sinks: whether every head has a learned sink score.
         gated: whether a gate (a matrix, and a bias per head) scales the attention output.
         corrected: whether the router has a correction bias per expert, in fp32.
@@ -166,7 +166,8 @@ def tables_by_kind(fields: Fields, kinds: tuple[str, ...], unrotated: tuple[str,
         proportional = isinstance(own, dict) and own.get("rope_type") == "proportional"
         if not proportional and (own is None or common.rope_kind(own, where)[1] != 1):
             raise UnsupportedArchitecture(
-                f"{shown(own)} is not supported; only parameters that keep the length are", field=where
+                f"{shown(own)} is not supported; only rotary parameters that do not extend the length are",
+                field=where,
             )
         out.append(f"{kind}_")
     return tuple(out)
@@ -203,7 +204,7 @@ FAMILIES = {
             "Kolibri1ForCausalLM", 513, partial(common.alternating_kinds, every=5),
             (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), ("shared_experts", 512), biased=False,
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # transformers writes num_local_experts
+        aliases={"num_experts": "num_local_experts"},  # the name in files that transformers writes
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),
     "flint": Family(

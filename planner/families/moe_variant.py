@@ -85,8 +85,8 @@ class MoeVariant:
         norm: kind of every norm.
         head_bias: whether the head has a bias.
         tied: default of tie_word_embeddings.
-        window: rule of ``common.kinds_of`` that says which layers have a sliding window, or ``pattern``:
-            layer_types, else sliding_window_pattern.
+        window: rule that says which layers have a sliding window: one of ``common.kinds_of``, or ``pattern``
+            (as layer_types states, else by sliding_window_pattern).
         ignored: config fields of this family that change no shape.
     """
 

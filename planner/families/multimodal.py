@@ -62,7 +62,8 @@ def text_of(
         tied = tied or config.get("tie_word_embeddings") is True
     elif "tie_word_embeddings" not in fields.config and config.get("tie_word_embeddings", tied) != tied:
         raise ConfigError(
-            f"{not tied} contradicts the multimodal model, whose own field is missing and defaults to {tied}",
+            f"{not tied} contradicts the multimodal model's tie_word_embeddings, which is missing and defaults "
+            f"to {tied}",
             field="text_config.tie_word_embeddings",
         )
     return build_text({**config, "tie_word_embeddings": tied}, text_type)

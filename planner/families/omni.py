@@ -24,7 +24,7 @@ from tonnage.planner.model.vision import Tower
 
 _IGNORED = (
     "talker_config", "token2wav_config", "code2wav_config", "enable_audio_output", "enable_talker",
-    "enable_audio_output_",  # Qwen2.5-Omni-7B-AWQ spells it with an underscore at the end
+    "enable_audio_output_",  # Qwen2.5-Omni-7B-AWQ's spelling of enable_audio_output
     "assistant_token_id", "im_end_token_id", "im_start_token_id", "system_token_id", "tts_bos_token_id",
     "tts_eos_token_id", "tts_pad_token_id", "user_token_id", "preprocessor_config", "video_preprocessor_config",
 )  # fmt: skip

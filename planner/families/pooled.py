@@ -84,9 +84,10 @@ def _stated_width(fields: Fields) -> str | None:
 def _late(
     fields: Fields, body: Architecture, *, name: str = "linear", bias: bool = False
 ) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a projection to late-interaction vectors of the width in the config, else 128.
+    """Return the tensors of the projection to late-interaction vectors.
 
-    If the config does not state the width, vLLM reads it from the weights.
+    The config may state the vectors' width. If it does not, the planner assumes 128, but vLLM reads the width
+    from the weights.
     """
     field = _stated_width(fields)
     width = fields.integer(field, limit="width") if field else _WIDTH
@@ -201,7 +202,7 @@ def base_config(config: Mapping[str, Any]) -> tuple[PooledClass, dict[str, Any]]
 
 
 def pooled(row: PooledClass, config: Mapping[str, Any], body: Architecture) -> Architecture:
-    """Return the architecture of a pooled class: the pooled model's, ``body``, with the class's own head."""
+    """Return the architecture of a pooled class: ``body``, the pooled model, with the class's own head."""
     name = config["architectures"][0]
     kept = tuple(tensor for tensor in body.tensors if tensor.role != "head")
     found = replace(

@@ -34,7 +34,7 @@ def _minicpm(fields: Fields, model_type: str) -> Architecture:
 def _telechat2(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a TeleChat 2 model.
 
-    Keys and values are one matrix. Only the output projections of attention and MLP have biases.
+    K and V are projected by one matrix. Only the output projections of attention and MLP have biases.
     """
     dims, layers, vocab = common.sizes(fields)
     hidden, heads = dims.hidden, dims.heads
@@ -105,7 +105,7 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
         stated = [entry for entry in window if entry is not None]
         if not stated or stated.count(stated[0]) != len(stated):
             raise UnsupportedArchitecture(
-                f"{shown(window)} is not supported: the windows differ", field="sliding_window"
+                f"{shown(window)} is not supported: the layers' windows must be equal", field="sliding_window"
             )
         window = stated[0]
     fields.config = {"sliding_window_pattern": 8, **fields.config, "sliding_window": window}
@@ -147,7 +147,7 @@ FAMILIES = {
         ).build
     ),
     "solar": Family(
-        # bskcn_*: layers that add a previous layer's output, which has no tensors
+        # bskcn_*: layers to which an earlier layer's output is added; the addition has no tensors
         DenseVariant(
             "SolarForCausalLM", _BIAS, _BIAS, ("mlp_bias", False), window="always",
             ignored=("bskcn_1", "bskcn_2", "bskcn_3", "bskcn_4", "bskcn_tv"), taped=False,

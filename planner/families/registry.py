@@ -182,8 +182,8 @@ def _untyped(config: Mapping[str, Any]) -> str | None:
 def _read(config: Mapping[str, Any], model_type: str, family: Family, *ignored: str) -> Architecture:
     """Return the architecture that a family's builder function builds from a config.
 
-    ``assumed`` lists the sizes missing in config.json, with the defaults used for them. ``unread`` lists the
-    config fields that the builder did not read, except those in ``ignored``.
+    The architecture's ``assumed`` lists the sizes missing in config.json, with the defaults used for them. Its
+    ``unread`` lists the config fields that the builder did not read, except those in ``ignored``.
     """
     if family.build is None:
         raise _unknown(model_type)

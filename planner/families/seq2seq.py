@@ -4,9 +4,10 @@ Families: BART, mBART, Pegasus, Whisper, T5, mT5, UMT5, T5Gemma and Moonshine, a
 Moshi, whose encoders are separate models. Shapes follow transformers 5.19 / 5.23.
 
 A decoder layer caches K and V of each generated token, and K and V of the encoder's output once per sequence
-(cache kind ``cross``). If the config has no ``architectures``, the plan is for the decoder alone, if
-transformers has a class for it (BartForCausalLM, WhisperForCausalLM). AutoModelForCausalLM builds the same
-class.
+(cache kind ``cross``).
+
+If the config has no ``architectures``, and transformers has a class for the decoder alone (BartForCausalLM,
+WhisperForCausalLM), that class is planned. AutoModelForCausalLM builds the same class.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def molmo2(fields: Fields, model_type: str) -> Architecture:
     patch = v.integer("patch_size", 14, limit="width")
     size = v.raw("image_size") or [378, 378]
     if not isinstance(size, list) or len(size) != 2 or not all(type(n) is int and n >= patch for n in size):
-        raise ConfigError(f"{shown(size)} is not a height and a width", field="vision_config.image_size")
+        raise ConfigError(f"{shown(size)} is not [height, width] in pixels", field="vision_config.image_size")
     places = v.optional_integer("num_position_embeddings", limit="width")
     places = places or (size[0] // patch) * (size[1] // patch)
     inner = v.integer("intermediate_size", 4304, limit="width")
@@ -158,7 +158,7 @@ _LFM3 = {
 def lfm3_vl(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an LFM3-VL model from its checked config.
 
-    Its tower alternates between gated convolutions over the image and attention.
+    In its tower, attention layers alternate with gated convolutions over the image.
     """
     text = _text(fields, "lfm3", True)
     f = Fields(vision_of(fields))
@@ -227,7 +227,7 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     for name, by in paths.items():
         if by < 1 or side < by:
             raise ConfigError(
-                f"{factor} is not valid for a tower of {side} patches per side",
+                f"{factor} must be at most the tower's {side} patches per side, and 2 or more with a fine path",
                 field="vision_config.scale_factor",
             )
         here, merged = f"{at}.{name}", hidden * by * by

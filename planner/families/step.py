@@ -98,7 +98,7 @@ def step3p5(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of Step 3.5, whose modules are those of Step 3.7's text model.
 
     ``attention_other_setting`` gives the sliding layers their number of query heads. Files that transformers
-    writes have this model_type and the field names of Step 3.7.
+    writes have the model_type of Step 3.5, but the field names of Step 3.7.
     """
     if "moe_num_experts" not in fields.config:
         return step3p7(fields, model_type)

@@ -104,14 +104,14 @@ class Attention:
 
     Attributes:
         qkv: name of a fused projection of q, k and v, or None.
-        copied: letters of those of q, k and v that are copied out of the fused projection; the others are
-            views.
-        repeated: whether the copy in `copied` also repeats K and V for all query heads.
+        copied: letters (from q, k and v) of the tensors that are copied out of the fused projection; the other
+            tensors are views.
+        repeated: whether these copies also repeat K and V for all query heads.
         normed_last: whether q and k are normalized after the rotation.
         clipped: whether q, k and v are clamped in place.
         softcap: whether eager attention caps the scores by tanh.
         masked: whether an attention mask is passed even if none is needed.
-        broadcast: whether SDPA receives fewer KV heads than query heads; its fused kernels do not support this.
+        broadcast: whether SDPA receives fewer KV heads than query heads, so that its fused kernels cannot run.
         narrow: whether the softmax of eager attention runs in the model's dtype instead of fp32.
         upcast: whether eager attention computes the scores from fp32 copies of q and k.
         filled: whether eager attention overwrites masked scores by means of a boolean mask that all layers

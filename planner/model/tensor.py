@@ -37,8 +37,8 @@ class TensorSpec:
             tensor.
         kv_rows: size of the part of dimension `shard_dim` that belongs to KV heads.
         kv_units: number of KV heads in `kv_rows`; a rank holds at least one whole head.
-        stored: dtype in published checkpoints, `model` for the model's dtype. None means `dtype` for a
-            parameter, and not stored for a buffer.
+        stored: dtype in published checkpoints, `model` for the model's dtype. None means that a parameter is
+            stored in `dtype`, and that a buffer is not stored.
     """
 
     name: str

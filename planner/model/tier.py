@@ -60,7 +60,7 @@ def disk_tier(text: str, field: str) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class TierGroup:
-    """For one layer group: the KV cache chunks that a tier keeps of a request of max_model_len tokens.
+    """The KV cache chunks of one layer group that a tier keeps for a request of max_model_len tokens.
 
     Attributes:
         kind: kind of the group's layers, such as `full`, `sliding` or `state`.

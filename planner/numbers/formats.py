@@ -25,7 +25,7 @@ class FloatFormat:
 
     Attributes:
         stored_bits: bits that one value occupies in memory (tf32: 32).
-        overflow: whether a value that is too large becomes infinity or the largest number.
+        overflow: what a value that is too large becomes: `infinity`, or with `saturate` the largest number.
         top_exponent_is_number: whether the largest exponent field encodes finite numbers too (E4M3, E2M1), not
             only infinity and NaN.
         nan_at_top: whether only the pattern with all exponent and mantissa bits set is NaN (E4M3).
@@ -101,7 +101,7 @@ class FloatFormat:
         sign, size = (1 if value < 0 else 0), abs(Fraction(value))
         if size == 0:
             return sign, 0, 0
-        # so that 2^(power-1) < size < 2^(power+1)
+        # `power` is such that 2^(power-1) < size < 2^(power+1).
         power = size.numerator.bit_length() - size.denominator.bit_length()
         if size < Fraction(2) ** power:
             power -= 1

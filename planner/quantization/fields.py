@@ -21,7 +21,7 @@ def bits_of(found: dict[str, Any], name: str, allowed: tuple[int, ...]) -> int:
 
 
 def group_of(found: dict[str, Any], default: int) -> int:
-    """Return a `quantization_config`'s group size, the values that share a scale; -1 is a whole row."""
+    """Return a `quantization_config`'s group size: the number of values that share a scale, -1 for a row."""
     name = "q_group_size" if "q_group_size" in found else "group_size"
     group = found.get(name, default)
     if isinstance(group, bool) or not isinstance(group, int) or not (group == -1 or 0 < group <= 1 << 20):

@@ -104,7 +104,7 @@ def _stored(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     reader = readers.get(method) if isinstance(method, str) else None
     if reader is None:
         raise UnsupportedArchitecture(
-            f"{shown(method)} is not planned yet",
+            f"{shown(method)} is not supported yet",
             field=f"{AT}.quant_method",
             hint="known: " + ", ".join(readers),
         )

@@ -252,7 +252,7 @@ def activations_of(
         recipe: the model's layers, as the operations that they run.
         masked: for each layer, whether it receives an explicit attention mask.
         setup: method, precision and kernels.
-        estimated: sums of tensor shapes, from which the layers are estimated instead of the recipe, if given.
+        estimated: if given, sums of tensor shapes; the layers are estimated from them, not from `recipe`.
     """
     stream, vocab, full = setup.stream, recipe.logits, setup.method == "full"
     tables = _rotary_tables(recipe, stream)

@@ -21,10 +21,10 @@ class Combinations:
 
     Attributes:
         rows: the combinations that fit, fastest first.
-        smallest: the fastest of the changes that fit with the fewest tricks (one trick if any single trick
-            fits); None if nothing fits.
+        smallest: the fastest single trick that fits; if no single trick does, the fastest combination in
+            `rows`. None if nothing fits.
         tried: number of combinations planned.
-        complete: whether all combinations with the largest planned number of tricks were planned.
+        complete: whether the last search (of pairs, triples or quadruples) planned all of its combinations.
     """
 
     rows: tuple[Trick, ...]
@@ -36,11 +36,11 @@ class Combinations:
 def combinations(
     planner: Planner, setup: TrainingSetup, singles: tuple[Trick, ...], most: int = MOST_TRIED
 ) -> Combinations:
-    """Return the combinations that fit of the memory-saving tricks in `singles` that alone do not suffice.
+    """Return the combinations of memory-saving tricks with which the setup fits, fastest first.
 
-    Pairs are planned first. Triples and quadruples follow only if no single trick and no smaller combination
-    fits. Combinations with the largest summed saving come first, and at most `most` are planned. Combinations
-    that set one flag twice are skipped.
+    Only tricks in `singles` that do not suffice alone are combined. Pairs are planned first. Triples and
+    quadruples follow only if no single trick and no smaller combination fits. Combinations with the largest
+    summed saving come first, and at most `most` are planned. Combinations that set one flag twice are skipped.
     """
     base = planner.plan(setup)
     alone = [t for t in singles if t.changes and t.fits and not t.name.startswith("together: ")]

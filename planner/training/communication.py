@@ -1,8 +1,8 @@
 """Bytes that a training step sends, by collective, and the time they take on a given network.
 
 Volumes are per rank and optimizer step, in the convention of the ZeRO paper (section 7): an all-reduce of n
-elements moves 2n elements, an all-gather or reduce-scatter n. With P parameters, DDP, ZeRO-1 and ZeRO-2 move 2
-P elements, ZeRO-3 3 P, ZeRO++ 0.75 P (arXiv 2306.10209, section 3).
+elements moves 2n elements, an all-gather or reduce-scatter n. For a model of P parameters, DDP, ZeRO-1 and
+ZeRO-2 move 2P elements, ZeRO-3 moves 3P, and ZeRO++ 0.75P (arXiv 2306.10209, section 3).
 """
 
 from __future__ import annotations

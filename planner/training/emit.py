@@ -1,7 +1,7 @@
 """Configuration files for training tools: DeepSpeed JSON, Accelerate YAML, arguments for Trainer and PEFT.
 
-The module also returns DeepSpeed's own estimates as text. Key names are of DeepSpeed 0.19, Accelerate 1.15,
-transformers 5.19 and PEFT 0.21.
+The module also returns DeepSpeed's own estimates as text. Key names are those of DeepSpeed 0.19, Accelerate
+1.15, transformers 5.19 and PEFT 0.21.
 """
 
 from __future__ import annotations

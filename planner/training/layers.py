@@ -115,7 +115,7 @@ def _softmax(t: Tape, a: Attention, h: Value) -> int:
     """Return the bytes of one value of the softmax result under eager attention.
 
     Under autocast, softmax is computed in fp32 on a GPU. On a CPU its result has the model's dtype, because the
-    mask that is added to the scores has it.
+    mask that is added to the scores has that dtype.
     """
     if t.autocast and (a.narrow or a.upcast):
         return 4 if t.cuda else h.width
@@ -129,7 +129,7 @@ def _own_tables(rope: Rope, x: Value) -> tuple[Value, Value]:
 
 
 def _rotated(t: Tape, rope: Rope, x: Value, tables: tuple[Value, Value]) -> Value:
-    """Return `x` (Q or K) after rotary embedding, in dtype and memory layout of the next operation."""
+    """Return `x` (Q or K) after rotary embedding, in the dtype and layout that the next operation reads."""
     out = t.rotate(x, tables)
     if rope.restored:
         out = t.cast(out, x.width)

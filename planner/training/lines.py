@@ -44,7 +44,7 @@ def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
 
 
 def _exact(name: str, size: int, formula: str, source: str, place: Place = "gpu") -> Line:
-    """Return a line of a training plan whose bytes are exact: both bounds equal them."""
+    """Return a training plan's line with exact bytes: both bounds equal `size`."""
     return Line(name, place, size, size, size, formula, source)
 
 

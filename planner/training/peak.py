@@ -191,7 +191,7 @@ class _Waiting(NamedTuple):
         forward_casts: 16-bit copies of weights at the end of the forward pass.
         casts: 16-bit copies of weights that remain during the backward pass.
         rounding: bytes that the CUDA allocator adds by rounding.
-        first: activations of one layer.
+        first: activations that are left when the backward pass reaches the stage's first layer.
     """
 
     saved: int

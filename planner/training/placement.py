@@ -62,7 +62,7 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
     lines: list[Line] = []
 
     def line(name: str, place: str, size: int, formula: str, source: str) -> None:
-        """Add a line to the training plan whose bytes are exact: both bounds equal them."""
+        """Add a line with exact bytes to the training plan: both bounds equal `size`."""
         lines.append(Line(name, place, size, size, size, formula, source))  # type: ignore[arg-type]
 
     if optimizer_off:

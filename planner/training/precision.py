@@ -24,7 +24,7 @@ class Convention:
         state: bytes of one optimizer state.
         compute: bytes of an element in matrix products.
         autocast: whether torch.autocast casts the weights for matrix products.
-        master_with_weights: whether a plan counts the fp32 copy with the weights, else with the optimizer
+        master_with_weights: whether a plan counts the fp32 copy with the weights instead of the optimizer
             states.
         used_by: text that names the frameworks that use the convention.
     """

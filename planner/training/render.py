@@ -108,7 +108,7 @@ def bounds(line: Line) -> str:
 
 
 def place_rows(plan: TrainingPlan) -> list[tuple[str, list[Line]]]:
-    """Return (title, components of the training plan) of GPU, CPU and NVMe memory, without empty ones."""
+    """Return a pair (title, components) for each memory (GPU, CPU, NVMe) that a training plan uses."""
     rows = ((title, [line for line in plan.lines if line.place == place]) for place, title in _PLACES)
     return [(title, lines) for title, lines in rows if lines]
 

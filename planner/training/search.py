@@ -11,8 +11,8 @@ from tonnage.planner.training.setup import TrainingSetup
 
 FIELDS = ("micro_batch", "sequence_length")
 _CEILING = 1 << 24
-# Tensor cores are fastest with sizes that are multiples of 8, on an A100 of 64 (NVIDIA's matrix multiplication
-# guide).
+# Tensor cores are fastest with sizes that are multiples of 8, or on an A100 multiples of 64 (NVIDIA's matrix
+# multiplication guide).
 MULTIPLE = 8
 
 

@@ -55,7 +55,7 @@ class TrainingSetup:
             "galore-adamw", "galore-adamw-8bit",
         ),
     )  # fmt: skip
-    galore_rank: int = flag(  # the default of galore-torch's README and of transformers' galore_adamw
+    galore_rank: int = flag(  # 128 is the rank in galore-torch's README and in transformers' galore_adamw
         128, "rank of GaLore's projections", group=_METHOD, most=_MOST
     )
     optimizer_in_backward: bool = flag(
@@ -78,7 +78,7 @@ class TrainingSetup:
         None, "modules with adapters, or all-linear (default: PEFT's modules for the family)", group=_METHOD,
         metavar="A,B", hint="leave it out for PEFT's default, or all-linear",
     )  # fmt: skip
-    trainable_layers: int = flag(  # the default of LLaMA-Factory
+    trainable_layers: int = flag(  # 2 is LLaMA-Factory's default
         2, "number of last layers that --method freeze trains", group=_METHOD, most=_MOST
     )
     base_quantization: str = flag(
@@ -131,7 +131,7 @@ class TrainingSetup:
     shard_size: int | None = flag(
         None, "ranks of one fsdp-hybrid group (default: one node)", group=_RANKS, most=_MOST
     )
-    fsdp_version: int = flag(  # 1 is torch.distributed.fsdp's FullyShardedDataParallel, 2 is fully_shard
+    fsdp_version: int = flag(  # FSDP 1 is torch's class FullyShardedDataParallel, FSDP 2 is fully_shard
         2, "version of FSDP, 1 or 2", group=_RANKS, most=2
     )
     gradient_as_bucket_view: bool = flag(

@@ -1,7 +1,7 @@
 """Training stacks (torchtune, unsloth, ...): how each differs in memory from a plain loop over transformers.
 
-A `Stack` lists how a training library behaves where memory depends on it, each behaviour with the source file
-that shows it. No figure is fitted. A benchmark compares the plans with the totals that the libraries publish
+A `Stack` lists the behaviours of a training library on which memory depends, each with the source file that
+shows it. No figure is fitted. A benchmark compares the plans with the totals that the libraries publish
 (benchmarks/training_accuracy.py --stacks).
 """
 

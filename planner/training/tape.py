@@ -134,7 +134,7 @@ class Tape:
         return out
 
     def scale(self, x: Value) -> Value:
-        """Record on the tape and return `x` times a learned vector; if that is trained, `x` is kept."""
+        """Record and return the product of `x` and a learned vector; if the vector is trained, `x` is kept."""
         if self.trainable:
             self.save(x)
         return self.like(x, max(x.width, self.weight), x.grad or self.trainable)
@@ -177,7 +177,7 @@ class Tape:
         return result
 
     def product(self, x: Value, out: int) -> Value:
-        """Record on the tape and return x W^T, for a matrix W that has the dtype of x and no adapter.
+        """Record the product x W^T on the tape and return it; the matrix W has the dtype of x and no adapter.
 
         Autocast does not cast such a matrix.
         """
@@ -241,7 +241,7 @@ class Tape:
         return self._fused(self.like(x, x.width, x.grad or self.trainable))
 
     def _weighted(self, normal: Value, x: Value, size: int, kind: str) -> Value:
-        """Record on the tape and return `normal`, the normalized `x`, times the weight of the norm."""
+        """Record the product of `normal` (the normalized `x`) and the norm's weight on the tape; return it."""
         trained = self.trainable
         weight = self.weight if trained else self.frozen
         if kind == "rms":
@@ -332,7 +332,7 @@ class Tape:
         return out
 
     def multiply(self, a: Value, b: Value, shape: Value | None = None) -> Value:
-        """Record on the tape and return `a` * `b`; `shape` is the larger factor if the other is broadcast."""
+        """Record `a` * `b` on the tape and return it. `shape`: the larger factor, if the other is broadcast."""
         if a.grad:
             self._keep(b)
         if b.grad:

@@ -48,7 +48,9 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     """Return the quantization in a compressed-tensors config with one or two groups of modules."""
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(f"{shown(groups)} is not an object of groups", field=f"{AT}.config_groups")
+        raise ConfigError(
+            f"{shown(groups)} is not an object that maps names to groups", field=f"{AT}.config_groups"
+        )
     skip = skipped(found, "ignore")
     width = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
     made: list[tuple[str, LinearFormat, list[str]]] = []
@@ -73,7 +75,7 @@ def _mixed(made: list[tuple[str, LinearFormat, list[str]]], skip: Patterns | Non
     others = [e for e in made if e not in experts]
     if len(experts) != 1 or len(others) != 1:
         raise UnsupportedArchitecture(
-            "only one group of Linear, or two of which one is of the experts, are planned",
+            "must have one group (target Linear), or two groups of which one targets only the experts",
             field=f"{AT}.config_groups",
         )
     return Quantization(
@@ -120,7 +122,8 @@ def _group(group: dict[str, Any], stored: object, where: str, width: int) -> tup
         block = _strategy(weights, where)
         return "w8a8", LinearFormat(INT8, block=block, scale_bytes=width, input_scale=static)
     raise UnsupportedArchitecture(
-        f"{bits} bits of {shown(kind)} stored as {shown(stored)} are not planned yet", field=f"{where}.weights"
+        f"{bits} bits of {shown(kind)} stored as {shown(stored)} are not supported yet",
+        field=f"{where}.weights",
     )
 
 
@@ -141,7 +144,7 @@ def _strategy(weights: dict[str, Any], where: str) -> tuple[int, int] | None:
     block = sides_of(weights.get("block_structure"))
     if strategy == "block" and block is not None:
         return block
-    raise UnsupportedArchitecture(f"{shown(strategy)} is not planned yet", field=f"{where}.weights.strategy")
+    raise UnsupportedArchitecture(f"{shown(strategy)} is not supported yet", field=f"{where}.weights.strategy")
 
 
 READERS = {"compressed-tensors": _read}

@@ -92,7 +92,7 @@ def _unpacked(f: LinearFormat, out: int, into: int) -> Storages:
 def _vllm_cpu(f: LinearFormat, out: int, into: int, where: str) -> Storages:
     """Return the bytes of a matrix's tensors in vLLM's 4-bit CPU kernel: no zero points or group indices.
 
-    It supports only formats whose zero points are all equal. Sources: vLLM 0.32.0, auto_gptq.py and
+    The kernel supports only formats whose zero points are all equal. Sources: vLLM 0.32.0, auto_gptq.py and
     kernels/linear/mixed_precision/cpu.py; measured by tests/server/test_both_engines.py.
     """
     parts = _gptq(f, out, into, where)
@@ -124,9 +124,9 @@ def _read_gptq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization
     for unknown in ("format", "checkpoint_format"):
         value = found.get(unknown)
         if value and value not in ("gptq", "gptq_v2"):
-            raise UnsupportedArchitecture(f"{shown(value)} is not planned yet", field=f"{AT}.{unknown}")
+            raise UnsupportedArchitecture(f"{shown(value)} is not supported yet", field=f"{AT}.{unknown}")
     if found.get("lm_head"):
-        raise UnsupportedArchitecture("a quantized output head is not planned yet", field=f"{AT}.lm_head")
+        raise UnsupportedArchitecture("a quantized output head is not supported yet", field=f"{AT}.lm_head")
     act_order, skip = flag(found, "desc_act", False), _unquantized(found)
     made = LinearFormat(GPTQ, bits, group, act_order=act_order, symmetric=flag(found, "sym", True))
     return Quantization("gptq", skip, AT, made, method="gptq")
@@ -146,7 +146,7 @@ def _unquantized(found: dict[str, Any]) -> Patterns | None:
         for key in dynamic:
             if not isinstance(key, str) or not key.startswith("-:"):
                 raise UnsupportedArchitecture(
-                    f"{shown(key)}: modules with a different bit width are not planned yet",
+                    f"{shown(key)}: modules with a different bit width are not supported yet",
                     field=f"{AT}.dynamic",
                 )
             names.append("re:" + key[2:])
@@ -158,7 +158,7 @@ def _read_awq(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
     bits, group = bits_of(found, "bits" if "bits" in found else "w_bit", (4,)), group_of(found, 128)
     version = found.get("version", "gemm")
     if not isinstance(version, str) or version.lower() not in ("gemm", "gemv", "marlin"):
-        raise UnsupportedArchitecture(f"{shown(version)} is not planned yet", field=f"{AT}.version")
+        raise UnsupportedArchitecture(f"{shown(version)} is not supported yet", field=f"{AT}.version")
     skip = skipped(found, "modules_to_not_convert")
     return Quantization("awq", skip, AT, LinearFormat(AWQ, bits, group), method="awq")
 

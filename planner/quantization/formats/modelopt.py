@@ -44,7 +44,7 @@ _ALGORITHMS = {
 def _format(algorithm: object, field: str) -> LinearFormat:
     """Return the format of ModelOpt's algorithm `algorithm`, from the config field `field`."""
     if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
-        raise UnsupportedArchitecture(f"{shown(algorithm)} is not planned yet", field=f"{AT}.{field}")
+        raise UnsupportedArchitecture(f"{shown(algorithm)} is not supported yet", field=f"{AT}.{field}")
     return _ALGORITHMS[algorithm]
 
 
@@ -66,7 +66,9 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
 def _layers(layers: object) -> dict[str, LinearFormat]:
     """Return ModelOpt's config field `quantized_layers` as a dict from a module's name to its format."""
     if not isinstance(layers, dict) or not layers:
-        raise ConfigError(f"{shown(layers)} is not an object of layers", field=f"{AT}.quantized_layers")
+        raise ConfigError(
+            f"{shown(layers)} is not an object that maps modules to formats", field=f"{AT}.quantized_layers"
+        )
     out = {}
     for name, entry in layers.items():
         algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None

@@ -44,7 +44,7 @@ def _read(found: dict[str, Any], config: Mapping[str, Any]) -> Quantization:
         return Quantization("torchao-int4", skip, AT, made, method="torchao")
     if kind in ("int8_weight_only", "Int8WeightOnlyConfig"):
         return Quantization("torchao-int8", skip, AT, FLAGS["torchao-int8"], method="torchao")
-    raise UnsupportedArchitecture(f"{shown(kind)} is not planned yet", field=f"{AT}.quant_type")
+    raise UnsupportedArchitecture(f"{shown(kind)} is not supported yet", field=f"{AT}.quant_type")
 
 
 READERS = {"torchao": _read}
