@@ -506,7 +506,7 @@ class VLLM(Engine):
         return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return the flags with the block size to which vLLM changes the configured one for MLA or hybrids."""
+        """Return the flags with the effective block size, which vLLM may change for MLA or hybrid models."""
         return replace(flags, block_size=pool.layout.block_size)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:
