@@ -301,7 +301,7 @@ class VLLM(Engine):
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the most bytes that kernels may add to a rank's weights, whichever MXFP4 kernel is selected."""
+        """Return the most bytes that kernels may add to a rank's weights, whichever MXFP4 kernel runs."""
         return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:

@@ -75,7 +75,7 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 
 
 def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """Return the most bytes that kernels may add to a rank's weights, whichever MXFP4 kernel is selected.
+    """Return the most bytes that kernels may add to a rank's weights, whichever MXFP4 kernel runs.
 
     On Hopper and later GPUs, vLLM falls back to Marlin if Triton's kernels are not installed. For example,
     gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 GiB (vllm-project/vllm issue 23278).
