@@ -51,16 +51,17 @@ class Engine(ABC):
     # Features that the engine supports.
     divides = True  # whether the engine splits a model over several devices
     drafts = False  # whether the engine supports --speculative-model
-    fp8_kv_cache = False  # whether advice suggests an fp8 KV cache if the cache is too large
+    fp8_kv_cache = False  # whether the planner suggests an fp8 KV cache if the cache is too large
     float32_kv_cache = False  # whether the engine supports a float32 KV cache for a 16-bit model
     graphs = False  # whether the engine captures CUDA graphs unless --enforce-eager is set
     lora_ranks: tuple[int, ...] = ()  # valid values of --max-lora-rank; empty if any is valid
 
-    # Device -> quantization formats that advice suggests if the weights are too large
+    # Device -> quantization formats that the planner suggests if the weights are too large
     smaller: ClassVar[Mapping[str, tuple[str, ...]]] = {"cpu": ("int8", "nf4"), "cuda": ("int8", "nf4")}
     # Formats to which the engine can quantize 16-bit weights while it loads them.
     quantizes_to: tuple[str, ...] = ()
-    # whether --quantization of this engine names a format of quantization.names.WHILE_LOADING, as in vLLM
+    # whether --quantization accepts the names in quantization.names.WHILE_LOADING, which are vLLM's names of
+    # formats made while loading
     names_formats = False
 
     # Engine that is planned instead for models that this engine cannot serve, if --engine is not set.
@@ -346,7 +347,7 @@ class Engine(ABC):
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """Return ``pool`` completed by parts whose size depends on the rank's weights, of ``weights`` bytes.
+        """Return ``pool`` with the parts added whose size depends on the rank's ``weights`` bytes.
 
         An example is SGLang's slots for recurrent states, which take part of the memory that weights leave.
         """
@@ -427,7 +428,7 @@ class Engine(ABC):
         They are 0 on a GPU. On a CPU, the tier in host memory and the KV pool share one memory.
 
         Raises:
-            DeploymentError: the tier does not combine with the model or with another flag.
+            DeploymentError: the tier cannot be used with the model or with another flag.
         """
         return 0
 

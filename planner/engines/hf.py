@@ -71,9 +71,9 @@ class HF(Engine):
         return hf.host_memory(hosted)
 
     def check_encoder(self, architecture: Architecture) -> None:
-        """Raise UnsupportedArchitecture for an encoder made of a pooled decoder; accept all others.
+        """Raise UnsupportedArchitecture for a model that pools a decoder's outputs; accept all other encoders.
 
-        transformers has no class that pools a decoder's outputs.
+        transformers has no class for such a model.
         """
         if architecture.pooled:
             self.check_classifier(architecture)
@@ -85,10 +85,10 @@ class HF(Engine):
         )
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of KV cache blocks in free memory, on a CPU at most as many as sequences can use.
+        """Return the number of KV cache blocks that fit into free memory, with an upper bound on a CPU.
 
-        On a CPU the pool takes host memory that other programs need. It is therefore limited to max_num_seqs
-        sequences of full length, plus the null block.
+        On a CPU the pool takes host memory that other programs need. It is therefore limited to the blocks of
+        max_num_seqs sequences of full length, plus the null block.
         """
         blocks = super().free_blocks(chosen, pool, size, fixed, weights)
         if chosen.flags.device == "cpu":
@@ -99,7 +99,7 @@ class HF(Engine):
         """Return the bytes of the KV tier in host memory: --kv-offloading-size, rounded down to whole blocks.
 
         Raises:
-            DeploymentError: the tier does not combine with the device, the model's layers or another flag.
+            DeploymentError: the tier cannot be used with the device, the model's layers or another flag.
         """
         flags, layout = chosen.flags, pool.layout
         size, field = flags.kv_offloading_bytes, "--kv-offloading-size"

@@ -339,8 +339,8 @@ class LlamaCpp(Engine):
     def log_mismatch(self, flags: Deployment, kind: str, quantization: str | None) -> str | None:
         """Return why the planned weights cannot be those of a llama.cpp log, or None for a GGUF file.
 
-        A llama.cpp log is always of a GGUF file, so the weights of a model given by its config cannot be
-        compared.
+        A llama.cpp log is always of a GGUF file. If the plan is for a model given by its config, its weights
+        cannot be compared with the log.
         """
         if kind == "gguf":
             return None
@@ -497,8 +497,8 @@ def _cache_bytes(architecture: Architecture, chosen: Resolved) -> int:
 def _partial(architecture: Architecture, chosen: Resolved) -> int:
     """Return the KV cache bytes of one sequence in sliding-window and recurrent layers, 0 without any.
 
-    llama.cpp cannot roll these layers back to an earlier token. Its context checkpoints therefore copy their
-    cache.
+    llama.cpp cannot roll such layers back to an earlier token, so its context checkpoints copy the cache of
+    these layers.
     """
     kept = tuple(layer for layer in architecture.cache_layers if layer.kind in ("sliding", "state"))
     partial, types = replace(architecture, cache_layers=kept), chosen.flags.kv_cache_dtype

@@ -37,7 +37,8 @@ class LogFigures:
         pools: Sum of the caches that the log lists one by one, in bytes.
         cells: Cells of the longest cache.
         rounding: Name of a figure -> the rounding error of its printed value, in the figure's unit.
-        state: Texts with which the engine's log reader marks what earlier lines of the log have said.
+        state: Marks that the engine's log reader sets at some lines and needs to interpret later lines, such as
+            "pools are complete".
     """
 
     engine: str | None = None

@@ -174,7 +174,7 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
             raise _undivided(
                 f"{ranks} does not divide the vocabulary, which is padded to {size} tokens", size, ranks
             )
-    # Rows of queries, keys and values are divided by heads. Vision and audio towers have as many KV heads as
+    # The ranks divide rows of keys and values in whole heads. Vision and audio towers have as many KV heads as
     # query heads, so their rows need no such rule.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
@@ -184,7 +184,8 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         merged = tensor.role == "mlp" and architecture.gated_mlp
         raise _undivided(what, size // tensor.matrices, ranks, "merged" if merged else "divided")
     else:
-        # A size that the ranks do not divide is rounded up; a vision or audio tower is kept whole instead.
+        # If the number of ranks does not divide the size, each rank's part is rounded up. Tensors of vision
+        # and audio towers are not divided in this case.
         size = ceil_div(size, ranks)
         if tensor.role in TOWER_ROLES and tensor.shape[dim] % ranks:
             return tensor

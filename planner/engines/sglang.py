@@ -1,9 +1,9 @@
 """SGLang's token pools: one slot per token, with separate pools for full and sliding-window layers.
 
 The source is sglang/srt/mem_cache/memory_pool.py and model_executor/model_runner.py (0.5), pool_configurator.py
-and mem_cache/kv_cache_configurator.py (0.5.23). SWAKVPool divides the memory between ``full`` tokens and ``full
-x swa_full_tokens_ratio`` tokens; max_total_num_tokens counts the full pool. "GB" in SGLang's log means GiB. The
-rules are checked against the logs in tests/data/field_reports.jsonl.
+and mem_cache/kv_cache_configurator.py (0.5.23). SWAKVPool has a pool of N tokens for full-attention layers and
+one of N x swa_full_tokens_ratio tokens for sliding-window layers. max_total_num_tokens is N. "GB" in SGLang's
+log means GiB. The rules are checked against the logs in tests/data/field_reports.jsonl.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 
 # From 0.5.4 on (pull request 10975), the defaults of chunked prefill, graphs and mem_fraction_static depend on
 # the device's memory. Each entry of _DEVICES is (upper bound of the memory in GiB, chunked_prefill_size, tokens
 # of the largest decode graph with TP below 4, tokens of that graph with TP from 4 on).
-# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Where it has 48, earlier releases
-# have 24.
+# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Earlier releases have 24 tokens
+# instead of 48.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
@@ -288,11 +288,11 @@ class SGLang(Engine):
     def predict_failure(
         self, architecture: Architecture, chosen: Resolved, rank: RankPlan, pool: PoolSpec, held: PoolCapacity
     ) -> Failure | None:
-        """Return a start-up failure if the memory holds no request's recurrent states, else None."""
+        """Return a start-up failure if memory cannot hold the recurrent states of one request, else None."""
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of pages in the token pool, in the memory left by slots for recurrent states."""
+        """Return the number of pages of the token pool, which gets the memory that recurrent states leave."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size
@@ -304,15 +304,18 @@ class SGLang(Engine):
     ) -> tuple[int, int]:  # fmt: skip
         """Return the lower and upper bound of the number of pages in the token pool.
 
-        mem_fraction_static is a share of the memory that is free when the model's loading begins. If framework
-        memory is allocated before that moment, the share has fewer bytes, which gives the lower bound.
+        mem_fraction_static is a share of the memory that is free when the model's loading begins. The lower
+        bound assumes that all framework memory is allocated before that moment, so that less is free.
         """
         low, high = super().block_bounds(chosen, pool, size, fixed, weights, framework)
         given = chosen.flags.kv_cache_memory_bytes is not None
         return (low if given else max(0, low - ceil_div(framework, size))), high
 
     def free_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the token pool's pages that fit beside the weights in mem_fraction_static of device memory."""
+        """Return the number of token-pool pages that fit beside the weights.
+
+        Weights and token pool share mem_fraction_static x device memory.
+        """
         return max(0, self._static_bytes(chosen) - weights - pool.apart) // size
 
     def _static_bytes(self, chosen: Resolved) -> int:

@@ -21,7 +21,8 @@ from tonnage.planner.units import ceil_div
 _OLDEST = (0, 5, 4)  # first SGLang whose rules for recurrent states the planner knows
 _PADDED = (0, 5, 23)  # first known SGLang that subtracts a padding slot from the pool of states
 _BUFFERED = (0, 5, 15)  # first known SGLang with separate slots for prefix snapshots by default
-_WITHOUT_PREFIXES = 512  # state slots of SGLang 0.5.4 without prefix caching and --max-running-requests
+# State slots of SGLang before 0.5.9, if prefix caching is off and --max-running-requests is not set.
+_WITHOUT_PREFIXES = 512
 
 # A running request has three slots (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO). Model classes with
 # "extra_buffer" (_MAMBA_EXTRA_BUFFER_ARCHS in arg_groups/overrides.py) add two alternating slots
@@ -76,7 +77,7 @@ def _layer_bytes(layer: CacheLayer, ranks: int) -> int:
 def _mixed(conv: StateTensor, matrix: StateTensor, ranks: int) -> int:
     """Return the number of elements of Mamba-2's convolution state on one rank.
 
-    If the ranks do not divide the groups of B and C evenly, every rank gets one group
+    If the number of ranks does not divide the number of groups of B and C, every rank gets one group
     (extra_groups_for_head_shards).
     """
     heads, head_size, state = matrix.shape
@@ -109,7 +110,8 @@ def check(architecture: Architecture, chosen: Resolved) -> None:
         )
     if "sliding" in kinds or chosen.flags.pipeline_parallel_size > 1:
         raise UnsupportedArchitecture(
-            "the planner does not know SGLang's pools for states beside windows or in pipeline stages",
+            "the planner does not know SGLang's pools for recurrent states of a model with sliding windows or "
+            "pipeline stages",
             field="layer_types",
             hint="--engine vllm",
         )

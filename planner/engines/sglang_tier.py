@@ -121,7 +121,7 @@ def _check(hosted: HostInputs, slot: int) -> None:
 
 
 def _files(chunk: int, groups: tuple[TierGroup, ...]) -> KVTier:
-    """Return the disk KV tier of --hicache-storage-backend file (HiCacheFile), by default without a limit."""
+    """Return the disk KV tier of --hicache-storage-backend file (HiCacheFile), unlimited by default."""
     return KVTier(
         "HiCacheFile", "disk", None, None, 0, None, None, 1, False, False, chunk, None, None, groups,
         f"files of {chunk:,} bytes for each page", "mem_cache/hicache_storage.py",

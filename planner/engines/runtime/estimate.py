@@ -55,7 +55,7 @@ class Coefficients:
     """Memory that no engine's source states, fitted to start-up logs; in bytes unless stated otherwise.
 
     Attributes:
-        sampler_sort: Bytes per logit of vLLM's sampler, which sorts the logits, up to 0.16.
+        sampler_sort: Bytes per logit that vLLM's sampler takes to sort the logits, up to vLLM 0.16.
         non_torch: Memory outside PyTorch on a single GPU of 32 GiB or more before Hopper.
         non_torch_small: Memory outside PyTorch on a single GPU of less than 32 GiB.
         non_torch_hopper: Memory outside PyTorch on a single data centre GPU from Hopper on.
@@ -65,15 +65,13 @@ class Coefficients:
         non_torch_ranks: Memory outside PyTorch with two tensor-parallel ranks on Hopper.
         non_torch_doubling: Additional memory on Hopper for each doubling of the ranks beyond two.
         non_torch_stage: Memory outside PyTorch of a pipeline stage.
-        graph_first: CUDA graphs of the largest batch, if it has at most 512 tokens.
-        graph_each: CUDA graph of each further batch size.
+        graph_first: Memory of the CUDA graphs of the largest batch, if it has at most 512 tokens.
+        graph_each: Memory of the CUDA graph of each further batch size.
         graph_layer: Additional memory of each further batch size, per layer.
-        spread: Half-width of the sum's interval as a share of the device. In cross-validation, 90 % of left-out
-            sources stay within it.
-        spread_seen: Half-width of the interval, as a share of the device, where logs measured every part of the
-            plan.
-        spread_unified: Half-width of the interval, as a share of the device, where host and device share their
-            memory.
+        spread: Half-width of the sum's interval, as a share of the device's memory. In cross-validation, 90 %
+            of left-out sources stay within it.
+        spread_seen: The same half-width for plans of which logs measured every part.
+        spread_unified: The same half-width for devices that share their memory with the host.
         capabilities: Compute capabilities of the measured GPUs, such as "8.6 9.0".
     """
 

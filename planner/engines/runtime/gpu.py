@@ -55,8 +55,8 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
     framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}")
     total = framework.value + activation.value
-    # The interval is wider than vLLM's, because the logs of these engines print no memory terms with which
-    # the estimate could be compared.
+    # The interval is wider than for vLLM, because other engines' logs print no memory terms with which the
+    # estimate could be compared.
     more = 3 if has_towers(architecture) else 2
     below, above = reach((fitted.spread, more * fitted.spread), chosen.device_memory)
     return Runtime(framework, activation, NOTHING, (max(0, total - below), total + above))

@@ -31,7 +31,7 @@ LOGITS_COPIES = 2
 _LOW, _HIGH = 0.5, 2.0  # bounds of the activations, as factors of their estimate
 
 # Tokens that the hf engine's reference attention gathers at a time for decodes. Contexts are padded to the
-# longest of a batch, so one long context in a large batch would cost memory of its length for every sequence.
+# longest of a batch. Without this limit, one long context would cost memory of its length for every sequence.
 GATHERED_TOKENS = 16384
 
 # Temporary bytes of one LLM.int8 layer (bitsandbytes 0.50.2): per input value while the input is quantized, and
@@ -146,8 +146,8 @@ def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
     - On a CPU in bfloat16, the kernel needs none.
     - On a GPU, the result is the maximum over FlashInfer and FlexAttention, because the planner does not know
       which one is installed.
-    - In all other cases, such as a quantized KV cache, it is the bytes of K and V that the reference attention
-      gathers.
+    - In all other cases, such as a quantized KV cache, the result is the bytes of K and V that the reference
+      attention gathers.
     """
     flags = chosen.flags
     if flags.kv_cache_dtype != flags.dtype:

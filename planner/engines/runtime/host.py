@@ -80,9 +80,9 @@ def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
     """Return the host memory that all ranks take while they read the weights; each rank reads all files.
 
     ``together`` is the number of tensors that a rank reads at a time. benchmarks/host_memory.py measured the
-    weight iterators of vLLM 0.32 on two files of 384 MiB with tensors of 64 MiB. The host memory by
-    --safetensors-load-strategy was 0 (lazy), 1,152 MiB (eager) and 32 MiB (prefetch, by the threads of two
-    files). Files in .pt format took 448 MiB.
+    weight iterators of vLLM 0.32 on two files of 384 MiB with tensors of 64 MiB. The host memory with
+    --safetensors-load-strategy lazy was 0, with eager 1,152 MiB, and with prefetch 32 MiB, in the threads that
+    read the two files. Files in .pt format took 448 MiB.
     """
     flags, ranks = hosted.chosen.flags, len(hosted.ranks)
     tensor = hosted.largest * together

@@ -55,8 +55,8 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
       they do not fit into memory that earlier tensors have freed.
     - Attention: queries, keys and values; for MLA, two tensors of the latent's width per head.
     - Recurrent states: the convolutions' inputs three times, their outputs twice, the states twice.
-    - Scores, without flash attention: the scores of all heads, their fp32 mask, four times the queries, keys,
-      values and a residual.
+    - Scores, without flash attention: the scores of all heads, their fp32 mask, the queries four times, and
+      keys, values and a residual once.
 
     The formula was compared with llama.cpp 0.3.36 and 0.5.0 on layers of different shapes of Llama, Qwen3
     (dense and MoE), DeepSeek-V3, Qwen3-Next and Gemma 3 (tests/planner/test_llama_fit.py). Several GPUs work on
@@ -102,7 +102,7 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # bounds without a measured buffer are assumed
+    if architecture.model_type not in _HELD:  # without a measured buffer, wider bounds are assumed
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"

@@ -141,8 +141,8 @@ def compiles(chosen: Resolved) -> bool:
     """Return whether torch.compile times kernels on the GPU when vLLM compiles the model at its first start.
 
     vLLM sets Inductor's option ``benchmark_combo_kernel`` with PyTorch 2.9 and later (config/compilation.py).
-    On AMD GPUs, vLLM runs on nightly builds of PyTorch, so the result is True for every version that runs them
-    on V1.
+    On AMD GPUs, vLLM runs on nightly builds of PyTorch, so the result is True for every vLLM version that runs
+    AMD GPUs on V1.
     """
     known = rules(chosen.version)
     timed = known.times_kernels or (is_amd(chosen.flags.gpu) and known.chunked_on_rocm)
@@ -152,13 +152,13 @@ def compiles(chosen: Resolved) -> bool:
 def compiling(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes that torch.compile allocates at once in the profile run, 0 if the model is not compiled.
 
-    To time a kernel, Inductor makes random copies of all its arguments (get_args in
-    torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The result is the bytes of the
-    largest argument (the embedding table), of that kernel's output, and of the buffer that flushes the L2
-    cache. A start that finds the compiled model in its cache does not allocate them (vllm-project/vllm issues
-    54122 and 54383).
+    To time a kernel, Inductor allocates tensors of random values in the shapes of all its arguments
+    (get_args in torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The result is the
+    bytes of the largest argument (the embedding table), of that kernel's output, and of the buffer that flushes
+    the L2 cache. A start that finds the compiled model in its cache does not allocate them (vllm-project/vllm
+    issues 54122 and 54383).
 
-    Start-up logs confirm the copy:
+    Start-up logs confirm the copy of the largest argument:
 
     - R9700: with Qwen3-14B-FP8 and gpt-oss-20b, the first start's pool is 1.06 and 0.47 GiB smaller than later
       ones. This function returns 1.12 and 0.64 GiB.
@@ -190,9 +190,9 @@ def _ends(architecture: Architecture) -> tuple[bool, bool]:
 def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, fitted: Coefficients) -> int:
     """Return the bytes of the sampler in the profile run.
 
-    The sampler holds the logits in the model's dtype, the hidden states that it samples from, and a random copy
-    of these hidden states. It also holds three float32 tensors of the logits' shape: a copy of the logits, the
-    probabilities and the exponential noise. Logs of a float32 model (2.21 GiB) confirm these copies.
+    The sampler holds the logits in the model's dtype, the hidden states that it samples from, and random values
+    in a tensor of the same shape. It also holds three float32 tensors of the logits' shape: a copy of the
+    logits, the probabilities and the exponential noise. Logs of a float32 model (2.21 GiB) confirm this.
     FlashInfer's kernel on logits needs as many bytes, because of its masked logits. A draft model adds the
     tensors of vLLM's rejection sampler (``_VERIFIER``).
     """

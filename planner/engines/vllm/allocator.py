@@ -7,7 +7,8 @@ larger block only if more than 1 MiB would remain. Otherwise the whole block cou
 
 Rules and sizes are from c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.5 to 2.13; HIP uses the same file).
 Requests above 1 MiB and below 10 MiB take a segment of 20 MiB. Larger requests take a segment of their size
-rounded up to 2 MiB. Logs that print four decimals differ by 0.2 MiB (benchmarks/README.md).
+rounded up to 2 MiB. Logs that print four decimals differ from these rules by up to 0.2 MiB
+(benchmarks/README.md).
 
 Tensor sizes are those of vLLM's merged modules: one tensor for queries, keys and values, and one for gate and
 up projections (packed_modules_mapping of each model class).

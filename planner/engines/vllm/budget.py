@@ -15,8 +15,8 @@ from tonnage.planner.units import GiB
 
 _UNLOGGED = (0, 20, 0)  # first vLLM version without a start-up log that prints every memory term
 
-# First vLLM version without a published start (published.jsonl). The 13 starts of 0.24 to 0.29 have at most 0.5
-# % of the GPU's memory less KV pool than planned.
+# First vLLM version without a published start (published.jsonl). In the 13 starts of 0.24 to 0.29, the KV pool
+# is smaller than planned by at most 0.5 % of the GPU's memory.
 _UNPUBLISHED = (0, 30, 0)
 
 # The interval of a vision tower's peak extends below and above it by these shares of the peak, because the
@@ -48,15 +48,14 @@ _LOGGED_STEP = 8192
 _BEYOND_DENSE, _BEYOND = 0.15, 0.5
 # Memory outside PyTorch of ranks that PCIe connects, in start-up logs: 0.18 to 0.21 GiB on eight L40S
 # (Qwen3-235B-A22B-FP8), 0.63 on four A30. vLLM's own all-reduce runs on at most two GPUs without NVLink
-# (custom_all_reduce.py, 0.9.2 to 0.32), so NCCL carries all of it, and its channels depend on the topology.
-# Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
+# (custom_all_reduce.py, 0.9.2 to 0.32), so NCCL does every all-reduce, and its channels depend on the
+# topology. Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
 _PCIE, _NCCL = 4 * GiB // 10, GiB
 # Memory outside PyTorch on AMD GPUs that no source explains: on one day, four starts on an R9700 had 1.7 to 1.9
 # GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). Compilation does
 # not explain it, because two of the later starts also compile, with the same build of vLLM. Between the four
 # and the seven starts, the Linux kernel of the machine got another argument. Before 0.10, AMD GPUs ran on V0,
-# which does not compile. The bound takes 1.7 GiB, because the
-# interval around the sum covers the difference.
+# which does not compile. The upper bound includes 1.7 GiB, and the interval around the sum covers the rest.
 _UNEXPLAINED_ON_AMD = 17 * GiB // 10
 _DERIVED = "derived from vLLM's sources (planner/engines/vllm/{}.py)"
 
@@ -84,7 +83,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if peak.encoder is not None:
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
-    # vLLM versions with this sampler sort the logits instead if FlashInfer is not installed.
+    # vLLM versions that sample from probabilities with FlashInfer sort the logits if it is not installed.
     if rules(chosen.version).sampler == "probabilities" and peak.sampler:
         above = max(above, activation.sorting(architecture, chosen, fitted) - peak.sampler)
     above += links
@@ -214,7 +213,7 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
 
 
 def _is_known(chosen: Resolved, fitted: Coefficients) -> bool:
-    """Return whether start-up logs cover the GPU's compute capability, as is assumed without a named GPU."""
+    """Return whether start-up logs cover the GPU's compute capability; True if the plan names no GPU."""
     major, minor = capability_of(chosen.flags.gpu) or (0, 0)
     known = f"{major}.{minor}" in fitted.capabilities.split() or (major, minor) in _PUBLISHED
     return chosen.flags.gpu is None or known

@@ -24,7 +24,8 @@ from tonnage.planner.units import MiB
 # multiprocessing resource tracker.
 VLLM_API_BYTES = 437 * MiB
 VLLM_API_TOKEN_BYTES = 1550
-# Memory of the EngineCore process without grammars. The three models of the table have 408, 465 and 757 MiB.
+# Memory of the EngineCore process without grammars. The three models of the table above have 408, 465 and
+# 757 MiB.
 VLLM_CORE_BYTES = 408 * MiB
 VLLM_CORE_TOKEN_BYTES = 1400
 VLLM_WORKER_BYTES = 480 * MiB

@@ -135,7 +135,8 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     given = found.count * found.patches * vision.values * width
     tokens = min(found.tokens, found.patches // vision.merge**2) if found.patches else found.tokens
     made = found.count * tokens * vision.width * size
-    # Features of inner layers (vision.deep) are alive while the layers run; those of the last layer follow.
+    # While the tower's layers run, the features of its inner layers (vision.deep) are already alive. Those of
+    # the last layer are not.
     running = _running(vision, known, chosen, patches, _one(vision, found), held)
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     stored = made
@@ -167,7 +168,7 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
-    last = (layer.mlp[0] + 1) * h + inner + reduced  # during the MLP's last product
+    last = (layer.mlp[0] + 1) * h + inner + reduced  # alive during the MLP's last matrix product
     middle, out = vision.projector
     projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
     widest = layer.rotary * vision.head_size + max(attention, mlp, last)
@@ -199,7 +200,7 @@ def _running(
     """Return the bytes that the tensors of the vision tower's layers take while the tower runs.
 
     Most towers encode all patches at once. Gemma 4's tower encodes them in chunks and keeps each chunk's
-    output. In vLLM versions before such chunks were sized by memory, a chunk is one image of ``one`` patches.
+    output. In vLLM versions that do not size chunks by memory, a chunk is one image of ``one`` patches.
 
     Args:
         vision: The vision tower.

@@ -100,7 +100,7 @@ class VLLM(Engine):
         "tokens|num_blocks": "",
         "device_bytes": "VLLM_LOGGING_LEVEL=DEBUG prints it",
     }
-    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # MaxLoRARanks in config/lora.py
+    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # valid ranks: MaxLoRARanks in config/lora.py
     smaller: ClassVar = {"cpu": ("w4a16",), "cuda": ("fp8", "w4a16")}
     quantizes_to = ("nf4", "fp8")
     names_formats = True
@@ -261,7 +261,8 @@ class VLLM(Engine):
                 hint=f"auto{'' if dtype == 'float32' else f', or {dtype}'}", cause="kv_dtype",
                 facts={"asked": asked, "dtype": dtype},
             )  # fmt: skip
-        super().choose_kv_dtype(flags, dtype, architecture, version, stored)  # rejects unknown formats
+        # The base class raises DeploymentError for an unknown format.
+        super().choose_kv_dtype(flags, dtype, architecture, version, stored)
         return kv_formats.choose(flags, dtype, architecture, version, stored)
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
@@ -300,7 +301,7 @@ class VLLM(Engine):
     def most_kernel_padding(
         self, architecture: Architecture, quantization: Quantization, flags: Deployment
     ) -> int:
-        """Return the most bytes that kernels may add to a rank's weights, with any MXFP4 kernel of vLLM."""
+        """Return the most bytes that kernels may add to a rank's weights, whichever MXFP4 kernel runs."""
         return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
@@ -480,8 +481,8 @@ class VLLM(Engine):
                 "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
                 field="--mamba-ssm-cache-dtype", hint="bfloat16",
             )  # fmt: skip
-        # On CPUs with AVX512-BF16, Mamba kernels support only float32 states, unlike delta nets
-        # (platforms/cpu.py).
+        # On CPUs with AVX512-BF16, Mamba kernels support only float32 states. Kernels of delta nets support the
+        # requested dtype (platforms/cpu.py).
         if "ssm" in names and "avx512_bf16" in cpu_features_of(flags.device):
             return "float32"
         return asked
@@ -506,7 +507,7 @@ class VLLM(Engine):
         return requests.request_law(architecture, chosen, pool)
 
     def shown_flags(self, flags: Deployment, pool: PoolSpec) -> Deployment:
-        """Return the flags with the block size to which vLLM changes the configured one for MLA or hybrids."""
+        """Return the flags with the effective block size, which vLLM may change for MLA or hybrid models."""
         return replace(flags, block_size=pool.layout.block_size)
 
     def serve_lines(self, plan: Plan) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 vLLM counts memory allocated between the snapshot and the end of the profile run (init_device in
 worker/gpu_worker.py, memory_profiling in utils/mem_utils.py; 0.9.1 to 0.33). Memory allocated before the
 snapshot does not reduce the pool. It holds CUDA's context and NCCL's communicators: 0.51 GiB on an H100, and
-1.5 GiB with several ranks. V1 before 0.9.1 subtracted all memory in use, so there this memory counts too
-(``_CONTEXT``). The counted memory has two parts:
+1.5 GiB with several ranks. V1 before 0.9.1 subtracted all memory in use, including the memory allocated
+before the snapshot (``_CONTEXT``). The counted memory has two parts:
 
 - The workspace of the fused all-reduce is derived: three allocations, each rounded up to the granularity of
   multicast memory.

@@ -111,7 +111,7 @@ def first(chosen: Resolved, fitted: Coefficients) -> int:
 
 
 def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> tuple[int, int]:
-    """Return the bytes that vLLM estimates for CUDA graphs on one rank, and their number of batch sizes.
+    """Return the bytes that vLLM estimates for one rank's CUDA graphs, and the number of captured sizes.
 
     ``architecture`` is the rank's share of the model. Returns (0, 0) if vLLM captures no graphs.
     """
@@ -122,7 +122,7 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
 
 def is_small(chosen: Resolved) -> bool:
-    """Return whether the largest CUDA graph is smaller than vLLM's default, which no fitted log covers."""
+    """Return whether the largest CUDA graph is smaller than by default, a case without a fitted log."""
     return max(capture_sizes(chosen), default=0) < _LARGEST
 
 

@@ -73,7 +73,7 @@ PACKED: dict[str, Callable[[int, int], int]] = {
     "fp8_per_token_head": _per_token_head(8),
     "nvfp4": _grouped_4bit(16),
     "nvfp4_4over6": _grouped_4bit(16),
-    "ultraquant_4bit": _grouped_4bit(32),  # GROUP_SIZE in ops/ultraquant/format.py
+    "ultraquant_4bit": _grouped_4bit(32),  # values per scale: GROUP_SIZE in ops/ultraquant/format.py
     **{name: _turboquant(*bits) for name, bits in _TURBOQUANT.items()},
 }
 

@@ -78,7 +78,7 @@ def connector_of(flags: Deployment) -> Connector | None:
     given = _given(flags.kv_transfer_config)
     if flags.kv_offloading_bytes and given is not None and given.name:
         raise DeploymentError(
-            f"vLLM would replace the {given.name} of {CONFIG} by its own connector; give one of them",
+            f"vLLM would replace the {given.name} of {CONFIG} by its own connector; give one of them, not both",
             field=SIZE,
         )
     if flags.kv_offloading_bytes:

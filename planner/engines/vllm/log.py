@@ -144,7 +144,7 @@ def _read_arguments(line: str, out: LogFigures) -> None:
         config = dict(arguments(line.partition(_CONFIG)[2], "="))
         for name, value in config.items():
             if name == "data_parallel_size":
-                continue  # every replica logs the size 1 instead of the flag's value
+                continue  # every replica logs 1 instead of the number of replicas
             if value != "None":
                 out.flags.setdefault(_NAMES.get(name, name), _plain(value))
         if config.get("device_config") == "cpu":

@@ -114,7 +114,7 @@ def notes(architecture: Architecture, chosen: Resolved) -> tuple[str, ...]:
     """Return a note if image flags are set for a text model, or for a model with unknown image sizes."""
     flags = chosen.flags
     if not architecture.tower_parameters:
-        # A text model has no multimodal_config, and vLLM drops the flags (config/model.py).
+        # A text model has no multimodal_config, and vLLM ignores its image flags (config/model.py).
         options = ", ".join(flags_of(Deployment)[name].option for name in _given(flags))
         return (f"{architecture.class_name} reads no pictures: {options} changes nothing",) if options else ()
     if architecture.vision is not None or not any(limits(flags).values()):
@@ -252,7 +252,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
     unit = vision.patch * vision.merge
     others = {item.modality: (item.tokens, item.patches) for item in vision.others}
     if vision.bound == "fixed":
-        if vision.frames:  # one learned end-of-line embedding follows those of all frames
+        if vision.frames:  # one learned end-of-line embedding follows all frames
             frames = max(1, min(vision.frames, (max_model_len - 1) // vision.frame))
             others["video"] = (frames * vision.frame + 1, frames * vision.left)
         return {"image": (vision.image, vision.patches)} | others

@@ -227,7 +227,7 @@ def _shared_block(architecture: Architecture, flags: VLLMDeployment, block: int)
     These layers cache keys and values in the model's own dtype. The result is the smallest block size for which
     a packed page has at least the bytes of an unpacked page of one kernel block. The rule is
     _align_heterogeneous_kv_block_size. vLLM computes both page sizes with the backend of the first layer. That
-    layer is unpacked, so its backend counts one byte per value of the packed cache.
+    layer is unpacked, so its backend counts a packed page with one byte per value.
     """
     layer = next(layer for layer in architecture.cache_layers if layer.kind == "full")
     values = heads_per_rank(layer.kv_heads, flags.tensor_parallel) * 2 * layer.head_size

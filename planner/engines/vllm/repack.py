@@ -4,12 +4,12 @@ MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/
 
 - Triton, on Hopper GPUs, rounds a rank's intermediate size up to 64. It pads the packed values to a multiple of
   256 along the reduced dimension (hidden for gate and up, intermediate for down).
-- TensorRT-LLM's, on data centre GPUs with Blackwell, pads hidden and the intermediate size to 256 for values
-  and scales; from 0.30 on the intermediate size to 128.
-- Triton, on AMD GPUs, pads hidden and the intermediate size to 256, for values and scales
+- TensorRT-LLM's, on data centre GPUs with Blackwell, pads values and scales: both the hidden and the
+  intermediate size to 256. From 0.30 on, it pads the intermediate size to 128.
+- Triton, on AMD GPUs, pads the hidden and the intermediate size to 256, for values and scales
   (mxfp4_round_up_hidden_size_and_intermediate_size of 0.32; a log of gpt-oss-20b on an R9700 under 0.11.2).
-- Marlin, on all other GPUs, pads hidden to 256 and the intermediate size to 128, for values and scales. Up to
-  0.10.2 only GPUs before Hopper had it (get_mxfp4_backend of 0.10.2 and 0.11.0).
+- Marlin, on all other GPUs, pads the hidden size to 256 and the intermediate size to 128, for values and
+  scales. Up to 0.10.2, vLLM used Marlin only on GPUs before Hopper (get_mxfp4_backend of 0.10.2 and 0.11.0).
 
 The formulas were compared with start-up reports of gpt-oss-20b and 120b on one GPU
 (tests/data/field_reports.jsonl).
@@ -75,7 +75,7 @@ def kernel_padding(architecture: Architecture, quantization: Quantization, flags
 
 
 def most_kernel_padding(architecture: Architecture, quantization: Quantization, flags: Deployment) -> int:
-    """Return the most bytes that kernels may add to a rank's weights, with any MXFP4 kernel of vLLM.
+    """Return the most bytes that kernels may add to a rank's weights, whichever MXFP4 kernel runs.
 
     On Hopper and later GPUs, vLLM falls back to Marlin if Triton's kernels are not installed. For example,
     gpt-oss-120b then takes 65.97 GiB on an H100, not 64.38 GiB (vllm-project/vllm issue 23278).

@@ -39,8 +39,8 @@ def loaded_as(scheme: str) -> str:
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 
-# Flags of ``vllm serve`` that are printed if they differ from their defaults: before the sizes of CUDA graphs,
-# after them, and those whose value is given in GiB.
+# Flags of ``vllm serve`` that are printed if they differ from their defaults. The first list is printed before
+# the sizes of CUDA graphs, the second after them. The third list has the flags with values in GiB.
 _BEFORE_GRAPHS = (
     *SHARED, "decode_context_parallel_size", "num_gpu_blocks_override", "mamba_ssm_cache_dtype",
     "mamba_cache_mode", "runner", *IMAGE_FLAGS,

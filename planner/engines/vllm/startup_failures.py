@@ -299,7 +299,8 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
             for other in _SUFFIXES:
                 if _has_class(name.removesuffix(suffix) + other, version):
                     return name.removesuffix(suffix) + other
-    if architecture.kind == "encoder" and not architecture.is_classifier:  # VLLM.check_encoder checks its class
+    # VLLM.check_encoder refuses encoders that no release of vLLM supports.
+    if architecture.kind == "encoder" and not architecture.is_classifier:
         later = names[0] in _architectures()["first"] or names[0] in _architectures()["oldest"]
         return None if later else architecture.class_name
     # transformers spells some names in another way: PhimoeForCausalLM is vLLM's PhiMoEForCausalLM.
@@ -336,7 +337,8 @@ def _has_class(name: str, version: Version) -> bool:
     return last is None or version <= parse_version(last)
 
 
-_FALLBACK = (0, 24, 0)  # first vLLM that requires transformers 5; its modules were checked for these models
+# First vLLM that requires transformers 5, whose modules were checked for the classes in "by_transformers".
+_FALLBACK = (0, 24, 0)
 
 
 def _runs_modules(architecture: Architecture, version: Version) -> bool:
@@ -484,7 +486,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # before 0.9, the blank of this sentence is at its end
+    if version < (0, 9, 0):  # before 0.9, a space ends this sentence instead of beginning it
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):

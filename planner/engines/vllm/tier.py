@@ -29,7 +29,7 @@ SHARED_SINCE = (0, 30, 0)
 # First vLLM that keeps all layers of a model with one KV cache group in a single tensor for its connectors
 # (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).
 _ONE_TENSOR = (0, 12, 0)
-# vLLM from whose sources the refusal of states without prefix caching was read (offloading/config.py).
+# First vLLM known to refuse to offload recurrent states if prefix caching is off (offloading/config.py).
 _STATES_SINCE = (0, 32, 0)
 _PAGE = 4096  # bytes to which a chunk is rounded up (SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT)
 
@@ -165,7 +165,7 @@ def _tensors(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier
 
 
 def pinned_tensors(size: int, tensors: int) -> int:
-    """Return the bytes that PyTorch pins on a rank for ``size`` bytes in equal tensors, each a power of two."""
+    """Return the bytes pinned for ``size`` bytes in equal tensors, each rounded up to a power of two."""
     return tensors * pinned(ceil_div(size, tensors))
 
 
@@ -359,8 +359,8 @@ def _token_bytes(hosted: HostInputs) -> int:
     """Return the KV cache bytes of one token on one rank, for a model whose layers all keep every token."""
     if len(hosted.layout.groups) > 1 or hosted.layout.groups[0].kind not in ("full", "mla"):
         raise UnsupportedArchitecture(
-            "what LMCache stores of sliding windows and states is not known", field="layer_types",
-            hint="--kv-offloading-backend native",
+            "the planner does not know how LMCache stores sliding windows and recurrent states",
+            field="layer_types", hint="--kv-offloading-backend native",
         )  # fmt: skip
     return ceil_div(_rank_block(hosted), _group_tokens(hosted, 0))
 

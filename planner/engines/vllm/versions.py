@@ -80,7 +80,7 @@ class VersionRules:
     hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
 
-    # Strongest valid value of --mamba-cache-mode; "inert" means that the flag has no effect.
+    # Valid value of --mamba-cache-mode that keeps the most states; "inert" means that the flag has no effect.
     cache_mode: Literal["all", "align", "inert"] = "all"
     prefill_checkpoint: bool = False  # Mamba-2 keeps a state of the prefill beside the running one
     cpu_states: bool = False  # hybrid models with recurrent states run on a CPU, not only on GPUs
@@ -101,7 +101,7 @@ class VersionRules:
     sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
-    one_mrope_length: bool = False  # rotary tables have one context length if positions cannot exceed it
+    one_mrope_length: bool = False  # M-RoPE tables have no spare rows if no position exceeds the length
     one_hot_positions: bool = True  # Gemma 4's tower multiplies one-hot positions instead of looking them up
     gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
     draft_graphs: bool = False  # the default largest CUDA graph grows with the drafted tokens per sequence
@@ -138,7 +138,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 9, 2), {"hybrid_groups": True}),
     # AMD GPUs ran on vLLM's V0 engine before (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl).
     # unsorted_if_installed: TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py of 0.10.0, 0.10.1.1, 0.10.2
-    # and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 asks for the variable.
+    # and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 requires that the variable is set.
     ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
     # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. sparse_default_fp8: pull
     # request 25988, a cherry-pick of 0.11.0 that a later release reverted.
