@@ -134,7 +134,7 @@ def test_recorded_kv_events_are_read_as_requests_that_share_blocks(tmp_path: Pat
 
 
 REFUSED_EVENTS = [
-    ([1.0, [{"type": "BlockLost"}], 0], "line 1: 'BlockLost' is not an event"),
+    ([1.0, [{"type": "BlockLost"}], 0], "line 1: the event type 'BlockLost' is unknown"),
     ([1.0, [{"block_hashes": [1]}], 0], "line 1: type is missing"),
     (
         [1.0, [{"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None}], 0],
@@ -198,7 +198,7 @@ REFUSED_BYTES = [
     (b"\x92\x00" + b"\x91" * 40 + b"\x00", "more than 16 levels"),
     (b"\x92\x00\x91\x81\x01\x02", "the key of a map is no text"),
     (b"\x92\x00\xdd\xff\xff\xff\xff", "cut off"),
-    (msgspec.msgpack.encode([1.0, [{"type": "BlockLost"}], 0]), "byte 0: 'BlockLost' is not an event"),
+    (msgspec.msgpack.encode([1.0, [{"type": "BlockLost"}], 0]), "byte 0: the event type 'BlockLost' is unknown"),
     (b"\x92", "cut off"),
 ]
 

@@ -221,7 +221,7 @@ def test_disk_folder_in_use_and_invalid_disk_tier_options_are_rejected_by_name(
         ):
             pass
     with (
-        pytest.raises(DeploymentError, match="read_only: .yes. is not true or false"),
+        pytest.raises(DeploymentError, match="read_only: 'yes' is not true or false"),
         manager(tmp_path, read_only="yes"),
     ):
         pass
