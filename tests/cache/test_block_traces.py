@@ -198,7 +198,10 @@ REFUSED_BYTES = [
     (b"\x92\x00" + b"\x91" * 40 + b"\x00", "more than 16 levels"),
     (b"\x92\x00\x91\x81\x01\x02", "the key of a map is no text"),
     (b"\x92\x00\xdd\xff\xff\xff\xff", "cut off"),
-    (msgspec.msgpack.encode([1.0, [{"type": "BlockLost"}], 0]), "byte 0: the event type 'BlockLost' is unknown"),
+    (
+        msgspec.msgpack.encode([1.0, [{"type": "BlockLost"}], 0]),
+        "byte 0: the event type 'BlockLost' is unknown",
+    ),
     (b"\x92", "cut off"),
 ]
 

@@ -376,5 +376,5 @@ def test_log_without_activation_bytes_is_rejected_for_calibration(llama, tmp_pat
     )
     file = tmp_path / "c.json"
     assert run([str(short), "--model", llama, "--gpu", "h100-80g", "--calibrate", str(file)]) == 2
-    assert "have no activations" in capsys.readouterr().err
+    assert "no log states the bytes of activations" in capsys.readouterr().err
     assert not file.exists()

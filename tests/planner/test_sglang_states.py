@@ -150,7 +150,7 @@ def test_sglang_plan_does_not_fit_if_no_request_gets_slots_for_its_recurrent_sta
     ("name", "flags", "said"),
     [
         (QWEN, {"pipeline_parallel_size": 2}, "pipeline stages"),
-        ("transformers-default__recurrent_gemma", {}, "states beside windows"),
+        ("transformers-default__recurrent_gemma", {}, "recurrent states of a model with sliding windows"),
         ("transformers-default__jamba", {}, "states like ssm"),
         ("transformers-default__mamba2", {}, "whose layers all have recurrent states"),
     ],

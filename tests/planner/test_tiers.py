@@ -235,7 +235,7 @@ REFUSED = [
      "neither cpu nor disk"),
     (LLAMA, {"kv_transfer_config": config("LMCacheConnectorV1", **{"lmcache.max_local_cpu_size": "x"})},
      "not a size in GiB"),
-    (GEMMA, {"kv_transfer_config": config("LMCacheConnectorV1")}, "windows and states is not known"),
+    (GEMMA, {"kv_transfer_config": config("LMCacheConnectorV1")}, "how LMCache stores sliding windows"),
     (LLAMA, {"kv_transfer_config": config("LMCacheMPConnector")}, "--l1-size-gb is not in the JSON"),
     (LLAMA, {**native(), "kv_offloading_bytes": GIB}, "give one of them"),
     (LLAMA, {"engine": "sglang", "enable_hierarchical_cache": True, "hicache_size": 9, "hicache_ratio": 2.0},

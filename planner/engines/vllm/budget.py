@@ -30,8 +30,8 @@ _ENCODER = 0.15, 0.3
 # RTX 3090 and A5000 are within 0.6 %. On 12.0, those of twelve starts on RTX 5090 and RTX PRO 6000 (vLLM 0.12
 # to 0.27) are within 0.7 %. The fitted spread exceeds all of them.
 #
-# If the fit leaves out the GPU type of one source, the largest error over eight sources is 1.5 % of the GPU's
-# memory. The other predictions are within 1.8 % (pool_from_flags).
+# If the fit leaves out the GPU type of one source, the largest error over eight sources is 2.2 % of the GPU's
+# memory (benchmarks/planner_accuracy.py, pool_from_flags).
 _UNKNOWN = 1.5
 _PUBLISHED = ((8, 0), (8, 6), (12, 0))
 # Start-up logs with every memory term have at most this many tokens per step. For more tokens, the upper bound
