@@ -37,9 +37,9 @@ _JSON: Any = {
     "coerce_one_of": True,
 }
 
-# Keywords of a JSON schema whose values contain schemas: _NAMED has dictionaries of schemas, _NESTED has
-# schemas or lists of schemas. Keywords whose schemas must all hold (allOf, not, if) are left out. If `closed`
-# restricted each of these to its own properties, no value would satisfy them all.
+# Keywords of a JSON schema whose values contain schemas. The value of a keyword in _NAMED is a dictionary of
+# schemas, of one in _NESTED a schema or a list of schemas. Keywords whose schemas must all hold (allOf, not,
+# if) are left out. If `closed` restricted each of these to its own properties, no value would satisfy them all.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _NESTED = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties")
 
@@ -129,11 +129,11 @@ def first_line(text: str) -> str:
 def parts_of(grammar: Grammar) -> list[Grammar]:
     """Return the grammars that a trial of ``grammar`` compiles.
 
-    The result is ``grammar`` itself, or for a structural tag the JSON schemas of the functions in it.
+    For a structural tag, these are the JSON schemas of its functions. Otherwise it is ``grammar`` itself.
 
     Raises:
         GrammarError: a schema is invalid.
-        Exception: any error, because the text may not be a structural tag.
+        Exception: the text of a structural tag is malformed; the error may have any type.
     """
     if grammar.kind != "structural_tag":
         return [grammar]

@@ -32,7 +32,7 @@ OVER_BUDGET = (
     "request fewer answers at once, or use a simpler grammar"
 )
 
-# Upper bound in bytes of the memory of all grammars in the cache or in use, as reserved in the plan.
+# Upper bound in bytes of the memory of all grammars in the cache or in use. The plan reserves this memory.
 HELD_BYTES = GRAMMARS_BYTES
 
 OVER_MEMORY = f"the grammar needs more memory than is left of the {HELD_BYTES >> 20} MiB for grammars"
@@ -43,8 +43,8 @@ _BUILDING = threading.Event()  # set while a grammar compiles: memory growth is 
 class CompiledGrammar:
     """A compiled grammar, from which a matcher is created for each output sequence.
 
-    ``held`` is its memory in bytes: the growth measured in its trial, plus the growth while masks were
-    computed.
+    ``held`` is its memory in bytes. It is the sum of two increases in a process's memory: during the trial, and
+    while masks were computed.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int, held: int = 0) -> None:

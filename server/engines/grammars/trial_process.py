@@ -36,11 +36,11 @@ from tonnage.server.engines.process_memory import anonymous_bytes
 if TYPE_CHECKING:
     import llguidance
 
-# Upper bound in seconds of processor time for one trial. A schema of 1,000 optional properties takes 0.1 s, an
-# alternative of 5,000 words 0.04 s, and 1,800 rules of EBNF 0.4 s.
+# Upper bound in seconds of processor time for one trial. A schema of 1,000 optional properties takes 0.1 s, a
+# choice among 5,000 words 0.04 s, and 1,800 rules of EBNF 0.4 s.
 SECONDS = 1.0
-# Upper bound in bytes of the memory that a trial may take in addition to that of the process. Among schemas of
-# 120,000 bytes that compile within a second, the largest took 21 MiB.
+# Upper bound in bytes of the memory that a trial may take in addition to the memory of the process that it is
+# forked from. Among schemas of 120,000 bytes that compile within a second, the largest took 21 MiB.
 MEMORY_BYTES = GRAMMAR_TRIAL_BYTES
 # Upper bound in bytes of a trial's stack. llguidance follows a schema's references by recursion. With a stack
 # of 8 MiB, as in the engine, some thousand levels crash a process. A trial has an eighth of it, so a grammar
@@ -75,7 +75,7 @@ def main(descriptor: int, folder: str) -> None:
     forks: dict[Connection, _Fork] = {}
     tokenizer = byte_tokenizer(_special_tokens(folder))
     with contextlib.suppress(EOFError, OSError):
-        gc.freeze()  # a collection in a fork would write to shared pages, which copies them
+        gc.freeze()  # garbage collection in a fork would write to shared pages, which copies them
         while True:
             for ready in wait([connection, *forks]):
                 assert isinstance(ready, Connection)
@@ -139,7 +139,8 @@ def _limit() -> None:
     os.nice(BEHIND_THE_ENGINE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
-    with open("/proc/self/statm", "rb", buffering=0) as statm:  # the first number is the address space in pages
+    # The first number in statm is the size of the address space in pages.
+    with open("/proc/self/statm", "rb", buffering=0) as statm:
         most = int(statm.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process

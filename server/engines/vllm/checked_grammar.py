@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 
 from tonnage.server.text.grammar import Grammar
 
-# The stop_reason of a sequence that ends because its text matches the whole grammar, when no stop token could
-# end it.
+# The stop_reason of a sequence that has no stop token to end it, and so ends as soon as its text matches the
+# whole grammar.
 COMPLETE = "its text is complete"
 
 

@@ -44,8 +44,8 @@ class CoreStats:
         """
         if scheduler is not None:
             found = take_stats(scheduler.waiting_lora_adapters)
-            # The first step shows whether our scheduler runs. It may stop reporting after an error; the last
-            # values then stay.
+            # The first step shows whether our scheduler runs. If it stops reporting later, after an error, keep
+            # the last values.
             self.admission = found if self._steps == 0 else found or self.admission
             self._steps += 1
             self._running = scheduler.num_running_reqs

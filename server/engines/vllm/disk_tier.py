@@ -46,8 +46,8 @@ from tonnage.planner.units import parse_size
 # This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 log = init_logger(f"vllm.{__name__}")
 
-# Numbers of threads. Requests wait for reads, so reads do not queue behind writes. More threads do not help a
-# disk whose queue is full, and each thread holds a block.
+# Numbers of threads. Reads do not queue behind writes, because requests wait for reads. More threads do not
+# help a disk whose queue is full, and each thread needs memory for a block.
 READERS, WRITERS = 4, 2
 # Upper bound of the bytes of blocks that wait to be written. vLLM keeps these blocks in the host tier until
 # they are written, so without the bound a slow disk would fill the host tier with them.
@@ -120,14 +120,15 @@ class DiskTier(SecondaryTierManager):
         offloading_spec: vLLM's offloading configuration.
         primary_kv_view: Bytes of the host tier, of shape (chunks, bytes of a chunk).
         tier_type: Name of the tier in vLLM's metrics.
-        path: The folder; one server writes it.
+        path: Path of the folder. Only one server may write to it.
         size: Upper bound of the folder, such as "1TiB", or an integer of bytes.
-        read_only: Whether another server writes the folder.
+        read_only: Whether this tier only reads the folder, because another server writes to it.
         revision: Revision of the model's weights, if the model's name does not identify it. Blocks of another
             revision are never read.
         waiting: Upper bound of the bytes that wait to be written; further blocks are dropped.
-        prefill: Prompt tokens that the engine computes per second, to compare reads with. None: the tier
-            measures how long requests take from a miss to their first chunks.
+        prefill: Prompt tokens that the engine computes per second, from which the tier decides whether reading
+            chunks is faster than computing them. With None, the tier measures how long requests take from a
+            miss to their first chunks.
         policy: "learned" or "lru", the order of eviction.
         backpressure_detector: vLLM's own detector of a slow tier.
 
@@ -185,7 +186,7 @@ class DiskTier(SecondaryTierManager):
         self._ended: deque[_Ended] = deque()
         self._report_at = 0.0  # time of the next report of the metrics
         self._reported = _VALUES(DiskCounts(0))
-        self._may_read: dict[str, int | None] = {}  # chunks that each request may still read; None: all
+        self._may_read: dict[str, int | None] = {}  # chunks that each request may still read; None: no limit
         self._computed: dict[str, dict[Any, None]] = {}  # chunks that each running request has offloaded.
         # Time of each request's last cache miss; an entry is removed when the request's first chunks are
         # stored.
@@ -346,7 +347,7 @@ class DiskTier(SecondaryTierManager):
         self._ended.append(_Ended(result, job.is_promotion, len(keys), len(done), now - asked))
 
 
-# vLLM finds the class in this module under the `type` of its configuration.
+# The configuration names the tier's class in `type` ("tonnage"), and vLLM looks it up in this module.
 tonnage = DiskTier
 
 
@@ -361,7 +362,7 @@ def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
 
 
 def _leave_out(key: Any, chunk: memoryview) -> bool:
-    """Return False without writing the chunk to disk; a stand-in for `DiskStore.store`."""
+    """Skip writing a chunk that is not worth storing, and return False; replaces `DiskStore.store`."""
     return False
 
 

@@ -51,7 +51,8 @@ class EvictionStats:
 
     Attributes:
         learned: whether blocks are evicted in the learned order now; False means LRU.
-        evicted: number of cached blocks chosen for eviction, including up to a few that are not handed out yet.
+        evicted: number of cached blocks chosen for eviction, including the few that were chosen in advance and
+            are not handed out yet.
         fallbacks: exceptions in our code so far, 0 or 1; after one, vLLM's own queue is used.
     """
 
@@ -297,7 +298,7 @@ class LearnedQueue:
                 self._report_events()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
-                self._fail()  # vLLM's own queue then gets every unreferenced block, these ones too
+                self._fail()  # this puts every unreferenced block in vLLM's own queue, so `blocks` too
         else:
             self._plain.append_n(_not_queued(blocks))
 

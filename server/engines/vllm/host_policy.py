@@ -55,7 +55,7 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(lambda order: order.remove(key))
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Make chunks the most recently used ones, for the fallback to LRU; the first chunk comes last.
+        """Make chunks the most recently used ones, for the fallback to LRU; the first of them is the latest.
 
         The learned order is updated in `on_request_finished` instead.
         """

@@ -35,7 +35,7 @@ class AdmissionStats:
         committed: blocks that admission counts as taken when it decides on a new request.
         asked: upper bound of the blocks of all unfinished requests.
         waste: token slots in used blocks that hold no token.
-        broken: invariants of the block accounting found violated so far.
+        broken: number of violated invariants that checks of the block accounting have found so far.
         cached: unreferenced blocks that a prefix can hit.
         auto: statistics of the admission mode `auto`; None in other modes.
         decisions: number of requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.

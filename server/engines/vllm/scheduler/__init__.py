@@ -3,7 +3,7 @@
 Start it with ``vllm serve MODEL --scheduler-cls tonnage.server.engines.vllm.scheduler.TonnageScheduler``.
 
 ===================== ==========================================================================================
-``scheduler``         `TonnageScheduler`: hides requests that may not take part in a step from vLLM
+``scheduler``         `TonnageScheduler`: hides from vLLM the requests that may not take part in a step
 ``admission``         which requests start and which skip a step: `tonnage.cache.admission` with vLLM's figures
 ``account``           the blocks that running requests hold and may still need
 ``groups``            vLLM's KV cache groups as admission sees them

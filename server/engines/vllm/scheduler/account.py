@@ -5,9 +5,9 @@ values are read from vLLM at each step: the computed tokens and the block table 
 pool's free blocks. The blocks of a table are read only when a new request has a prefix hit. A step costs a few
 array operations.
 
-A block that two requests reference does not return to the pool when one of them ends. When a new request hits
-a block that is in use, the block counts as shared until no request holds it. So a request's `private` blocks
-are exact or too low, and too low is safe (`tonnage.cache.admission.snapshot`).
+A block that two requests reference does not return to the pool when one of them ends. When a new request hits a
+block that is in use, the block counts as shared until no request holds it. So the number of a request's
+`private` blocks is exact or too low, and too low is safe (`tonnage.cache.admission.snapshot`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tonnage.cache.admission.snapshot import COLUMNS, HELD, RunningSnapshot
 from tonnage.cache.blocks.state import Int32Array
 from tonnage.server.engines.vllm.scheduler.groups import Groups
 
-# Columns of an entry. `tonnage.cache.admission.loops.summarize` reads the first five, in blocks of groups with
-# full attention. WINDOWED is the number of blocks in all other groups, which are reserved when the request
-# starts.
+# Columns of an entry. `tonnage.cache.admission.loops.summarize` reads the first five; RESERVED and SHARED are
+# numbers of blocks in full-attention groups. WINDOWED is the number of blocks in all other groups; they are
+# reserved when the request starts.
 PROMPT, MAX_TOKENS, RESERVED, SHARED, PREFILL_END, WINDOWED = range(6)
 _COMPUTED = attrgetter("num_computed_tokens")
 
@@ -150,7 +150,8 @@ class Account:
         windowed = int(self._kept[order, WINDOWED].sum()) if groups.others else 0
         used = self._used()
         if groups.others and not self.outsiders():
-            # `_used` also counts prefix hits in groups with a window, so bound it by the blocks of full groups.
+            # In sliding-window groups, `_used` may count blocks of prefix hits too. So bound it by the number
+            # of blocks that the requests hold in full-attention groups.
             used = min(used, int(rows[:, HELD].sum()))
         return RunningSnapshot(groups.limits.usable_blocks, used, windowed, rows)
 
@@ -297,8 +298,8 @@ class Account:
         """Stop counting blocks of an ended request as shared if no other request holds them.
 
         Otherwise a block that is later allocated for equal tokens would still count as shared. A KV connector
-        may keep blocks after their request has ended. So with a connector all its blocks are removed; `private`
-        is then too low, which is safe.
+        may keep blocks after their request has ended. So with a connector, all blocks of the ended request stop
+        counting as shared. The number of `private` blocks is then too low, which is safe.
         """
         connected = self.scheduler.connector is not None
         for block in self._tables.get(id, ()) if self._shared else ():

@@ -104,7 +104,7 @@ class VllmAdmission(AdmissionAdapter):
         return max(0, self._needed(request)[0] - self.limits.usable_blocks)
 
     def short_of(self, id: str) -> int:
-        """Return how many KV blocks a request lacked if admission refused it last, else 0."""
+        """Return how many KV blocks a request lacked if it is the one that admission refused last, else 0."""
         return self._short if self._refused[0] == id else 0
 
     def _state(self, most: int = 0) -> State:
@@ -146,9 +146,9 @@ class VllmAdmission(AdmissionAdapter):
     def _asks(self, head: Any, step: int) -> int:
         """Return the upper bound of the waiting requests that admission decides on in this step.
 
-        Within `block_size` steps, the decision on a refused request changes only if another request leaves. A
-        new head of the queue has not been decided on yet: the previous head was aborted, or the new one has a
-        higher priority.
+        Within `block_size` steps, the decision on a refused request changes only if another request leaves. If
+        the head of the queue is a new one, no decision on it exists, and this limit does not apply. The head is
+        new if the previous head was aborted, or if the new one has a higher priority.
         """
         if head.request_id != self._head:
             return _WAVE

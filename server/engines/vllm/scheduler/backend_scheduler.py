@@ -1,6 +1,6 @@
 """The scheduler of `tonnage serve --backend vllm`, which runs inside vLLM's engine core.
 
-It extends Tonnage's scheduler for a plain `vllm serve` by bounded grammars and shared prefixes.
+It adds bounded grammars and shared prefixes to the scheduler that Tonnage has for a plain `vllm serve`.
 """
 
 from __future__ import annotations

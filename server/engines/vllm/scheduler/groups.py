@@ -35,7 +35,7 @@ class Other:
     Attributes:
         manager: vLLM's manager of the group.
         most: upper bound of a request's blocks; None if only its number of tokens bounds them.
-        extra: blocks in addition to the blocks for tokens (Mamba's, for speculation and checkpoints).
+        extra: blocks in addition to the blocks for tokens (in Mamba groups, for speculation and checkpoints).
     """
 
     manager: Any
@@ -81,7 +81,8 @@ class Groups:
         full: index of the first full group in vLLM's list; None without a full group.
         others: the groups that are not full.
         limits: numbers of blocks and length limits for admission.
-        lookahead: slots that a step takes beyond its last token (draft tokens and their proposer's slots).
+        lookahead: token slots that a request takes in a step beyond its last token, for draft tokens and for
+            the draft proposer.
         in_flight: number of draft tokens in the previous step; async scheduling counts them as computed until
             the step returns.
     """
@@ -155,7 +156,7 @@ def _other(manager: Any, most: int | None, config: Any) -> Other:
         return Other(manager, most, 0)
     if getattr(spec, "mamba_cache_mode", "none") != "align":
         return Other(manager, most, spec.num_speculative_blocks)
-    # In align mode, a step holds the state it reads, the state it writes and a checkpoint. A prefix hit is
-    # copied, which takes one more block.
+    # With Mamba's cache mode "align", a request needs in a step one block for the state that it reads, one for
+    # the state that it writes, and one for a checkpoint. A prefix hit is copied, which takes one more block.
     bound = spec.max_memory_usage_bytes(config) // spec.page_size_bytes + 1
     return Other(manager, bound, bound)

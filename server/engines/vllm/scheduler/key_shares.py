@@ -1,7 +1,7 @@
-"""The shares of several API keys inside vLLM's scheduler (`tonnage.cache.admission.shares`).
+"""Division of sequences and KV blocks among API keys, in vLLM's scheduler (`tonnage.cache.admission.shares`).
 
-A request's key is the entry `tonnage_key` of its `extra_args`. `tonnage serve` sets it. A client of a plain
-`vllm serve` gives it as `vllm_xargs: {"tonnage_key": "team-a"}`, and the start has
+A request's key is the entry `tonnage_key` of its `extra_args`. `tonnage serve` sets it. With a plain
+`vllm serve`, a client sends it as `vllm_xargs: {"tonnage_key": "team-a"}`, and the server is started with
 `--additional-config '{"tonnage": {"keys": 2}}'`.
 """
 
@@ -82,16 +82,16 @@ class KeyShares:
         return found
 
     def _about(self, request: Any) -> tuple[Uses, AdmissionRequest, int]:
-        """Return what the methods of `Shares` take: the use of each key, the request and its blocks."""
+        """Return the arguments of the methods of `Shares`: what each key uses, the request, and its blocks."""
         return self._uses, wish_of(request), self._blocks(request)
 
 
 def shortest_first(starting: list[Any], running: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the requests that start, and the running ones to skip so that one API key computes prompts.
+    """Return the requests that start and the running ones to skip, so that only one API key computes prompts.
 
-    vLLM computes prompts in the order in which they started, and a long one uses the whole budget of a step. In
-    every second step, for which this function is called, only the key with the fewest prompt tokens to compute
-    computes prompts. So a long prompt of one key delays a short one of another key by one step.
+    vLLM computes prompts in the order in which they started, and a long one uses the whole budget of a step.
+    This function is called in every second step. In such a step, prompts are computed only for the key with the
+    fewest prompt tokens left. So a long prompt of one key delays a short one of another key by one step.
 
     Args:
         starting: the waiting requests that may start in this step.

@@ -23,7 +23,7 @@ EVICTION = ("lru", "learned")  # vLLM's own eviction, and `tonnage.server.engine
 
 
 class BadOption(ValueError):
-    """An error for an unknown key or invalid value of `tonnage` in the additional config or the environment."""
+    """An error for an unknown or invalid option in the additional config's `tonnage` or in the environment."""
 
 
 def read_policy(additional: object, environment: Mapping[str, str] = os.environ) -> Policy:
@@ -34,7 +34,7 @@ def read_policy(additional: object, environment: Mapping[str, str] = os.environ)
     """
     values, given = _read(additional, environment)
     try:
-        # Without a mode, length_quantile or watermark selects predictive mode, which was once the default.
+        # If no mode is set, length_quantile or watermark selects predictive mode, which was once the default.
         tuned = "length_quantile" in values or "watermark" in values
         return Policy(
             _mode(values.get("admission_mode", AdmissionMode.PREDICTIVE if tuned else DEFAULT)),

@@ -110,8 +110,8 @@ class Report:
             self._reserved_then = admission.account.reserved
             self._committed, self._waste = admission.committed(), admission.account.waste()
             self._broken += admission.account.broken()
-        # Correct the last update by the change of the reservations since: a request that started or ended
-        # counts with its whole reservation.
+        # Add the change of the reservations since the last update: a request that has started or ended since
+        # then counts with its whole reservation.
         reserved = admission.account.reserved
         committed = self._committed + reserved - self._reserved_then
         committed = max(0, min(committed, admission.limits.usable_blocks))

@@ -105,7 +105,7 @@ class AdmissionMixin(Scheduler):
         self._tell(lambda report: report.added(request.request_id, blocks))
 
     def schedule(self, *args: Any, **named: Any) -> SchedulerOutput:
-        """Schedule a step by vLLM, with only the requests that may take part in the step."""
+        """Let vLLM schedule a step, with only the requests that may take part in the step."""
         self._refuse_head()
         if self.admission is None:
             return super().schedule(*args, **named)

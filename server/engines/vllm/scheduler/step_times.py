@@ -26,7 +26,7 @@ class _Step(NamedTuple):
 
 
 class StepTimes:
-    """A reporter of step durations to the admission mode `auto`, and to the pace of steps that keys share.
+    """A meter of step durations, for the admission mode `auto` and for dividing steps among API keys.
 
     With async scheduling, a step is scheduled while the previous one is still running. So its duration starts
     when it is scheduled or when the previous step returns, whichever is later.
@@ -68,7 +68,7 @@ class StepTimes:
         if (auto is None and self._pace is None) or not tokens:
             return
         if auto is not None:
-            # With a simulated clock, no work runs in the background, because its time would not pass.
+            # With a simulated clock, run no work in the background: the clock would not count its time.
             auto.background = self._scheduler.clock is time.perf_counter
             auto.recomputed(account.recomputed - self._recomputed)
             self._recomputed = account.recomputed
