@@ -25,7 +25,7 @@ CACHE_BYTES = HELD_BYTES // 2
 class GrammarCache:
     """A thread-safe cache of compiled grammars.
 
-    ``broken`` is the error that every grammar gets if the model's tokenizer cannot be loaded, else None.
+    ``broken`` is the error raised for every grammar if the model's tokenizer cannot be loaded, else None.
 
     Args:
         folder: folder with the model's tokenizer.json.

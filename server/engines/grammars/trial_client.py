@@ -181,7 +181,7 @@ class TrialClient:
                     return
 
     def _lost(self, running: dict[int, _Job]) -> None:
-        """Start a new trial process because the old one has ended, and report None to the waiting requests.
+        """Replace a trial process that has ended, and report None to the requests that waited for its trials.
 
         ``running`` has the trials that ran in the old process, by number.
         """

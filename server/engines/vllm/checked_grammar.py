@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass
 
 from tonnage.server.text.grammar import Grammar
 
-# The stop_reason of a sequence that has no stop token to end it, and so ends as soon as its text matches the
-# whole grammar.
+# The stop_reason of a sequence that ends when its text matches the grammar, as no stop token could end it.
 COMPLETE = "its text is complete"
 
 

@@ -78,10 +78,9 @@ class CpuWorker(OffloadingWorker):
     def _copy(self, job_id: int, spec: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool) -> bool:
         """Copy KV cache blocks to chunks of the host tier (`store`) or back.
 
-        Blocks and chunks are listed by KV cache group.
-
-        The first block of a group may lie inside the group's first chunk. `block_indices` of `spec` has the
-        number of blocks that precede it in the chunk.
+        Blocks and chunks are listed by KV cache group. The first block of a group may lie in the middle of the
+        group's first chunk. Its value in `block_indices` of `spec`, modulo the blocks per chunk, is the number
+        of blocks that precede it in the chunk.
         """
         assert isinstance(host, CPULoadStoreSpec)
         since, size = time.perf_counter(), 0

@@ -112,8 +112,8 @@ def _quantization(model: Any) -> str | None:
 def _without(model: Any) -> str:
     """Return the modalities that no prompt may use, as the JSON of `limit_mm_per_prompt` with zeros.
 
-    vLLM does not load the encoders of these modalities. A limit above zero is left out, because it hardly
-    changes the planned memory: a step's largest images decide it, not the number of images per prompt.
+    vLLM does not load the encoders of these modalities. Limits above zero are left out: they hardly change how
+    many of the largest images fit in one step, and so hardly change the planned memory.
     """
     found = model.multimodal_config
     names = () if found is None else ("image", "video", "audio")

@@ -214,7 +214,7 @@ class DiskTier(SecondaryTierManager):
         count = len(job_metadata.keys)
         size = count * self._chunk
         since = self._missed.pop(job_metadata.req_context.req_id, None)
-        # Only the first chunks of a prompt are measured: for later chunks the start time is not known.
+        # Measure the time only for a prompt's first chunks: for later chunks the start time is not known.
         if since is not None:
             self._rule.computed(count, time.monotonic() - since)
         computed = self._computed.setdefault(job_metadata.req_context.req_id, {})
@@ -251,7 +251,7 @@ class DiskTier(SecondaryTierManager):
         return found
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Record which chunks an ended request used, from which the order of eviction learns.
+        """Record which chunks an ended request used, so that the order of eviction learns from them.
 
         Chunks that the request found in host memory count, too.
         """

@@ -154,8 +154,8 @@ class VLLMEngine(Engine):
                 await self._check_pooling()
             if grammars:
                 self._checks = GrammarChecks(model_files(self._plan.model.path))
-                # With this config, vLLM would compile each grammar a second time in this event loop
-                # (sampling_params.py, 0.32).
+                # With a structured_outputs_config, vLLM would compile each grammar a second time in this event
+                # loop (sampling_params.py, 0.32).
                 self._llm.input_processor.structured_outputs_config = None
                 await self._llm.collective_rpc("tonnage_import_masks")
             if self._on_cpu:

@@ -70,7 +70,7 @@ class GrammarChecks:
     def _set_outcome(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
         """Set the outcome of a grammar trial for the waiting request; called in the trial client's thread.
 
-        `tried` is None if the trial process ended before the trial.
+        `tried` is None if the trial process ended before the trial was complete.
         """
 
         def set_result() -> None:

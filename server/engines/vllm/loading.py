@@ -51,8 +51,8 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
         """
 
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            # The number of blocks in the client's config is the sum over all engine cores, because each core's
-            # handshake adds its own (v1/engine/core_client.py, 0.32).
+            # Divide by the number of engine cores: in the client's config, the number of blocks is the sum over
+            # all cores, because each core's handshake adds its own (v1/engine/core_client.py, 0.32).
             engines = vllm_config.parallel_config.data_parallel_size
             cores.join(engine_index, vllm_config.cache_config.num_gpu_blocks // engines)
             self._index = engine_index

@@ -61,8 +61,7 @@ def pooling_params(request: GenerationRequest, task: PoolingTask) -> Any:
     from vllm.pooling_params import PoolingParams  # imported here, because vLLM is optional
 
     pooling = request.params.pooling or Pooling()
-    # vLLM's name for the argument is in CrossEncoderIOProcessor.render
-    # (entrypoints/pooling/scoring/io_processor.py, 0.32).
+    # The key is vLLM's: CrossEncoderIOProcessor.render (entrypoints/pooling/scoring/io_processor.py, 0.32).
     types = None if pooling.second_text is None else {"compressed_token_type_ids": pooling.second_text}
     return PoolingParams(
         task=task,

@@ -83,7 +83,7 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
     try:
         llm.shutdown(timeout=0 if at_once else None)
     except psutil.NoSuchProcess:  # vLLM read the name of a process that had just ended
-        kill(_engine_cores())  # ids of engine cores that vLLM did not end
+        kill(_engine_cores())  # kill the engine cores that vLLM did not end
     finally:
         logger.setLevel(level)
 

@@ -55,8 +55,7 @@ class QueuePositions:
     def rejection(self, request: AdmissionRequest) -> Never | None:
         """Return why an empty KV pool cannot hold the request, or None if it can."""
         # Count every token once per sequence. `refusal` counts full blocks of the prompt only once, because
-        # sequences share them. A prompt of one token fills no block, so treat all other prompt tokens as output
-        # tokens.
+        # sequences share them. A prompt of one token has none, so treat all other prompt tokens as output.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
         answer = refusal(unshared, self.limits)
         return answer and replace(answer, largest_prompt_tokens=self._largest_prompt(request))

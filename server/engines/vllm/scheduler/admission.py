@@ -244,9 +244,9 @@ class VllmAdmission(AdmissionAdapter):
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
         """Return the requests of `allowed` that may start, and the running requests that skip the step.
 
-        A request may start if the blocks for its first chunk are granted. No running request is skipped if that
-        cannot prevent a preemption, or if no request would be left to run. vLLM's own rule then applies. The
-        last rows of `state` are the requests in `allowed`.
+        A request may start if the blocks for its first chunk are granted. If skipping requests cannot prevent a
+        preemption, or would leave no request to run, none is skipped and vLLM's own rule applies. The last rows
+        of `state` are the requests in `allowed`.
         """
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:

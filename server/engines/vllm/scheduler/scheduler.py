@@ -54,9 +54,9 @@ class AdmissionMixin(Scheduler):
     _left_out = (0, 0)  # number of running and of waiting requests hidden from vLLM while it schedules a step
     _held: Any = ()  # waiting requests hidden from vLLM because they may not start in this step
     _prefill_bound = False
-    # Greedy admission, which finds requests that can never fit after an exception in our code.
+    # Greedy admission. After an exception in our code, it still finds the requests that can never fit.
     _plain: VllmAdmission | None = None
-    fallbacks = 0  # exceptions in our code so far: 0 or 1
+    fallbacks = 0  # 1 after the first exception in our code; later exceptions are not counted
     _report: Report | None = None
     # A function that returns seconds since a fixed origin. A simulation sets its own clock on the object
     # (benchmarks/admission_matrix.py).
