@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from tonnage.server.engines.grammars.structural_tags import TagMatcher
 
-# Upper bound in seconds of processor time for all masks of a step, computed one after another. With the slowest
-# single mask (0.1 to 0.2 s) and the step itself, other streams wait for less than a second. 64 ordinary masks
-# take 0.02 s. Processor time is measured, because other processes on the machine must not make a grammar exceed
-# the budget.
+# Upper bound in seconds of processor time for all masks of a step, computed one after another. Other streams
+# then wait for less than a second, including the slowest single mask (0.1 to 0.2 s) and the step itself. 64
+# ordinary masks take 0.02 s. Processor time is measured, because other processes on the machine must not make a
+# grammar exceed the budget.
 STEP_SECONDS = 0.25
 
 OVER_BUDGET = (

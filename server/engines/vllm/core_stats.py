@@ -119,7 +119,7 @@ class EngineCores:
 
     def __init__(self, num_blocks: int, mode: str, *, caching: bool) -> None:
         self.messages = 0  # number of statistics messages received from vLLM's engine cores.
-        # Seconds in vLLM's queue by request id; `record` fills in only ids that are already keys.
+        # Seconds in vLLM's queue by request id. `record` sets only the values of ids that are already keys.
         self.queued: dict[str, float | None] = {}
         self._mode, self._caching = mode, caching
         self._cores = {0: self._new(num_blocks)}

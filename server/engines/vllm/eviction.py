@@ -216,7 +216,7 @@ class LearnedQueue:
         self.live: dict[str, int] = {}
         self._blocks = pool.blocks
         self._stack: list[Any] = free[::-1]  # free blocks without content; the last is handed out first.
-        # Ids of cached blocks chosen for eviction, the last goes first; a prefix can still hit them.
+        # Ids of cached blocks chosen for eviction; the last is evicted first. Until then a prefix can hit them.
         self._chosen: list[int] = []
         # Ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order.
         self._taken: list[int] = []

@@ -211,8 +211,8 @@ class VllmAdmission(AdmissionAdapter):
     def _may_stall(self, state: State | None = None) -> bool:
         """Return whether a running request could lack KV blocks in the next step.
 
-        No request lacks blocks if all reservations fit into the pool, or if a step takes fewer blocks than are
-        free.
+        No request lacks blocks if all reservations fit into the pool, or if a step takes at most as many blocks
+        as are free.
         """
         if not self.policy.forecasts or not self.groups.count:  # in auto mode, vLLM handles a lack of blocks
             return False
@@ -285,8 +285,9 @@ class VllmAdmission(AdmissionAdapter):
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``at`` is the position from which the step computes. After the step a decode is at ``prompt +
-        # output``, which includes its lookahead. A prefill starts ``left`` tokens before that.
+        # ``at`` is the position of the first token that the step computes. A decode computes one token and then
+        # ends at ``prompt + output``; the lookahead is part of ``prompt``. A prefill has ``left`` tokens to
+        # compute before it ends there.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)

@@ -1,7 +1,7 @@
 """`--shared-system-prompt` inside vLLM: prompts share the blocks of configured prefixes whatever their salts.
 
-vLLM puts a request's salt into the hash of its first block, and all later hashes depend on it. Here, if a
-prompt begins with a shared prefix, its salt enters the hash of the first block after the prefix's whole blocks.
+vLLM puts a request's cache salt into the hash of its first block, and all later hashes depend on it. Here, if a
+prompt begins with a shared prefix, the salt first enters the hash of the block after the prefix's whole blocks.
 `tonnage.cache.prefix.index` does the same. Source: v1/core/kv_cache_utils.py (get_request_block_hasher) and
 v1/request.py of vLLM 0.30 to 0.33.
 """
@@ -19,7 +19,7 @@ from tonnage.server.engines.vllm.arguments import BACKEND
 
 
 class SharedPrefixes(Scheduler):
-    """A mixin for vLLM's scheduler by which requests with different cache salts share configured prefixes."""
+    """A mixin for vLLM's scheduler; requests with different cache salts share blocks of configured prefixes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
