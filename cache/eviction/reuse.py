@@ -385,7 +385,7 @@ def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
 
 @inlined
 def _lru_hazard(age: int) -> float:
-    """Return the prior hazard of block reuse at an age: constant up to two pool capacities, then 1 / age."""
+    """Return the hazard of block reuse before any reuse is seen: constant at low ages, then 1 / age."""
     middle = (math.pow(2.0, (age - 1) / PER_OCTAVE) + math.pow(2.0, age / PER_OCTAVE)) / 2 / YOUNG_PART
     return 1.0 / max(LEVEL_UNTIL, middle)
 

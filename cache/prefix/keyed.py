@@ -1,9 +1,9 @@
-"""The keyed hash of blocks of models with sliding windows only: SipHash-2-4.
+"""SipHash-2-4, the keyed hash of blocks of models whose layers all have sliding windows.
 
 J.-P. Aumasson and D. J. Bernstein, "SipHash: a fast short-input PRF", 2012. The prefix index of such a model
-has no parents to compare (`tonnage.cache.prefix.index`), so equal hashes of two prefixes would mix up their
-blocks. A client can compute prefixes with equal XXH64 hashes. For SipHash it would need the process's random
-key.
+does not store the parent of a block (`tonnage.cache.prefix.index`), so equal hashes of two prefixes would mix
+up their blocks. A client can compute prefixes with equal XXH64 hashes. For SipHash it would need the process's
+random key.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def step(
             if end > row.room or (row.shared_tail != 0 and end > written):
                 most += demand(core, batch[i], written, end, False)
         row.written, row.end = written, end
-    # `most` is an upper bound of the missing blocks, since it leaves out blocks that the call itself releases.
+    # `most` is an upper bound of the missing blocks: blocks that the call itself releases are not subtracted.
     if most > pool.free + pool.cached:
         short_at = _first_without_room(core, batch, copies)
         if short_at >= 0:

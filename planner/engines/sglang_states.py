@@ -21,6 +21,7 @@ from tonnage.planner.units import ceil_div
 _OLDEST = (0, 5, 4)  # first SGLang whose rules for recurrent states the planner knows
 _PADDED = (0, 5, 23)  # first known SGLang that subtracts a padding slot from the pool of states
 _BUFFERED = (0, 5, 15)  # first known SGLang with separate slots for prefix snapshots by default
+
 # State slots of SGLang before 0.5.9, if prefix caching is off and --max-running-requests is not set.
 _WITHOUT_PREFIXES = 512
 
@@ -148,9 +149,9 @@ def verified_tokens(chosen: Resolved) -> int:
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the bytes of ``count`` slots of recurrent states, and of states for verifying draft tokens.
+    """Return the bytes of a pool of recurrent states: its slots, and the states that verify draft tokens.
 
-    ``slot`` is the bytes of one slot, ``each`` the slots per request.
+    ``count`` is the number of slots, ``slot`` the bytes of one, ``each`` the number of slots per request.
     """
     padded = padding(chosen.version)
     verified = min(most_asked(chosen) or count, count // each) + padded

@@ -62,9 +62,9 @@ def gguf_tensors(architecture: Architecture, kind: str) -> tuple[HeaderTensor, .
 def _check(architecture: Architecture) -> None:
     if any(tensor.role in TOWER_ROLES for tensor in architecture.tensors):
         raise UnsupportedArchitecture(
-            "a GGUF file has only the language model; vision and audio towers are in another file "
-            "(give the .gguf file)",
+            "this model has a vision or audio tower, which is not in the GGUF file of the language model",
             field="--quantization",
+            hint="give the .gguf file as the model",
         )
     kinds = {layer.kind for layer in architecture.cache_layers}
     if architecture.kind != "decoder" or not kinds or not kinds <= {*_CACHES}:

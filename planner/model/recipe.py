@@ -118,7 +118,7 @@ class Attention:
             keep.
         sinks: whether eager attention adds a learned score per head (attention sink).
         before_out: a norm before the output projection, or None.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: tensors outside the modules of ``branches``, named relative to the layer.
     """
 
     name: str

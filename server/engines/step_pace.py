@@ -34,8 +34,8 @@ class StepPace:
     def took(self, prompt_tokens: int, seconds: float) -> None:
         """Record that an engine step with ``prompt_tokens`` prompt tokens took ``seconds``.
 
-        A step with few prompt tokens is ignored, because these tokens would be charged the fixed time of a
-        step. On a GPU the budget would then fall below a full step whenever only short prompts arrive.
+        A step with few prompt tokens is ignored. Its time is mostly a step's fixed time, so the time per prompt
+        token would seem long, and later steps would be allowed too few prompt tokens.
         """
         if prompt_tokens >= min(MEASURED_TOKENS, self._prompt_tokens()):
             self._seconds = seconds / prompt_tokens

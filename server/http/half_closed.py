@@ -78,7 +78,7 @@ class HalfClosed:
 
 
 class _StartedTransport(asyncio.Transport):
-    """A transport that skips the first bytes of an answer, because the probe has already sent them.
+    """A transport that skips the first bytes of an answer, because the probe of the connection has sent them.
 
     The class implements only the methods that uvicorn's request cycle calls.
     """

@@ -312,5 +312,5 @@ CHECKS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
-def test_check_of_documented_commands_recognizes_every_checked_program_in_inline_code() -> None:
+def test_every_program_whose_documented_commands_are_checked_is_recognized_in_inline_code() -> None:
     assert set(CHECKS) - {"cd", "install", "printf"} <= set(PROGRAMS)  # words of prose, too

@@ -56,7 +56,7 @@ def test_concurrency_target_lists_the_smallest_layouts_with_pool_speed_and_price
     assert all(len(line) <= 80 for line in table[: table.index("")])
 
 
-def test_each_layout_for_a_target_holds_the_requests_with_its_printed_flags(qwen, capsys):
+def test_plan_with_the_flags_of_each_layout_for_a_target_concurrency_holds_its_requests(qwen, capsys):
     assert run([qwen, *ASKED, "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert layouts

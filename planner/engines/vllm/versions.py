@@ -35,7 +35,7 @@ class VersionRules:
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # If FlashInfer is installed (as in vLLM's image), this package's kernel on logits replaces the sort.
+    # Whether FlashInfer's kernel on logits replaces the sort if FlashInfer is installed (as in vLLM's image).
     unsorted_if_installed: bool = False
     # Model classes that run on the V2 model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
     # is whether all dense models without recurrent states run on the V2 model runner.

@@ -74,7 +74,8 @@ class FlashAttention(PagedAttention):
             max_seqlen_q=self.longest_query,
             max_seqlen_k=int(self.pages[group].length.max()),
             softmax_scale=scaling,
-            causal=True,  # in both builds, causal means that the queries are the last tokens of their context.
+            # In both builds of FlashAttention, causal means that queries are the last tokens of the context.
+            causal=True,
             # The numbers of visible tokens left and right of a query, without the query itself; -1 means all.
             window_size=[-1, -1] if window is None else [window - 1, 0],
             softcap=softcap or 0.0,
