@@ -204,9 +204,12 @@ async def test_metric_of_received_requests_equals_outcomes_plus_requests_in_flig
 ) -> None:
     async with run_server(FakeEngine(small_plan()), max_num_queued_reqs=8) as server:
         # What the first has computed the others hit.
-        await server.complete(prompt=[3] * 32, max_tokens=10, n=2)
+        await server.complete(prompt=[3] * 32, max_tokens=10, n=2, ignore_eos=True)
         await asyncio.gather(
-            *(server.complete(prompt=[3] * 32, max_tokens=10, n=2, stream=bool(i % 2)) for i in range(11))
+            *(
+                server.complete(prompt=[3] * 32, max_tokens=10, n=2, stream=bool(i % 2), ignore_eos=True)
+                for i in range(11)
+            )
         )
         await server.complete(max_tokens=10**6)
         await server.complete(n=9)
@@ -245,13 +248,13 @@ async def test_metric_of_evictions_is_split_by_cause(run_server, small_plan) -> 
         for cause in EVICTION_CAUSES:
             assert value(samples, "tonnage_evictions_total", cause=cause) == 0
         for number in range(4):
-            await server.complete(prompt=[number + 1] * 256, max_tokens=2)
+            await server.complete(prompt=[number + 1] * 256, max_tokens=2, ignore_eos=True)
         _, samples = await scrape(server)
         # 32 blocks; each prompt leaves 16 behind. The second finds 16 free ones for itself and evicts one for
         # its answer, which is free again when the third comes.
         assert value(samples, "tonnage_evictions_total", cause="prefill") == 2 * (16 - 1)
         assert value(samples, "tonnage_evictions_total", cause="decode") == 3
-        await server.complete(prompt=[9] * 16, max_tokens=400)
+        await server.complete(prompt=[9] * 16, max_tokens=400, ignore_eos=True)
         _, samples = await scrape(server)
         assert value(samples, "tonnage_evictions_total", cause="decode") == 3 + 400 // 16
         engine = server.state.engine
