@@ -2,9 +2,8 @@
 
 The planner imports no torch, transformers or numpy. Example:
 
-    from tonnage.planner import plan
-    found = plan("demo", gpu="h100-80g", max_model_len=8192)
-    found.fits, found.rank.weights_bytes, found.kv_cache.tokens
+    from tonnage.planner import plan found = plan("demo", gpu="h100-80g", max_model_len=8192) found.fits,
+    found.rank.weights_bytes, found.kv_cache.tokens
 
 The names below are the public interface and stay importable from here; the modules that define them may move.
 Each name is imported on first access, so that a command loads only what it uses.

@@ -117,9 +117,9 @@ def window_of(fields: Fields, default: int | None = None) -> int | None:
 
 
 def cache_layers(kinds: tuple[str, ...], window: int | None, dims: Heads) -> tuple[CacheLayer, ...]:
-    """Return the KV cache entry of each layer: a CacheLayer per attention kind in ``kinds``.
+    """Return the KV cache of each layer.
 
-    A kind is full_attention or sliding_attention.
+    ``kinds`` has the attention of each layer: full_attention or sliding_attention.
 
     Raises:
         ConfigError: a layer has sliding attention but ``window`` is None.

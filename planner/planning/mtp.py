@@ -140,7 +140,7 @@ def mtp_draft(
         raise DeploymentError(
             f"the checkpoint holds no tensors of its own draft layers ({first})",
             field=FIELD,
-            hint="leave it out",
+            hint="leave the flag out",
         )
     if family.pattern:
         return _patterned(architecture, family, _parts(config), stages)

@@ -1,4 +1,4 @@
-"""The flags of ``tonnage replay`` for KV tiers, and the text and JSON of its curve of hit rate by tier size."""
+"""The flags of ``tonnage replay`` for KV tiers, and the curve of hit rate by tier size as text and JSON."""
 
 from __future__ import annotations
 

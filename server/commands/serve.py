@@ -47,10 +47,10 @@ _GRACE_SECONDS = 1
 _LAST_EVENT_TURNS = 100
 
 # Number of connections accepted in one iteration of the event loop. While 5,000 connections arrive with a
-# request each, a probe of /health waits in the same backlog (the clients of benchmarks/abuse.py resets, 2
-# cores). The probe waited at most 2.7 s with 4 connections per iteration, 1.3 s with 8, 0.7 s with 16, 0.4 s
-# with 32 and 0.2 s with 64. Each connection per iteration needs a duplicate of the
-# listening socket, which is an open file.
+# request each, a probe of /health waits in the same backlog. On 2 cores, with the clients of the case `resets`
+# of benchmarks/abuse.py, the probe waited at most 2.7 s with 4 connections per iteration, 1.3 s with 8, 0.7 s
+# with 16, 0.4 s with 32 and 0.2 s with 64. Each connection per iteration needs a duplicate of the listening
+# socket, which is an open file.
 ACCEPTED_A_ROUND = 32
 
 

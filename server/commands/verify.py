@@ -100,7 +100,7 @@ async def _full_batch(engine: Engine) -> None:
     pool = engine.plan.kv_cache.tokens // sequences - engine.plan.kv_cache.layout.block_size - _NEW_TOKENS
     budget = 2 * (deployment.max_num_batched_tokens or 0) // sequences
     if not engine.plan.kv_cache.layout.groups:
-        pool = longest  # an encoder model needs no KV blocks, so only the length limits a prompt
+        pool = longest  # an encoder model needs no KV blocks, so the pool does not limit its prompts
     length = max(1, min(longest, pool, max(16, budget)))
     draw = random.Random(0)
     params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0)

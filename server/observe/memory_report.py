@@ -62,8 +62,9 @@ def rank_components(rank: RankPlan) -> dict[str, int]:
 def memory_report(state: ServerState, room: CapacityForecast, counts: bool = True) -> dict[str, Any]:
     """Return the JSON object of /memory.
 
-    Bytes are integers; null means not measured or unknown. The member `time` is now, and `since` is when the
-    server's phase in the member `state` (loading, ready ...) began, both in seconds since the epoch.
+    Bytes are integers; null means not measured or unknown. The member `time` is the current time. `since` is
+    the time at which the server's phase in the member `state` (loading, ready ...) began. Both are in seconds
+    since the epoch.
 
     Args:
         state: the app's plan, engine and accounts.

@@ -65,7 +65,7 @@ class Samples:
         return next((name for name in names if name in self._found), None)
 
     def where(self, **labels: str) -> Samples:
-        """Return the page's samples whose labels have the values in `labels`, or lack these labels."""
+        """Return the samples in which each of the given labels has the given value or is absent."""
         part = object.__new__(Samples)
         part._found = {}
         for name, series in self._found.items():

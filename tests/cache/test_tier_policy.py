@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, count, takewhile
 
 import pytest
@@ -151,13 +151,14 @@ def trace_of(*prompts: Sequence[int]) -> Trace:
     ))  # fmt: skip
 
 
-def best(uses: tuple[int, ...], size: int) -> int:
-    """Return the most hits of any policy, by trying every content after every use."""
+def most_hits(requests: Iterable[tuple[int, ...]], size: int) -> int:
+    """Return the most chunks hit as whole prefixes, by trying every content between two requests."""
     reached = {frozenset[int](): 0}
-    for key in uses:
+    for keys in requests:
         following: dict[frozenset[int], int] = {}
         for content, hits in reached.items():
-            found, offered = hits + (key in content), content | {key}
+            found = hits + len(list(takewhile(content.__contains__, keys)))
+            offered = content | set(keys)
             for length in range(min(size, len(offered)) + 1):
                 for kept in map(frozenset, combinations(offered, length)):
                     following[kept] = max(following.get(kept, 0), found)
@@ -171,24 +172,10 @@ def test_optimal_tier_hits_equal_an_exhaustive_search_over_all_eviction_decision
     prompts = [[10 * draw.randrange(3) + place for place in range(draw.randrange(1, 3))] for _ in range(12)]
     trace = trace_of(*prompts)
     uses = chunk_uses(trace)
-    keys, tokens = tuple(uses.keys.tolist()), sum(request.prompt_tokens for request in trace.requests)
+    chunks = [(key,) for key in uses.keys.tolist()]
+    tokens = sum(request.prompt_tokens for request in trace.requests)
     for size in (1, 2, 3):
-        assert optimum(uses, size) == pytest.approx(best(keys, size) * 64 / tokens)
-
-
-def strict_prefix(prompts: Sequence[tuple[int, ...]], size: int) -> int:
-    """Return the most chunks hit as whole prefixes, by trying every content between two requests."""
-    reached = {frozenset[int](): 0}
-    for keys in prompts:
-        following: dict[frozenset[int], int] = {}
-        for content, hits in reached.items():
-            found = hits + len(list(takewhile(content.__contains__, keys)))
-            offered = content | set(keys)
-            for length in range(min(size, len(offered)) + 1):
-                for kept in map(frozenset, combinations(offered, length)):
-                    following[kept] = max(following.get(kept, 0), found)
-        reached = following
-    return max(reached.values())
+        assert optimum(uses, size) == pytest.approx(most_hits(chunks, size) * 64 / tokens)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -211,7 +198,7 @@ def test_bounds_of_hits_equal_the_definitions_of_kvcache_calculator(seed: int) -
         seen |= set(path)
     assert tier_curve(uses).highest == pytest.approx(content * 64 / tokens)
     for size in (1, 2, 3):
-        relaxed, exact = best(tuple(uses.keys.tolist()), size), strict_prefix(paths, size)
+        relaxed, exact = most_hits([(key,) for key in uses.keys.tolist()], size), most_hits(paths, size)
         assert exact == relaxed <= content
         assert optimum(uses, size) == pytest.approx(exact * 64 / tokens)
 

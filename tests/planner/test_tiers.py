@@ -194,7 +194,7 @@ def test_sglang_hicache_divides_host_memory_between_states_and_kv_as_published(p
     assert (tier.value - kv) / kv == pytest.approx(134 / 149, rel=0.01)
 
 
-def test_hicache_size_of_a_model_larger_than_the_gpu_gives_a_plan_that_does_not_fit(plan_of) -> None:
+def test_plan_with_hicache_size_does_not_fit_if_the_model_is_larger_than_the_gpu(plan_of) -> None:
     flags = {"engine": "sglang", "enable_hierarchical_cache": True, "hicache_size": 20}
     assert not plan_of("Qwen/Qwen3-235B-A22B", **flags).fits
 

@@ -1,11 +1,11 @@
 """Transport of our scheduler's statistics from vLLM's engine core to our stat logger in the API process.
 
 The values travel in the SchedulerStats of each step. vLLM decodes SchedulerStats as its own dataclass (msgspec,
-v1/serial_utils.py, 0.32), so a new field would be dropped. vLLM asserts that the dictionary
-`kv_connector_stats` belongs to a connector (distributed/kv_transfer/kv_connector/v1/metrics.py). The dictionary
-`waiting_lora_adapters` (names to counts) passes unchanged, because only LoRA metrics read it. Our keys begin
-with `PREFIX`. vLLM calls our logger before its own, and our logger removes these keys. vLLM 0.30 and 0.31
-behave alike.
+v1/serial_utils.py, 0.32), so a new field would be dropped. The dictionary `kv_connector_stats` cannot carry the
+values, because vLLM asserts that it belongs to a connector
+(distributed/kv_transfer/kv_connector/v1/metrics.py). The dictionary `waiting_lora_adapters` (names to counts)
+carries them: it passes unchanged, because only LoRA metrics read it. Our keys in it begin with `PREFIX`. vLLM
+calls our logger before its own, and our logger removes these keys. vLLM 0.30 and 0.31 behave alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Statistics of one vLLM engine, summed up from the messages that vLLM sends to a stat logger after each step.
 
 A message has the running and waiting requests, the fraction of used blocks, and the tokens and finished
-requests of the step. It lacks received and aborted requests, reservations and cached blocks. These metrics are
-absent unless Tonnage's scheduler runs in vLLM and adds them.
+requests of the step. It lacks received and aborted requests, reservations and cached blocks. The metrics of
+these values are absent unless Tonnage's scheduler runs in vLLM and adds them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading of llama.cpp's llama-server (tools/server/server-context.cpp of llama-cpp-python 0.3.36's sources).
 
 ``/metrics`` has counters, ``/slots`` the tokens of each slot, ``/props`` and ``/v1/models`` the model. The
-server does not report whether the slots share one KV cache. They do with ``-kvu``, and by default without
-``-np``.
+server does not report whether the slots share one KV cache. They share one with ``-kvu``, and by default if
+``-np`` is not given.
 """
 
 from __future__ import annotations

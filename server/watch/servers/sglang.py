@@ -4,7 +4,8 @@ The metrics are described in SGLang's docs/references/production_metrics.md.
 
 ``/server_info`` (in older releases ``/get_server_info``) has all arguments of the server. The ranks of one
 replica (tp_rank, pp_rank, moe_ep_rank) repeat its figures, so the largest value counts. The values of replicas
-(dp_rank) are added up. With priorities on, the series without a priority is the sum of the series with one.
+(dp_rank) are added up. With priority scheduling, the series without a priority is the sum of the series with
+one.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _pool(samples: Samples, facts: ServerFacts) -> Pool | None:
 def _tier(samples: Samples) -> TierReading | None:
     """Return the state of HiCache, SGLang's KV tier in host memory, or None without it.
 
-    SGLang counts tokens instead of bytes. A hybrid model reports several pools;
-    only the one labelled `kv` counts tokens of prompts.
+    SGLang counts tokens instead of bytes. A hybrid model reports several pools; only the one labelled `kv`
+    counts tokens of prompts.
     """
     samples = samples.where(pool="kv")
     total = _value(samples, "sglang:hicache_host_total_tokens")

@@ -130,8 +130,8 @@ def _reference(runner: ModelRunner, prompt: np.ndarray) -> torch.Tensor:
 def _scattered_tables(layout: KVLayout, num_blocks: int, prompts: list[np.ndarray]) -> list[list[np.ndarray]]:
     """Return block tables for the test prompts, by [sequence][group], with scattered block ids.
 
-    The ids are taken from both ends of the pool in turn. So the ids in a
-    table are not ascending, and the check detects code that assumes an order.
+    The ids are taken from both ends of the pool in turn. So the ids in a table are not ascending, and the
+    check detects code that assumes an order.
     """
     free = list(range(1, num_blocks))
     tables = []
