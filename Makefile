@@ -26,6 +26,7 @@ help:
 	@echo "make test-vllm  tests with vLLM: scheduler, eviction, metrics, servers, embeddings"
 	@echo "make test-worlds  1,000 random workloads on vLLM's scheduler in each admission mode (15 minutes)"
 	@echo "make test-oracles  compare tests/data/oracles with the libraries that they were recorded from"
+	@echo "make test-transformers  the hf engine on the newest transformers that the extra hf takes"
 	@echo "make test-fuzz  generated requests against the OpenAPI document, all phases"
 	@echo "make test-ray   two replicas of the engine on a local Ray cluster (its own environment)"
 	@echo "make test-vllm-versions  plug-ins in a plain vllm serve, on 0.30 to 0.33 (environments of 3.5 GB)"
@@ -81,6 +82,11 @@ test-oracles: $(VENV)/.test .venv-transformers/transformers .venv-sglang/sglang
 .venv-transformers/transformers:
 	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target .venv-transformers \
 	  transformers==5.23.0
+
+# The hf engine on the newest transformers that the extra hf takes; vLLM keeps an older one in this environment.
+.PHONY: test-transformers
+test-transformers: $(VENV)/.test .venv-transformers/transformers
+	PYTHONPATH=$(CURDIR)/.venv-transformers $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope tests/server/test_hf_*.py
 
 # SGLang's functions that plan its pools; nothing else of it runs (tests/planner/sglang_states_child.py).
 .venv-sglang/sglang:
