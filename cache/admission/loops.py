@@ -44,28 +44,19 @@ def lengths_left(
         most: int64 [sequences]: upper bounds of the result.
         left: int64 [sequences]: receives 1 to ``most`` tokens.
     """
-    last = edges.size - 1
+    last, rising = edges.size - 1, survival[::-1]  # searchsorted needs ascending values
     for at in range(done.size):
-        low, high = 0, last  # binary search for the last of ``edges`` that is at most ``done``
-        while low < high:
-            middle = (low + high + 1) // 2
-            if edges[middle] <= done[at]:
-                low = middle
-            else:
-                high = middle - 1
+        low = max(
+            0, np.searchsorted(edges, done[at], side="right") - 1
+        )  # the last edge that is at most ``done``
         now = survival[low]
         if low < last:
             now += (survival[low + 1] - now) / (edges[low + 1] - edges[low]) * (done[at] - edges[low])
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            high = last  # binary search for the last of ``edges`` with a survival of at least ``wanted``
-            while low < high:
-                middle = (low + high + 1) // 2
-                if survival[middle] >= wanted:
-                    low = middle
-                else:
-                    high = middle - 1
+            # the last edge with a survival of at least ``wanted``
+            low = max(0, last - np.searchsorted(rising, wanted))
             end = edges[low]
             if low < last:
                 step = (edges[low + 1] - end) / (survival[low] - survival[low + 1])

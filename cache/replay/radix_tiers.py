@@ -19,7 +19,7 @@ transfers end before the next request.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tonnage.cache.errors import CacheConfigError
 from tonnage.cache.replay.tiers import chunk_keys, chunk_tokens_of
@@ -105,7 +105,7 @@ class RadixTiers:
                 beyond the size of the GPU's pool are ignored.
         """
         keys = keys[: self.gpu_chunks]
-        found = self._match(keys)
+        found = list(self._walk(keys))
         on_gpu = next((place for place, node in enumerate(found) if not node.on_gpu), len(found))
         if on_gpu < len(found) and self._load(found, on_gpu):
             on_gpu = len(found)
@@ -117,7 +117,8 @@ class RadixTiers:
             self._evict_gpu(over)
         self._insert(keys)
         self._lock(own, False)
-        self._match(keys)
+        for _ in self._walk(keys):  # makes the nodes of the prompt the most recently used ones
+            pass
         return hit
 
     def _use(self, node: _Node) -> None:
@@ -140,19 +141,15 @@ class RadixTiers:
             if not locked:
                 self._list(node)
 
-    def _match(self, keys: Sequence[int]) -> list[_Node]:
-        """Return the nodes that hold the beginning of a prompt; the last one is split where the prompt ends."""
-        found: list[_Node] = []
+    def _walk(self, keys: Sequence[int]) -> Iterator[_Node]:
+        """Yield the nodes that hold the beginning of a prompt; split the last one if the prompt leaves it."""
         node, start = self._root, 0
         while start < len(keys) and (child := node.children.get(keys[start])) is not None:
             self._use(child)
             same = _common(child.keys, keys, start)
             node = child if same == len(child.keys) else self._split(child, same)
-            found.append(node)
             start += same
-            if node is not child:
-                break
-        return found
+            yield node
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Divide a node after ``length`` chunks; return the new node, which has the first chunks."""
@@ -182,16 +179,13 @@ class RadixTiers:
     def _insert(self, keys: Sequence[int]) -> None:
         """Put a computed prompt on the GPU, and copy to host memory the nodes that are only on the GPU."""
         node, start = self._root, 0
-        while start < len(keys) and (child := node.children.get(keys[start])) is not None:
-            self._use(child)
-            same = _common(child.keys, keys, start)
-            node = child if same == len(child.keys) else self._split(child, same)
+        for node in self._walk(keys):
             if node.on_gpu:
                 self._copy(node)
             else:
                 node.on_gpu = True
                 self._on_gpu += len(node.keys)
-            start += same
+            start += len(node.keys)
         if start < len(keys):
             new = node.children[keys[start]] = _Node(keys[start:], node)
             new.on_gpu = True
