@@ -115,7 +115,7 @@ def test_granting_blocks_keeps_the_pool_safe_and_at_least_one_request_progresses
             assert left == 0 or not some_order_works(left - 1, more_need, more_held)
 
 
-def test_part_of_a_block_request_is_granted_only_in_multiples_of_the_required_number() -> None:
+def test_partial_grant_of_blocks_is_a_multiple_of_the_number_of_kv_cache_groups() -> None:
     # 12 available: the second must still find its 5 when the first has taken a part of the 14 it needs.
     snapshot = snapshot_of(20, [4, 4], [14, 5])
     assert grant(snapshot, ints(0), ints(13), multiple=1).tolist() == [7]
@@ -123,7 +123,7 @@ def test_part_of_a_block_request_is_granted_only_in_multiples_of_the_required_nu
     assert grant(snapshot, ints(1), ints(5), multiple=2).tolist() == [5]
 
 
-def test_requests_with_merged_blocks_are_safe_by_exact_count_although_not_by_the_upper_bound() -> None:
+def test_exact_block_count_shows_that_a_state_with_merged_blocks_is_safe_where_the_bound_does_not() -> None:
     """Compare the bound and the exact count for two requests that share four merged blocks.
 
     Each request computed the blocks itself before they were found equal. The bound counts them as never

@@ -200,7 +200,7 @@ def test_reservation_includes_the_recurrent_state_that_is_read_and_the_one_writt
     assert group_reservation(STATE, AdmissionRequest(9, 4, n=3), replace(limits, cached_states=False)) == 3
 
 
-def test_rejection_of_a_request_that_never_fits_counts_the_read_and_the_written_recurrent_state() -> None:
+def test_rejected_request_needs_blocks_for_the_recurrent_state_it_reads_and_the_one_it_writes() -> None:
     whole = AdmissionRequest(12, 4)
     assert isinstance(make(blocks=7).admit(1, list(range(12)), 4), Admitted)  # four blocks of tokens and two
     never = make(blocks=6).admit(1, list(range(12)), 4)

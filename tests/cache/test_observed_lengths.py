@@ -65,7 +65,7 @@ def test_output_lengths_estimated_from_a_time_window_of_a_busy_server_have_the_t
     assert found.unknown < 0.1
 
 
-def test_length_estimate_continues_after_a_step_with_very_few_running_requests() -> None:
+def test_length_estimate_is_not_cut_off_after_a_step_in_which_few_requests_ran() -> None:
     # In the begin of the window only long requests run. The first length is then observed once, and it ends.
     found = weigh(rows([3, 300, 310, 320]), np.array([50, 50, 60, 70]), NONE, 80)
     assert found.weights[1:].sum() == pytest.approx(0.5)
@@ -75,7 +75,7 @@ def test_long_request_that_ends_in_the_first_step_of_the_time_window_is_counted_
     assert weigh(rows([3, 300]), np.array([50, 0]), NONE, 80).weights == pytest.approx([0.5, 0.5])
 
 
-def test_drawn_request_lengths_repeat_in_proportion_to_their_weights() -> None:
+def test_request_lengths_are_drawn_in_proportion_to_their_weights() -> None:
     drawn = draw(Lengths(rows([1, 2, 3]), np.array([0.5, 0.3, 0.2]), 0.0), 1000)
     assert np.bincount(drawn[:, 1]).tolist() == [0, 500, 300, 200]
     assert drawn[:, 1].tolist() != sorted(drawn[:, 1].tolist())

@@ -49,7 +49,7 @@ def check_tree(tree: RadixTiers) -> None:
     assert held["host"] <= tree._on_host <= tree.host_chunks
 
 
-def test_hits_in_random_worlds_equal_those_recorded_from_sglang(benchmark) -> None:
+def test_prefix_hits_of_random_prompts_equal_those_recorded_from_sglang(benchmark) -> None:
     recorded = json.loads((DATA / "hicache_worlds.json").read_text())
     for seed, hits in enumerate(recorded):
         prompts, gpu, host = benchmark.world(seed)
@@ -60,7 +60,7 @@ def test_hits_in_random_worlds_equal_those_recorded_from_sglang(benchmark) -> No
         assert found == hits, f"world {seed}"
 
 
-def test_host_tier_returns_what_the_gpu_has_evicted() -> None:
+def test_host_tier_serves_prefixes_that_the_gpu_has_evicted() -> None:
     tree = RadixTiers(4, 100)
     assert [tree.serve(prompt) for prompt in ((1, 2, 3), (4, 5, 6), (1, 2, 3), (4, 5, 6))] == [0, 0, 3, 3]
 
@@ -79,7 +79,7 @@ def test_full_host_tier_evicts_a_whole_node_for_each_new_one() -> None:
     assert tree.serve((1, 2, 3)) == 0
 
 
-def test_size_without_chunks_is_refused() -> None:
+def test_tier_or_pool_size_of_zero_chunks_is_rejected() -> None:
     with pytest.raises(CacheConfigError, match="each needs at least 1"):
         RadixTiers(5, 0)
 

@@ -104,7 +104,7 @@ def test_dashboard_shows_counters_as_rates_and_never_sums_ratios(dashboards: Das
 WITH_A_SENTINEL = ("tonnage_time_to_full_seconds", "tonnage_drain_seconds")
 
 
-def test_dashboard_panel_shows_a_text_instead_of_the_metric_value_that_stands_for_never(
+def test_dashboard_panel_shows_a_text_where_a_time_metric_has_its_value_for_never(
     dashboards: Dashboards,
 ) -> None:
     for title, panel in panels(dashboards):

@@ -312,5 +312,5 @@ CHECKS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 
-def test_every_program_whose_documented_commands_are_checked_is_recognized_in_inline_code() -> None:
+def test_inline_code_that_begins_with_a_checked_program_is_recognized_as_a_command() -> None:
     assert set(CHECKS) - {"cd", "install", "printf"} <= set(PROGRAMS)  # words of prose, too

@@ -99,7 +99,7 @@ def test_every_control_of_the_page_sets_its_plan_flag(sight: Sight) -> None:
     sight.planned("Qwen/Qwen3-0.6B")
 
 
-def test_page_shows_formulas_compares_kept_plans_and_lists_other_gpus(sight: Sight) -> None:
+def test_page_shows_formulas_and_other_gpus_and_compares_kept_plans(sight: Sight) -> None:
     sight.open().settle()
     sight.page.click("button.kv_pool")
     assert "kv_cache.bytes_per_block" in sight.page.inner_text("#terms")
@@ -144,7 +144,7 @@ def test_click_on_advice_applies_it_to_the_plan(sight: Sight) -> None:
     assert sight.page.input_value("#flag-tensor-parallel-size") == "2"  # the third of its steps: 4 GPUs
 
 
-def test_training_tab_shows_formulas_compares_kept_plans_and_lists_gpus(sight: Sight) -> None:
+def test_training_tab_shows_formulas_and_gpus_and_compares_kept_plans(sight: Sight) -> None:
     sight.open()
     sight.page.click("#tab-train")
     sight.settle()

@@ -46,7 +46,7 @@ def test_vision_tower_parameters_are_counted_separately(config_of):
     assert build_architecture(config_of("google/gemma-2b")).tower_parameters == {}
 
 
-def test_falcon_40b_has_8_kv_heads_and_transformers_caches_128_of_them(config_of):
+def test_falcon_40b_has_8_kv_heads_although_transformers_caches_128_heads(config_of):
     architecture = build_architecture(config_of("tiiuae/falcon-40b"))
     assert architecture.parameters == 41_303_293_952
     layer = architecture.cache_layers[0]

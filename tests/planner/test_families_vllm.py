@@ -169,7 +169,7 @@ def test_planned_vision_tower_parameters_equal_vllms_modules(name, fields, param
     assert found["vision"] + merged == parameters
 
 
-def test_experts_without_weights_take_no_memory_in_a_vllm_plan():
+def test_identity_experts_without_weights_take_no_memory_in_a_vllm_plan():
     """LongCat-Flash-Lite has 68.5 B parameters; transformers also allocates a matrix for its empty experts."""
     config = row("LongcatFlashNgramForCausalLM")
     weights = plan(config, gpu="b300-288g").rank.weights_bytes

@@ -60,7 +60,7 @@ def test_unknown_model_type_has_no_registered_family():
         assert family_of(unknown) is NO_FAMILY
 
 
-def test_every_reason_why_a_model_family_is_not_planned_with_a_paged_kv_cache_has_a_text():
+def test_every_reason_code_for_a_missing_paged_kv_cache_has_a_message():
     assert {"served", *REASONS} == set(get_args(Paged))
 
 

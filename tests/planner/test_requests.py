@@ -171,7 +171,7 @@ def test_plan_notes_the_vllm_version_of_the_block_manager_used_for_requests(
     assert words is None or words in notes[0]
 
 
-def test_method_hold_of_a_python_plan_rejects_invalid_request_lengths(model):
+def test_hold_method_of_a_plan_object_rejects_invalid_request_lengths(model):
     found = plan(model("meta-llama/Llama-3.2-1B"), engine="vllm", max_model_len=4096, device_memory=24 << 30)
     assert found.hold(4000, 96).blocks.last == 4095 // 128 + 1
     for lengths in ((4000, 97), (0, 1), (1, 0)):

@@ -34,7 +34,7 @@ def test_training_plan_is_within_3_percent_of_published_training_runs():
     assert found["worst_error"] < found["peer"]["vramcalc 0.1.2"]["worst_error"]
 
 
-def test_accuracy_score_of_training_plans_counts_a_wrong_measurement_as_a_miss(tmp_path):
+def test_accuracy_benchmark_of_training_plans_counts_a_total_outside_its_tolerance_as_a_miss(tmp_path):
     """One run has a total 4 % higher, and one has a model without a config."""
     lines = RECEIPTS.read_text().splitlines()
     row = next(line for line in lines if "17.51" in line)

@@ -62,7 +62,7 @@ def test_precision_convention_decides_the_training_bytes_per_parameter(precision
     assert found.used_by
 
 
-def test_fp8_activations_keep_one_byte_inputs_and_two_weight_copies(planner):
+def test_fp8_training_keeps_one_byte_per_input_value_and_two_fp8_copies_of_each_weight(planner):
     """Transformer Engine keeps each matrix and its transpose in fp8 for the backward pass.
 
     This does not depend on the master weights. torchao's float8, under FSDP, keeps what 16-bit training keeps.
@@ -167,7 +167,7 @@ def test_each_parallel_strategy_has_the_expected_communication_per_parameter(
     assert communication_of(twice, states(twice), 0).elements == found.elements
 
 
-def test_40b_model_sends_120_gb_between_two_nodes(config_of):
+def test_zero_3_step_of_a_40b_model_sends_120_gb_between_two_nodes(config_of):
     states = one_tensor(40_000_000_000, build_architecture(config_of(LLAMA_8B)))
     setup = TrainingSetup(strategy="zero3", gpus=8, nodes=2, convention="zero", intra_node=300 * 10**9,
                           inter_node=50 * 10**9)  # fmt: skip

@@ -171,7 +171,7 @@ def _engine_processes() -> list[int]:
     return found
 
 
-def test_router_matches_prefixes_from_the_first_chunk_and_evicts_the_oldest() -> None:
+def test_router_matches_prefixes_from_the_first_chunk_and_forgets_the_oldest_prefixes() -> None:
     memory = PrefixMemory(size=3)
     first, second = chain(tuple(range(256)), ""), chain((*range(128), *range(500, 628)), "")
     assert len(first) == 4

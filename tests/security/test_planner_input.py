@@ -103,7 +103,7 @@ def test_config_with_layer_types_that_are_no_strings_is_rejected():
         planned(config | {"layers_block_type": [["mamba"]]})
 
 
-def test_unused_dropout_beyond_float_range_is_ignored():
+def test_value_beyond_float_range_in_an_unused_dropout_field_is_ignored():
     planned(TINY | {"attention_dropout": HUGE})
 
 

@@ -141,7 +141,7 @@ def test_text_that_is_no_beginning_of_a_stop_string_is_emitted_immediately() -> 
     assert buffer.push("X") == "ENX"
 
 
-def test_eos_ids_come_from_generation_config_then_config(tmp_path, tokenizer_folder) -> None:
+def test_eos_ids_come_from_generation_config_or_else_from_config(tmp_path, tokenizer_folder) -> None:
     source = (tokenizer_folder / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(source)
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == ()

@@ -74,7 +74,7 @@ async def test_admission_modes_other_than_auto_report_no_statistics_of_the_auto_
     assert "admission" not in text.to_dict(found)
 
 
-async def test_metrics_memory_report_and_watch_show_equal_step_costs_and_admission_rule(
+async def test_step_costs_and_admission_rule_are_equal_in_metrics_and_memory_report_and_watch(
     run_server: Callable[..., Any], small_plan: Callable[..., Any]
 ) -> None:
     engine = FakeEngine(small_plan(200), policy=AUTO)

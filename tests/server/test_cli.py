@@ -164,7 +164,7 @@ def test_help_lists_every_command() -> None:
         assert own.stdout.startswith(f"usage: tonnage {command}")
 
 
-def test_call_without_command_prints_the_usage() -> None:
+def test_command_line_without_a_command_prints_the_usage() -> None:
     done = tonnage()
     assert done.returncode == 2
     assert done.stderr.startswith("usage: tonnage COMMAND")

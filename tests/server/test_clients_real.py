@@ -52,7 +52,7 @@ async def test_sync_openai_client_completes_and_streams(server) -> None:
     assert (await in_thread(client.models.retrieve, "demo")).id == "demo"
 
 
-async def test_openai_messages_can_be_sent_back_as_objects_and_dicts(server) -> None:
+async def test_messages_received_by_the_openai_client_can_be_sent_back_as_objects_and_as_dicts(server) -> None:
     """As the object it is, and as a dict with all that its types know."""
     same: dict[str, Any] = {"model": "demo", "temperature": 0}
     chat = await server.openai.chat.completions.create(messages=MESSAGES, max_tokens=6, **same)

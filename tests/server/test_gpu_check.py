@@ -144,7 +144,7 @@ def test_gpu_check_steps_beyond_the_time_limit_are_skipped() -> None:
     assert run.run()["first"].status == "skipped"
 
 
-def test_gpu_check_marks_a_measurement_outside_the_plan_as_off() -> None:
+def test_gpu_check_gives_a_measurement_outside_the_planned_bounds_the_verdict_off() -> None:
     assert [exact("pool", 5, 5).verdict, exact("pool", 6, 5).verdict] == ["ok", "off"]
     assert [within("activations", size, 5, (4, 8)).verdict for size in (3, 4, 8, 9)] == [
         "off",

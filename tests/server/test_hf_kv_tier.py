@@ -223,7 +223,7 @@ def test_prefix_evicted_from_the_pool_is_loaded_from_the_host_memory_tier() -> N
     assert bench.stats().host_hit_blocks == 6
 
 
-def test_reported_saved_seconds_use_the_measured_prefill_seconds_per_token() -> None:
+def test_seconds_saved_by_the_kv_tier_are_hit_blocks_times_measured_prefill_time() -> None:
     bench = opened(plan_for(blocks=12, host=40))
     bench.tier.computed(10 * BLOCK, 5.0, BLOCK)  # half a second for each block
     for seed in (1, 2, 3, 1):

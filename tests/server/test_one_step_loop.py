@@ -223,7 +223,7 @@ def assert_same(log: list[Decisions], other: list[Decisions]) -> None:
 
 
 @pytest.mark.parametrize("mode", list(POLICIES))
-def test_replay_fake_engine_and_hf_engine_make_equal_scheduling_decisions_in_every_step(
+def test_fake_engine_and_hf_engine_and_trace_replay_make_equal_scheduling_decisions_in_every_step(
     folder: Path, loop: EngineLoop, mode: AdmissionMode
 ) -> None:
     plan, policy = plan_of(folder, caching=False), POLICIES[mode]
@@ -238,7 +238,7 @@ def test_replay_fake_engine_and_hf_engine_make_equal_scheduling_decisions_in_eve
     assert_same(log, served(loop, plan, given, policy))
 
 
-def test_replay_fake_engine_and_hf_engine_decide_alike_with_shared_prefixes(
+def test_fake_engine_and_hf_engine_and_trace_replay_decide_alike_with_shared_prefixes(
     folder: Path, loop: EngineLoop
 ) -> None:
     plan, policy = plan_of(folder, caching=True), Policy(AdmissionMode.GREEDY)

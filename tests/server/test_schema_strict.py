@@ -98,7 +98,7 @@ async def test_responses_and_events_match_openai_types_strictly(server) -> None:
     assert text == told[-1]["response"]["output"][0]["content"][0]["text"]
 
 
-async def test_models_match_openai_types_strictly(server) -> None:
+async def test_models_endpoint_matches_openai_types_strictly(server) -> None:
     answer = (await server.http.get("/v1/models")).json()
     assert answer["object"] == "list"
     for model in (*answer["data"], (await server.http.get("/v1/models/demo")).json()):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from tonnage.server.http.turns import Turns, work_for
 
 
-async def test_api_keys_take_turns_at_work_of_limited_concurrency_and_requests_of_a_key_keep_order() -> None:
+async def test_api_keys_take_turns_at_slots_of_limited_concurrency_and_requests_of_a_key_keep_order() -> None:
     turns, done = Turns(1), list[str]()
 
     async def request(name: str) -> None:
@@ -23,7 +23,7 @@ async def test_api_keys_take_turns_at_work_of_limited_concurrency_and_requests_o
     assert done == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
 
 
-async def test_cancelled_requests_neither_lose_nor_duplicate_a_place_of_work_with_limited_concurrency() -> None:
+async def test_cancelled_requests_neither_leak_nor_duplicate_slots_of_limited_concurrency() -> None:
     draw, turns, inside, most = random.Random(0), Turns(3), 0, 0
 
     async def request(key: str) -> None:

@@ -63,7 +63,7 @@ def test_result_of_the_admission_benchmark_for_one_load_has_all_figures_and_reco
     assert peer["recomputed"] == peer["computed"] - once > 0
 
 
-def test_admission_benchmark_does_not_time_the_first_load_of_a_warm_scheduler(matrix: Any) -> None:
+def test_admission_benchmark_leaves_out_the_time_of_the_warm_up_load(matrix: Any) -> None:
     server = matrix.Server("predictive", 200, matrix.named()["gpu"])
     server.serve(matrix.load("equal-below-max", 20, 1), "closed-8", 0.0, "warm")
     before = server.now
