@@ -7,7 +7,6 @@ rejects, shares prefixes and frees blocks as an engine with that plan would, at 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import math
@@ -24,7 +23,8 @@ from tonnage.planner.plans import Plan
 from tonnage.server.engines.base import Engine
 from tonnage.server.engines.capacity import Capacity
 from tonnage.server.engines.chunk import Chunk, FinishReason
-from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
+from tonnage.server.engines.errors import EngineDead, NeverFits
+from tonnage.server.engines.in_flight import RequestsInFlight
 from tonnage.server.engines.inbox import Inbox
 from tonnage.server.engines.pool_stats import engine_stats, new_manager, sample_laws
 from tonnage.server.engines.request import GenerationRequest
@@ -128,11 +128,9 @@ class FakeEngine(Engine):
         self._live: dict[str, _Request] = {}
         self._said: list[tuple[_Request, Chunk]] = []  # chunks of the current step that are not delivered yet
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._in_flight = RequestsInFlight()
         self._loop: asyncio.Task[None] | None = None
         self._ready = False
-        self._draining = False
         self._dead: EngineDead | None = None
         self._generation_tokens = 0
 
@@ -159,22 +157,21 @@ class FakeEngine(Engine):
         """Submit a request and yield its chunks of generated tokens; see ``Engine.generate``."""
         if self._dead is not None:
             raise self._dead
-        if not self._ready or self._draining:
-            raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
+        self._in_flight.check(self._ready)
         self._refuse_never(request)
         entry = self.add(request, time.monotonic())
-        self._idle.clear()
         self._wake.set()
         remaining = request.n
-        try:
-            while remaining:
-                chunk = await entry.inbox.get()
-                if isinstance(chunk, TonnageError):
-                    raise chunk
-                remaining -= chunk.finish_reason is not None
-                yield chunk
-        finally:
-            self._forget(request.request_id)
+        with self._in_flight.request():
+            try:
+                while remaining:
+                    chunk = await entry.inbox.get()
+                    if isinstance(chunk, TonnageError):
+                        raise chunk
+                    remaining -= chunk.finish_reason is not None
+                    yield chunk
+            finally:
+                self._forget(request.request_id)
 
     def add(self, request: GenerationRequest, arrival: float) -> _Request:
         """Queue a request that arrived at time ``arrival``, in seconds since any fixed origin."""
@@ -244,9 +241,7 @@ class FakeEngine(Engine):
 
     async def drain(self, seconds: float) -> None:
         """Stop admitting requests, and wait at most ``seconds`` for the running requests."""
-        self._draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self._in_flight.drain(seconds)
 
     async def stop(self) -> None:
         """Stop the asyncio task that computes the engine's steps."""
@@ -370,5 +365,3 @@ class FakeEngine(Engine):
             return
         for sequence in list(entry.sequences):
             self._drop(sequence)
-        if not self._live:
-            self._idle.set()

@@ -18,6 +18,7 @@ from tonnage.server.engines.base import Capabilities, Engine, common
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, NeverFits, QueueFull
+from tonnage.server.engines.in_flight import RequestsInFlight
 from tonnage.server.engines.request import GenerationRequest
 from tonnage.server.engines.stats import EngineStats, PoolStats, total
 from tonnage.server.ray.replica import ReplicaReport
@@ -40,9 +41,7 @@ class RayEngine(Engine):
         self._limits = limits_of(plan)
         self.reports: tuple[ReplicaReport, ...] = ()  # each replica's latest report, at most one second old
         self._reporter: asyncio.Task[None] | None = None
-        self._live = 0
-        self._idle = asyncio.Event()
-        self._draining = False
+        self._in_flight = RequestsInFlight()
         usable = plan.kv_cache.usable_blocks
         self._stats = EngineStats(False, 0, 0, PoolStats(plan.kv_cache.num_blocks, usable, 0, 0, usable, 0))
 
@@ -90,29 +89,25 @@ class RayEngine(Engine):
             EngineDead: the replica died.
         """
         self._refuse(request)
-        self._live += 1
-        self._idle.clear()
         answers = self._handle.options(stream=True).generate.remote(request)
         remaining = request.n
-        try:
-            async for answer in answers:
-                if isinstance(answer, TonnageError):
-                    raise answer
-                remaining -= answer.finish_reason is not None
-                yield answer
-            if remaining:
-                raise EngineDead("the replica ended before the answer did", hint="send the request again")
-        except (RayError, RayServeException) as error:
-            raise EngineDead(
-                f"the replica died ({type(error).__name__})", hint="send the request again"
-            ) from None
-        finally:
-            if remaining:
-                with contextlib.suppress(RayError):
-                    answers.cancel()
-            self._live -= 1
-            if not self._live:
-                self._idle.set()
+        with self._in_flight.request():
+            try:
+                async for answer in answers:
+                    if isinstance(answer, TonnageError):
+                        raise answer
+                    remaining -= answer.finish_reason is not None
+                    yield answer
+                if remaining:
+                    raise EngineDead("the replica ended before the answer did", hint="send the request again")
+            except (RayError, RayServeException) as error:
+                raise EngineDead(
+                    f"the replica died ({type(error).__name__})", hint="send the request again"
+                ) from None
+            finally:
+                if remaining:
+                    with contextlib.suppress(RayError):
+                        answers.cancel()
 
     def _refuse(self, request: GenerationRequest) -> None:
         """Raise an error for a request that cannot be sent to a replica.
@@ -122,8 +117,7 @@ class RayEngine(Engine):
         """
         if not self._stats.ready:
             raise QueueFull("no replica is ready")
-        if self._draining:
-            raise QueueFull("the server is draining")
+        self._in_flight.check(ready=True)
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         if (answer := refusal(wish, self._limits)) is not None:
             raise NeverFits(str(answer), field="prompt")
@@ -148,13 +142,10 @@ class RayEngine(Engine):
 
     async def drain(self, seconds: float) -> None:
         """Accept no more requests, and wait at most `seconds` until all accepted requests have ended."""
-        self._draining = True
-        if self._live:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), seconds)
+        await self._in_flight.drain(seconds)
 
     async def stop(self) -> None:
         """Stop requesting reports from the replicas; Ray itself stops the replicas."""
-        self._draining = True
+        self._in_flight.draining = True
         if self._reporter is not None:
             self._reporter.cancel()

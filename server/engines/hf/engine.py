@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import logging
@@ -34,6 +33,7 @@ from tonnage.server.engines.hf.headroom import SMALLER, available_memory, gib, r
 from tonnage.server.engines.hf.messages import Abort, Load, Ready, StepOutput, Stop
 from tonnage.server.engines.hf.model.formats import require_loadable
 from tonnage.server.engines.hf.model.support import require_fixed_rotary, require_supported
+from tonnage.server.engines.in_flight import RequestsInFlight
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.rejections import Rejections
 from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest
@@ -129,9 +129,7 @@ class HFEngine(Engine):
         self._measured = MeasuredMemory()
         self._rejections = Rejections()
         self._dead: TonnageError | None = None
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._in_flight = RequestsInFlight()
         usable = plan.kv_cache.usable_blocks
         empty = PoolStats(
             plan.kv_cache.num_blocks, usable, 0, 0, usable, 0, evictions_by_cause=(0,) * len(EVICTION_CAUSES)
@@ -298,31 +296,28 @@ class HFEngine(Engine):
         inbox: asyncio.Queue[Chunk | TonnageError] = asyncio.Queue()
         self._live[request.request_id] = inbox
         self._unfinished[request.request_id] = request.n
-        self._idle.clear()
         self._outbox.put(request)
         remaining = request.n
-        try:
-            while remaining:
-                chunk = await inbox.get()
-                if isinstance(chunk, TonnageError):
-                    remaining = 0  # The engine has ended, so no request is left to abort.
-                    raise chunk
-                remaining -= chunk.finish_reason is not None
-                yield chunk
-        finally:
-            del self._live[request.request_id]
-            self._unfinished.pop(request.request_id, None)
-            if remaining:
-                self._outbox.put(Abort(request.request_id))
-            if not self._live:
-                self._idle.set()
+        with self._in_flight.request():
+            try:
+                while remaining:
+                    chunk = await inbox.get()
+                    if isinstance(chunk, TonnageError):
+                        remaining = 0  # The engine has ended, so no request is left to abort.
+                        raise chunk
+                    remaining -= chunk.finish_reason is not None
+                    yield chunk
+            finally:
+                del self._live[request.request_id]
+                self._unfinished.pop(request.request_id, None)
+                if remaining:
+                    self._outbox.put(Abort(request.request_id))
 
     def _refuse(self, request: GenerationRequest) -> None:
         """Raise an error if the engine is dead or draining, or if the request can never fit into the pool."""
         if self._dead is not None:
             raise self._dead
-        if self._ready is None or self._draining:
-            raise QueueFull("the engine is not ready" if self._ready is None else "the server is draining")
+        self._in_flight.check(self._ready is not None)
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = refusal(wish, self._limits)
         if answer is not None:
@@ -361,13 +356,11 @@ class HFEngine(Engine):
 
     async def drain(self, seconds: float) -> None:
         """Stop admitting requests, and wait at most ``seconds`` for the running requests."""
-        self._draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self._in_flight.drain(seconds)
 
     async def stop(self) -> None:
         """Stop the engine process; kill it if it does not end within 5 seconds or is still loading."""
-        self._draining = True
+        self._in_flight.draining = True
         self._sampler.stop()
         if self._watch is not None:
             self._watch.cancel()

@@ -29,6 +29,7 @@ from tonnage.server.engines.base import Capabilities, Engine
 from tonnage.server.engines.capacity import Capacity, limits_of
 from tonnage.server.engines.chunk import Chunk
 from tonnage.server.engines.errors import EngineDead, QueueFull, Refused
+from tonnage.server.engines.in_flight import RequestsInFlight
 from tonnage.server.engines.process_memory import PeakSampler
 from tonnage.server.engines.request import ALL_PARAMS, GenerationRequest, PoolingTask
 from tonnage.server.engines.sharing import Sharing, whole_blocks
@@ -87,9 +88,7 @@ class VLLMEngine(Engine):
             str(self._policy.mode),
             caching=bool(plan.deployment.enable_prefix_caching),
         )
-        self._unfinished = 0  # number of unfinished requests
-        self._idle = asyncio.Event()  # set while no request is unfinished
-        self._idle.set()
+        self._in_flight = RequestsInFlight()
         self._llm: Any = None
         self._loader = ThreadPoolExecutor(1, "vllm-loader")
         self._loading: Future[Any] | None = None
@@ -97,7 +96,6 @@ class VLLMEngine(Engine):
         self._checks: GrammarChecks | None = None
         self._ready = False
         self._stopping = False
-        self._draining = False
         self._dead: TonnageError | None = None
         self._sampler = PeakSampler()
         self._weights: int | None = None
@@ -231,9 +229,7 @@ class VLLMEngine(Engine):
         arrived = time.monotonic()
         self._positions.check(request, pools=self._pools is not None)
         position = self._positions.position(request.priority)
-        self._unfinished += 1
-        self._idle.clear()
-        try:
+        with self._in_flight.request():
             checked: CheckedGrammar | None = None
             if self._checks is not None:
                 checked = await self._checks.check(request)
@@ -243,10 +239,6 @@ class VLLMEngine(Engine):
             async with contextlib.aclosing(self._chunks(request, checked, position, converter)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        finally:
-            self._unfinished -= 1
-            if not self._unfinished:
-                self._idle.set()
 
     def _submit(
         self, request: GenerationRequest, checked: CheckedGrammar | None, position: int
@@ -312,8 +304,7 @@ class VLLMEngine(Engine):
             self._die(self._llm.dead_error)
         if self._dead is not None:
             raise self._dead
-        if self._draining or not self._ready:
-            raise QueueFull("the server is draining" if self._draining else "the engine is not ready")
+        self._in_flight.check(self._ready)
 
     def _die(self, error: BaseException) -> None:
         if not isinstance(error, EngineDead):
@@ -369,7 +360,7 @@ class VLLMEngine(Engine):
             process_peak=self._sampler.peak or None,
         )
         return replace(
-            self._positions.rejections.added_to(self._cores.stats(memory, idle=not self._unfinished)),
+            self._positions.rejections.added_to(self._cores.stats(memory, idle=not self._in_flight.count)),
             ready=self.ready,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
@@ -403,13 +394,11 @@ class VLLMEngine(Engine):
 
     async def drain(self, seconds: float) -> None:
         """Stop admitting requests, and wait at most `seconds` for the unfinished ones."""
-        self._draining = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+        await self._in_flight.drain(seconds)
 
     async def stop(self) -> None:
         """Stop vLLM's processes and close their files; this also works while vLLM is loading."""
-        self._stopping = self._draining = True
+        self._stopping = self._in_flight.draining = True
         self._ready = False
         self._sampler.stop()
         if self._watch is not None:
