@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
-            # The HTML page quotes the command line.
+            # The page that --html writes quotes the command line.
             found.words = (*self.prog.split(), *_without_token(words))
         return found
 

@@ -205,7 +205,8 @@ class Failure:
     """The predicted failure of an engine's start, with the engine's own error message.
 
     Attributes:
-        why: the planner's explanation and remedy; empty if the plan does not fit for lack of memory.
+        why: the planner's explanation and remedy. It is empty if the cause is a lack of memory, which other
+            `reasons` of the plan explain.
         sentence: the engine's own error message.
     """
 

@@ -98,7 +98,7 @@ def parse_port(text: str) -> int:
 
 
 def gib(size: int) -> str:
-    """Format bytes as `1.98 GiB`, or in MiB below 1 GiB so that small terms stay readable."""
+    """Format bytes as `1.98 GiB`, or in MiB below 1 GiB so that small sizes stay readable."""
     if abs(size) >= GiB:
         return f"{size / GiB:,.2f} GiB"
     return f"{size / MiB:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""The command `tonnage fit-log`, which compares start-up logs with their plans and fits memory terms."""
+"""The command `tonnage fit-log`, which compares start-up logs with plans and fits correction factors."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return `rows` with one row in place of those of several ranks that have the same figures."""
+    """Return `rows`, in which ranks with the same planned and logged value of a memory term share one row."""
     terms = [row.term for row in rows]
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: terms.index(row.term)):

@@ -155,9 +155,9 @@ def assumed(found: StartLog, args: argparse.Namespace, size: Size) -> tuple[str,
 def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
     """Return the GPU types that have `device_bytes` of memory (a log's figure), and those that may have it.
 
-    The first list is empty if no GPU type has this memory, or if the types that have it differ in their plans.
-    It has several types only if all of them have the same plan. Memory sizes that a driver reported are
-    compared more strictly than nominal sizes.
+    The first list is empty if no GPU type has this memory, or if the plan would differ between the types that
+    have it. It has several types only if the plan is the same for all of them. Memory sizes that a driver
+    reported are compared more strictly than nominal sizes.
     """
     gpus = [gpu for gpu in catalogue() if gpu.device == "cuda"]
 
@@ -170,8 +170,8 @@ def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
     alike = len({(gpu.vendor, gpu.capability) for gpu in found}) == 1
     if not exact and alike:
         found = found[:1]
-    # A GPU's SXM and PCIe versions have the same figures. The SXM version is preferred, because servers have it
-    # more often.
+    # The SXM and PCIe versions of a GPU have the same memory size. The SXM version is preferred, because more
+    # servers have it.
     found = sorted(found, key=lambda gpu: "pcie" in gpu.name)
     return (found if alike else []), near
 

@@ -151,7 +151,7 @@ def _by_library() -> str | None:
     except Exception as error:  # catch all exceptions: huggingface_hub's exception types may be missing
         raise ModelNotFound(
             f"huggingface_hub has no token: {type(error).__name__}", field="model",
-            hint="hf auth login, or set HF_TOKEN",
+            hint="run hf auth login, or set HF_TOKEN",
         ) from None  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
 _TIMEOUT_SECONDS = 10.0  # The timeout applies to one HTTP response.
+
 # Bytes that the first request for a safetensors header reads. Most headers are shorter; a longer one takes a
 # second request.
 _FIRST_BYTES = 1 << 16
@@ -139,7 +140,7 @@ class Remote:
         return self._range(name, 0, count)
 
     def files(self) -> list[str]:
-        """Return the paths of the files in the model's repository, by the hub's API (utils: list_repo_tree)."""
+        """Return the paths of the files in the model's repository, by the API of HfApi.list_repo_tree."""
         address = f"{endpoint()}/api/models/{quote(self._model.repo)}/tree/"
         address += f"{quote(revision_of(self._model), safe='')}?recursive=true"
         answer = self._get("tree", None, address)

@@ -25,7 +25,7 @@ class StateTensor:
         dtype: the tensor's dtype, or None for the model's dtype.
         shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
             tensor.
-        chunk: chunk size: tokens that the Mamba-2 kernel processes at a time; None for other states.
+        chunk: number of tokens that the Mamba-2 kernel processes at a time; None for other states.
     """
 
     name: str

@@ -24,8 +24,8 @@ def capacity_by_growth(usable: int, peak: int, each: int) -> int:
 
     Args:
         usable: number of usable blocks in the KV pool.
-        peak: blocks of a request while it holds the most.
-        each: blocks of an earlier request at that moment.
+        peak: maximum number of blocks that the last admitted request holds.
+        each: number of blocks that each earlier request holds when the last one holds `peak` blocks.
     """
     return 0 if peak > usable else 1 + (usable - peak) // each
 

@@ -118,7 +118,7 @@ class Attention:
             keep.
         sinks: whether eager attention adds a learned score per head (attention sink).
         before_out: a norm before the output projection, or None.
-        extra: tensors outside the modules of ``branches``, named relative to the layer.
+        extra: additional tensors, such as attention sinks or a mask buffer, named relative to the layer.
     """
 
     name: str
@@ -159,7 +159,7 @@ class LatentAttention:
         nope: values per head of q and k that are not rotated.
         rotary: rotated values per head of q and k.
         value: values per head of v.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: additional tensors, such as those of a sparse indexer, named relative to the layer.
     """
 
     hidden: int
@@ -260,7 +260,7 @@ class Experts:
         chosen: number of experts selected per token.
         shared: the shared expert, an MLP used for every token and named relative to the layer; or None.
         shared_gate: name of the sigmoid gate that weights the shared MLP, or None.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: additional tensors, such as a correction bias of the router, named relative to the layer.
         first: whether the experts precede the router in the state dict.
         biased: whether the experts have biases and matrices stored as [experts, in, out].
     """
@@ -303,7 +303,8 @@ class Layer:
     Attributes:
         parallel: whether all branches read the layer's input; a branch without a norm then uses the output of
             the preceding branch's norm.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: additional tensors of the layer that its branches do not describe, such as the learned scalars of
+            an activation function, named relative to the layer.
     """
 
     branches: tuple[Branch, ...]
