@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=epilog or None,
-            # An explicit width spares argparse the import of shutil and its compressors, which takes 5 ms.
+            # Without an explicit width, argparse imports shutil and compression modules, which takes 5 ms.
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_width()),
             allow_abbrev=False,
             add_help=False,
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
             raise DeploymentError(rest, field=field, hint=self._listed())
-        if rest:  # argparse may name a missing MODEL twice; keep it once.
+        if rest:  # argparse may name a missing argument twice; keep it once.
             message = f"{about}: {', '.join(dict.fromkeys(rest.split(', ')))}"
         raise DeploymentError(message, hint=self._listed())
 

@@ -1,4 +1,4 @@
-"""The command `tonnage plan`: its options, the checks that they do not exclude each other, and its output."""
+"""The command `tonnage plan`: its options, checks for options that exclude each other, and its output."""
 
 from __future__ import annotations
 

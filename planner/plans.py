@@ -127,7 +127,7 @@ class RankPlan:
         total_bytes: total bytes of the device's memory.
         draft_bytes: bytes of the speculative draft's weights.
         offloaded_bytes: bytes of weights kept in host memory, not on the device.
-        kv_tier_bytes: bytes of a KV tier in the device's own memory (a CPU's host tier).
+        kv_tier_bytes: bytes of the host KV tier if the device is a CPU, whose memory holds the tier; else 0.
     """
 
     weights_bytes: int

@@ -41,13 +41,13 @@ _ASSUMED = (
     "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-# Two memory sizes, in bytes, that drivers report are of the same GPU type if they differ by less than this.
-# Reports of the same GPU type differ by 0.01 GiB.
+# If two memory sizes that drivers report differ by fewer bytes than this, they count as one GPU type. Reports of
+# GPUs of the same type differ by 0.01 GiB.
 _SAME_MEMORY = 0.02 * GiB
 # A GPU's nominal memory size differs from the size that its driver reports by less than this fraction, except
 # for the T4 (NOMINAL_RESERVE).
 _NOMINAL = 0.02
-UNKNOWN_MEMORY = 1 << 50  # bytes that stand for a device with unknown memory
+UNKNOWN_MEMORY = 1 << 50  # bytes that a plan assumes for a device whose memory is unknown
 
 
 def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Deployment:

@@ -116,7 +116,7 @@ class Architecture:
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: number of routed experts selected per token.
         index_topk: number of tokens that sparse attention selects for each query; 0 without sparse attention.
-        pooled: whether the class pools the hidden states and has a head of its own (families/pooled.py).
+        pooled: whether the model's class pools the hidden states and has its own head (families/pooled.py).
         unread: boolean config fields that the planner does not know, and that may add biases or norms missing
             in `tensors`.
         via: source of the shapes: `adapter` for a function in planner/families, `meta` for transformers' own

@@ -79,7 +79,7 @@ class SweepRow:
 
     @property
     def usd_per_sequence(self) -> float | None:
-        """Return USD per hour per sequence that certainly runs; None if price or sequences are missing."""
+        """Return USD per hour divided by the sequences that certainly run; None without price or sequences."""
         if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
             return None
         return self.usd_per_hour / self.least_sequences
