@@ -41,8 +41,8 @@ _ASSUMED = (
     "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-# If two memory sizes that drivers report differ by fewer bytes than this, they count as one GPU type. Reports of
-# GPUs of the same type differ by 0.01 GiB.
+# If two memory sizes that drivers report differ by fewer bytes than this, they count as one GPU type. Reports
+# of GPUs of the same type differ by 0.01 GiB.
 _SAME_MEMORY = 0.02 * GiB
 # A GPU's nominal memory size differs from the size that its driver reports by less than this fraction, except
 # for the T4 (NOMINAL_RESERVE).

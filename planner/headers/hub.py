@@ -65,8 +65,8 @@ def hub_cache() -> Path:
 def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
     """Return the folders in which the package modelscope may keep a snapshot of `repo`.
 
-    They are the folder of current releases, and two folders of releases before 1.38, which kept only one
-    revision of a model.
+    They are the folder of current releases of the package, and two folders of its releases before 1.38, which
+    kept only one revision of a model.
     """
     base = _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope")
     org, _, name = repo.partition("/")

@@ -140,7 +140,7 @@ class Remote:
         return self._range(name, 0, count)
 
     def files(self) -> list[str]:
-        """Return the paths of the files in the model's repository, by the API of HfApi.list_repo_tree."""
+        """Return the paths of the files in the model's repository, from the hub API behind list_repo_tree."""
         address = f"{endpoint()}/api/models/{quote(self._model.repo)}/tree/"
         address += f"{quote(revision_of(self._model), safe='')}?recursive=true"
         answer = self._get("tree", None, address)

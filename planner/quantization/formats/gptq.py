@@ -56,7 +56,7 @@ def _shifts(f: LinearFormat) -> int:
 
 
 def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the bytes of a matrix's tensors in GPTQModel's kernels, which keep the unpacking shifts.
+    """Return the bytes of a matrix's tensors in GPTQModel's kernels, which keep int32 shifts for unpacking.
 
     Source: gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero.
     """
