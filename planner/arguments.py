@@ -206,5 +206,5 @@ def _without_token(words: Sequence[str]) -> list[str]:
 def _width() -> int:
     try:
         return max(60, min(110, os.get_terminal_size().columns - 2))
-    except OSError:  # Only a terminal has a width, a pipe or file has none.
+    except OSError:  # A terminal has a width; a pipe or a file has none.
         return 100

@@ -21,7 +21,7 @@ _FACTORS = {
     "tb": 10**12,
 }
 _SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
-MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typing error
+MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typo
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-"""Reading of an engine's flags, draft model and GPU type from its start-up log; missing flags are assumed."""
+"""An engine's flags, draft model and GPU type, read from its start-up log; missing flags get assumed values."""
 
 from __future__ import annotations
 

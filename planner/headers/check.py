@@ -111,7 +111,7 @@ def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: 
         )
     each = spec.elements // spec.shape[0] // spec.matrices
     if not packed and not any(prod(t.shape) == each for t in stored):
-        raise _mismatch(f"no expert matrix of {spec.module} has {each:,} elements, as config.json requires")
+        raise _mismatch(f"{spec.module} has no expert matrix of {each:,} elements, which config.json requires")
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:

@@ -226,5 +226,7 @@ def _check_spans(infos: list[tuple[int, HeaderTensor]], data_bytes: int, where: 
         end = offset + tensor.nbytes
         if end > data_bytes:
             raise CheckpointError(
-                f"{tensor.name[:80]} ends at {end:,} of {data_bytes:,} bytes: truncated download?", field=where
+                f"{tensor.name[:80]} ends at byte {end:,} of the tensor data, but the file has "
+                f"{data_bytes:,} bytes of it: truncated download?",
+                field=where,
             )

@@ -109,8 +109,8 @@ def token() -> str | None:
 def add_token_flag(parser: argparse._ActionsContainer) -> None:
     """Add the option `--hf-token`, which every command that reads a model has.
 
-    The token is stored in an environment variable, where huggingface_hub reads it, also in an engine's process.
-    It is not in the parsed arguments, because these may be printed and stored.
+    The token is stored in an environment variable, from which huggingface_hub reads it, even in the process of
+    an engine. It is not in the parsed arguments, because these may be printed and stored.
     """
     parser.add_argument(
         "--hf-token", action=_TokenFlag, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="TOKEN",

@@ -111,7 +111,8 @@ class Architecture:
         max_model_len: longest sequence in tokens.
         cache_layers: KV cache or state of each layer; empty for an encoder.
         declared: class names in the config field `architectures`.
-        assumed: text on the sizes that the config leaves out, with the defaults used (of transformers' class).
+        assumed: texts that name each size that the config leaves out, with the default value of transformers'
+            config class that is used instead.
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: number of routed experts selected per token.

@@ -86,7 +86,7 @@ class RequestCapacity:
 
 @dataclass(frozen=True, slots=True)
 class MixCapacity:
-    """The mean number of requests with the lengths of a trace that a KV pool holds at once.
+    """How many requests a KV pool holds at once on average, if their lengths are those of a trace.
 
     Attributes:
         name: name of the trace.

@@ -68,7 +68,8 @@ class HostMemory:
         """Sum the bytes in use while loading and the bytes in use while serving; return the larger sum.
 
         Args:
-            held: (when, bytes) of each part, where `when` is as in `HostPart`.
+            held: (when, bytes) of each part, where `when` is as in `HostPart`. Both sums include the parts with
+                `when` "always".
         """
         sums = {when: sum(size for other, size in held if other == when) for when, _ in held}
         return sums.get("always", 0) + max(sums.get("loading", 0), sums.get("serving", 0))

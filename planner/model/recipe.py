@@ -85,7 +85,7 @@ class Rope:
         joined: whether rotated and unrotated values are concatenated into a new tensor, with the head dimension
             before the token dimension.
         fresh: whether each layer makes its own interleaved copy of the frequency tables.
-        apart: `typed` or `wide` if q and k are rotated separately, in their own dtype or in fp32, and keep the
+        apart: `typed` (in their own dtype) or `wide` (in fp32) if q and k are rotated separately and keep the
             token dimension before the head dimension (GPT-J); empty otherwise.
         restored: whether the result is cast back to q's dtype.
     """
@@ -230,9 +230,10 @@ class Router:
     """The router that selects the experts of each token in a mixture of experts.
 
     Attributes:
-        name: name below the module of the experts.
+        name: name relative to the module of the experts.
         normed: whether the routing weights of the selected experts are divided by their sum.
-        groups: (number of groups of experts, number of groups selected per token); (0, 0) without groups.
+        groups: (number of groups of experts, number of groups selected per token). They are used only if `kind`
+            ends in `-groups`; (0, 0) means that no groups are selected.
         noisy: whether the inputs of the MoE block and of the router are multiplied by random noise.
         linear: whether the router is an nn.Linear.
         dtype: the parameter's dtype as in TensorSpec; None for the model's dtype.

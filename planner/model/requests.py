@@ -151,7 +151,7 @@ class RequestLaw:
     def is_linear(self) -> bool:
         """Return whether a request's KV cache memory is linear in its tokens.
 
-        Windows, chunks and recurrent states make it non-linear.
+        Sliding windows, chunked attention and recurrent states make it non-linear.
         """
         return not any(group.kind in ("window", "chunk", "state") for group in self.groups)
 

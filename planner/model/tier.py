@@ -14,8 +14,8 @@ HEADER_BYTES, DIRECTORIES, OTHER_FILES = 64, 258, 2
 PAGE = 4096  # allocation unit of ext4, XFS and Btrfs in bytes (mkfs defaults)
 
 # Upper bound of the directory bytes per file. An entry of ext4 takes 8 bytes plus the name, rounded up to a
-# multiple of 4 (fs/ext4/ext4.h, ext4_dir_entry_2), here about 90. The directory's hash tree is at least half
-# full.
+# multiple of 4 (fs/ext4/ext4.h, ext4_dir_entry_2), which is about 90 bytes here. The blocks of the directory's
+# hash tree are at least half full, so an entry takes at most twice that.
 ENTRY_BYTES = 256
 # Bytes of host memory per block in the disk tier's index: without and with the learned eviction order
 # (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). The third number is the factor of the upper

@@ -99,7 +99,7 @@ def offers(
 
 
 def _order(offer: Offer) -> tuple[float | str, ...]:
-    """Return an offer's sort key: GPUs, price, stages, changed formats, seconds per token, replicas, GPU name."""
+    """Return an offer's sort key: GPUs, price, stages, changed formats, seconds per token, replicas and GPU."""
     gpus, price, seconds, changes = offer.figures
     return gpus, price, offer.row.stages, changes, seconds, offer.replicas, offer.row.gpu
 
