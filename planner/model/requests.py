@@ -162,7 +162,7 @@ class RequestLaw:
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Return (window in tokens, KV cache bytes per token) of each group with sliding or chunked attention."""
+        """Return (window in tokens, KV bytes per token) of each group with sliding or chunked attention."""
         found: dict[int, int] = {}
         for group in self.groups:
             if group.kind in ("window", "chunk"):
