@@ -27,8 +27,8 @@ def _takes(
 ) -> Callable[[Callable[..., Plan]], Callable[Concatenate[str, _Fields], Plan]]:
     """Return a decorator that gives a function a typed signature for type checkers and editors.
 
-    The signature is the parameter `model` followed by the parameters of `made`. At run time the function is
-    unchanged.
+    The signature is the parameter `model`, followed by the parameters of the callable `made`. At run time the
+    function is unchanged.
     """
     return lambda function: function
 
@@ -62,9 +62,9 @@ def plan(model: str, **fields: Any) -> Plan:
     return plan_or_advise(resolve_model(model), deployment_of(fields, model), engine_given="engine" in fields)
 
 
-@lru_cache(1)  # because the web page plans the same model many times with different flags
+@lru_cache(1)  # The web page plans the same model many times with different flags.
 def _sizer_of(source: ModelSource) -> Sizer:
-    """Return the `Sizer` of a model, which sums the bytes of its weights and sizes its plans.
+    """Return the `Sizer` of a model, which computes the memory of the model under several deployments.
 
     The `Sizer` of the most recent model is cached.
     """

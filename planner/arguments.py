@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             epilog=epilog or None,
-            # An explicit width spares argparse the import of shutil and its compressors, which takes 5 ms.
+            # Without an explicit width, argparse imports shutil and compression modules, which takes 5 ms.
             formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=_width()),
             allow_abbrev=False,
             add_help=False,
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             if action.option_strings and getattr(found, action.dest, None) == "":
                 raise DeploymentError("is empty", field=action.option_strings[0], hint="leave it out")
         if "--html" in self._option_string_actions:
-            # The HTML page quotes the command line.
+            # The page that --html writes quotes the command line.
             found.words = (*self.prog.split(), *_without_token(words))
         return found
 
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         if about.startswith("argument "):
             field = about.removeprefix("argument ").partition("/")[0]
             raise DeploymentError(rest, field=field, hint=self._listed())
-        if rest:  # argparse may name a missing MODEL twice; keep it once.
+        if rest:  # argparse may name a missing argument twice; keep it once.
             message = f"{about}: {', '.join(dict.fromkeys(rest.split(', ')))}"
         raise DeploymentError(message, hint=self._listed())
 
@@ -206,5 +206,5 @@ def _without_token(words: Sequence[str]) -> list[str]:
 def _width() -> int:
     try:
         return max(60, min(110, os.get_terminal_size().columns - 2))
-    except OSError:  # Only a terminal has a width, a pipe or file has none.
+    except OSError:  # A terminal has a width; a pipe or a file has none.
         return 100

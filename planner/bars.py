@@ -25,7 +25,7 @@ def shades(file: TextIO) -> str:
     """
     try:
         SHADES.encode(file.encoding or "ascii")
-    except (AttributeError, LookupError, UnicodeEncodeError):  # AttributeError: a file without an encoding
+    except (AttributeError, LookupError, UnicodeEncodeError):  # AttributeError: the file has no `encoding`
         return ASCII
     return SHADES
 

@@ -1,4 +1,4 @@
-"""The command `tonnage plan`: its options, the checks that they do not exclude each other, and its output."""
+"""The command `tonnage plan`: its options, checks for options that exclude each other, and its output."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _check_outputs(args: argparse.Namespace, several: bool = False) -> None:
 
     Args:
         args: the parsed options.
-        several: whether several models or values were given, so that the output is a table.
+        several: whether several models or several values of an option were given. The output is then a table.
     """
 
     def refuse(name: str, why: str, hint: str) -> NoReturn:
@@ -247,7 +247,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     """
     if args.trace is not None and trace is None:
         raise DeploymentError(
-            "is read only by the command tonnage", field="--trace", hint="run tonnage plan in a shell"
+            "works only in the command tonnage", field="--trace", hint="run tonnage plan in a shell"
         )
     _check_trace(args)
     many = args.sweep or args.target_concurrency is not None
@@ -281,7 +281,7 @@ def answer(args: argparse.Namespace, trace: tuple[str, Sequence[tuple[int, int]]
     if lengths:
 
         def planned_for(tokens: int) -> Plan:
-            """Return the plan for max_model_len `tokens`, with all other flags and the KV pool's bytes kept."""
+            """Return the plan for max_model_len `tokens`, with the same KV pool bytes and other flags."""
             size = max(1, plan.rank.kv_pool_bytes)
             return plan_source(
                 source, replace(plan.deployment, max_model_len=tokens, kv_cache_memory_bytes=size)
@@ -305,7 +305,8 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
         settings = emit(plan, args.emit)  # computed before anything is printed, because it may raise an error
     if not args.json and (line := for_this_cpu(plan, args.gpu, args.device, args.device_memory)):
-        # Another program may read these output formats from stdout, so the note goes to stderr.
+        # Another program may read these output formats from stdout, so the line that says that the plan is for
+        # the CPU goes to stderr.
         apart = args.emit or args.serve_line or args.markdown or args.csv
         Screen(sys.stderr if apart else sys.stdout).print(line)
     if settings is not None:

@@ -18,8 +18,8 @@ _MAX_RANKS = 4096
 
 # Short options such as -tp are vLLM's (vllm/engine/arg_utils.py, 0.32).
 
-# Each pair is (other spelling of a flag's value, value). For int4 the value is the name W4A16, which vLLM and
-# compressed-tensors use. The other spellings differ in a dash or underscore, or abbreviate a dtype.
+# Each pair is (other spelling of a flag's value, value). `int4` stands for the format that vLLM and
+# compressed-tensors call W4A16. All other pairs differ in a dash, dot or underscore, or abbreviate a dtype.
 _ENGINES = (("llamacpp", "llama.cpp"), ("llama_cpp", "llama.cpp"), ("llama-cpp", "llama.cpp"))
 _FORMATS = (("int4", "w4a16"), ("nf4_double", "nf4-double"), ("fp4_double", "fp4-double"))
 _KV_TYPES = (("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32"))

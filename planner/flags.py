@@ -3,9 +3,9 @@
     max_model_len: int | None = flag(None, "longest sequence", group="model")
 
 This declaration gives every command its option (`--max-model-len`) with parser and help text. It also gives the
-server its setting and environment variable, and Python callers the check of their value. A default of None
-means that the engine chooses. `tonnage.planner.planning.deployment` and `tonnage.planner.training.setup` check
-a value against other flags and the model.
+server its setting and environment variable. A value that a Python caller passes is checked by the same
+declaration. A default of None means that the engine chooses. `tonnage.planner.planning.deployment` and
+`tonnage.planner.training.setup` check a value against other flags and the model.
 """
 
 from __future__ import annotations

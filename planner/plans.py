@@ -127,7 +127,7 @@ class RankPlan:
         total_bytes: total bytes of the device's memory.
         draft_bytes: bytes of the speculative draft's weights.
         offloaded_bytes: bytes of weights kept in host memory, not on the device.
-        kv_tier_bytes: bytes of a KV tier in the device's own memory (a CPU's host tier).
+        kv_tier_bytes: bytes of the host KV tier if the device is a CPU, whose memory holds the tier; else 0.
     """
 
     weights_bytes: int
@@ -205,7 +205,8 @@ class Failure:
     """The predicted failure of an engine's start, with the engine's own error message.
 
     Attributes:
-        why: the planner's explanation and remedy; empty if the plan does not fit for lack of memory.
+        why: the planner's explanation and remedy. It is empty if the cause is a lack of memory, which other
+            `reasons` of the plan explain.
         sentence: the engine's own error message.
     """
 

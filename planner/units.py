@@ -21,7 +21,7 @@ _FACTORS = {
     "tb": 10**12,
 }
 _SIZE = r"\s*(\d+)(?:\.(\d{1,18}))?\s*([A-Za-z]*)\s*"
-MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typing error
+MAX_BYTES = 1 << 60  # one EiB, the largest accepted size: a larger one must be a typo
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -98,7 +98,7 @@ def parse_port(text: str) -> int:
 
 
 def gib(size: int) -> str:
-    """Format bytes as `1.98 GiB`, or in MiB below 1 GiB so that small terms stay readable."""
+    """Format bytes as `1.98 GiB`, or in MiB below 1 GiB so that small sizes stay readable."""
     if abs(size) >= GiB:
         return f"{size / GiB:,.2f} GiB"
     return f"{size / MiB:,.1f} MiB"

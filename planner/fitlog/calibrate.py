@@ -15,7 +15,7 @@ from tonnage.planner.planning.calibration import FORMAT, Entry, read_calibration
 
 
 def keep(path: Path, compared: Sequence[Comparison]) -> int:
-    """Add the memory figures of start-up logs to a calibration file; return how many logs the file then has.
+    """Add the memory figures of start-up logs to a calibration file; return how many logs it then covers.
 
     If the file already has an entry from the same log, the new entry replaces it.
 

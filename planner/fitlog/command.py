@@ -1,4 +1,4 @@
-"""The command `tonnage fit-log`, which compares start-up logs with their plans and fits memory terms."""
+"""The command `tonnage fit-log`, which compares start-up logs with plans and fits correction factors."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def _print(comparison: Comparison) -> None:
 
 
 def _print_rows(shown: Sequence[Row]) -> None:
-    """Print the comparison of a start-up log's memory terms with the plan as a table.
+    """Print a table that compares the memory terms of a start-up log with the plan.
 
     The figures that were computed from the bytes of the KV pool in the log, not from the planned pool, are the
     last lines of the table, below a title.

@@ -37,12 +37,14 @@ def compare(found: StartLog, name: str, args: argparse.Namespace) -> Comparison:
     """Compute the plan for a start-up log's flags and compare the plan's memory terms with the log.
 
     Raises:
-        TonnageError: the log lacks a required value, or the deployment is not supported; the message says
-            which.
+        TonnageError: the log lacks a required value, or the deployment is not supported. The message says what
+            is missing or not supported.
     """
     model = args.model or found.model
     if model is None:
-        raise DeploymentError("the log does not name its model", field="--model", hint=f"give it for {name}")
+        raise DeploymentError(
+            "the log does not name its model", field="--model", hint=f"give --model for {name}"
+        )
     try:
         source = resolve_model(model)
     except ModelNotFound as error:
@@ -85,7 +87,8 @@ def _size(
     """Return the memory plan for a log's flags, and whether its KV pool can be compared with the log.
 
     If the log names neither the GPU nor its memory, the plan takes the size of the KV pool from the log, so the
-    pool cannot be compared. Notes are appended to `notes`; `hint` is a text for them that asks for --gpu.
+    pool cannot be compared. Notes for the user are appended to `notes`. `hint` is text for such a note, which
+    asks the user for --gpu.
     """
     sizer, sized = Sizer(source), True
     engine = engine_of(flags.engine)
@@ -145,7 +148,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
     estimates = {
         "activation_bytes": runtime.activation,
         "non_torch_bytes": runtime.framework,
-        # `beside` has the CUDA graphs outside the budget of --gpu-memory-utilization.
+        # `beside` has the CUDA graphs if the engine captures them after it sized the KV pool.
         "cuda_graph_bytes": runtime.graphs if runtime.beside is None else runtime.beside,
     }
     added = stage.rank.lora_bytes + stage.rank.draft_bytes
@@ -161,13 +164,14 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         engine, used = engine_of(size.chosen.flags.engine), stage.rank.used_bytes
         low, high = stage.used_bounds
         pool, rounding = engine.logged_pool(size.chosen, stage.rank), told.rounding.get("kv_pool_bytes", 0.0)
-        # A pool that is sized by the context length does not depend on the bounds of the other memory.
+        # If the engine sizes the pool by the context length, the uncertain size of other memory does not change
+        # the pool.
         less, more = (0, 0) if engine.sized_by_context else (high - used, used - low)
         yield Row("kv_pool_bytes", pool, figures["kv_pool_bytes"], pool - less, pool + more, rounding, rank)
 
 
 def _engine_rows(size: Size, engine: Engine, found: StartLog, sized: bool) -> Iterator[Row]:
-    """Yield comparisons of the KV pool's numbers of blocks, tokens and sequences in the log with the plan.
+    """Yield comparisons of the logged KV pool with the planned one: numbers of blocks, tokens and sequences.
 
     Each figure in the log is compared twice: with the plan, and with the figure computed from the bytes of the
     logged pool.
@@ -221,7 +225,10 @@ def _stage(size: Size, rank: str) -> Stage:
 
 
 def _deciding(found: StartLog) -> str:
-    """Return the name of the logged rank with the smallest KV pool, else of the rank with the most weights."""
+    """Return the name of the rank that has the smallest KV pool in a start-up log.
+
+    If the log states no KV pool, the rank with the most bytes of weights is returned.
+    """
 
     def key(name: str) -> tuple[float, float]:
         figures = found.ranks[name].figures
@@ -253,6 +260,6 @@ def _headline(found: StartLog, model: str) -> str:
     engine = engine_of(found.engine or "vllm").title
     ranks = f", {len(found.ranks)} ranks" if len(found.ranks) > 1 else ""
     named = found.model or model
-    # If the log has another name for the model, the headline also has the name under which it was planned.
+    # If the log names the model differently than the plan, the headline has both names.
     other = "" if named == model else f", planned as {model}"
     return f"{engine}{' ' + found.version if found.version else ''}, {named}{ranks}{other}"

@@ -1,4 +1,4 @@
-"""Result types of `tonnage fit-log`: the comparison of a start-up log with its plan, term by term."""
+"""Result types of `tonnage fit-log`: comparison of a start-up log with its plan, for each memory term."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXACT = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One memory term of a start-up log compared with its planned value.
+    """One memory term (such as weights or activations) in a start-up log, compared with its planned value.
 
     Attributes:
         planned: the planned value, expected between `low` and `high`.
@@ -53,12 +53,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of one engine's start-up log with its plan, term by term.
+    """The comparison of one engine's start-up log with its plan, for each memory term.
 
     Attributes:
         rows: compared memory terms of the rank with the smallest KV pool, and of the engine as a whole.
-        ranks: compared terms of every rank, if the engine has several.
-        missing: names of the terms that the log does not contain.
+        ranks: compared memory terms of every rank.
+        missing: names of the memory terms that the log does not contain.
         assumed: flags that neither log nor user gave, with the assumed values.
         digest: hash of the log's text.
     """
@@ -142,7 +142,7 @@ def word(term: str) -> str:
 
 
 def _merged(rows: Sequence[Row]) -> list[Row]:
-    """Return `rows` with one row in place of those of several ranks that have the same figures."""
+    """Return `rows`, in which ranks with the same planned and logged value of a memory term share one row."""
     terms = [row.term for row in rows]
     out: dict[tuple[object, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: terms.index(row.term)):

@@ -1,4 +1,4 @@
-"""Reading of an engine's flags, draft model and GPU type from its start-up log; missing flags are assumed."""
+"""An engine's flags, draft model and GPU type, read from its start-up log; missing flags get assumed values."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _ASSUMED = (
     "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-# Two memory sizes, in bytes, that drivers report are of the same GPU type if they differ by less than this.
-# Reports of the same GPU type differ by 0.01 GiB.
+# If two memory sizes that drivers report differ by fewer bytes than this, they count as one GPU type. Reports
+# of GPUs of the same type differ by 0.01 GiB.
 _SAME_MEMORY = 0.02 * GiB
 # A GPU's nominal memory size differs from the size that its driver reports by less than this fraction, except
 # for the T4 (NOMINAL_RESERVE).
 _NOMINAL = 0.02
-UNKNOWN_MEMORY = 1 << 50  # bytes that stand for a device with unknown memory
+UNKNOWN_MEMORY = 1 << 50  # bytes that a plan assumes for a device whose memory is unknown
 
 
 def deployment_of(found: StartLog | LogFigures, args: argparse.Namespace) -> Deployment:
@@ -155,9 +155,9 @@ def assumed(found: StartLog, args: argparse.Namespace, size: Size) -> tuple[str,
 def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
     """Return the GPU types that have `device_bytes` of memory (a log's figure), and those that may have it.
 
-    The first list is empty if no GPU type has this memory, or if the types that have it differ in their plans.
-    It has several types only if all of them have the same plan. Memory sizes that a driver reported are
-    compared more strictly than nominal sizes.
+    The first list is empty if no GPU type has this memory, or if the plan would differ between the types that
+    have it. It has several types only if the plan is the same for all of them. Memory sizes that a driver
+    reported are compared more strictly than nominal sizes.
     """
     gpus = [gpu for gpu in catalogue() if gpu.device == "cuda"]
 
@@ -170,8 +170,8 @@ def infer_gpu(device_bytes: float) -> tuple[list[Gpu], list[Gpu]]:
     alike = len({(gpu.vendor, gpu.capability) for gpu in found}) == 1
     if not exact and alike:
         found = found[:1]
-    # A GPU's SXM and PCIe versions have the same figures. The SXM version is preferred, because servers have it
-    # more often.
+    # The SXM and PCIe versions of a GPU have the same memory size. The SXM version is preferred, because more
+    # servers have it.
     found = sorted(found, key=lambda gpu: "pcie" in gpu.name)
     return (found if alike else []), near
 

@@ -21,7 +21,7 @@ from tonnage.planner.errors import ConfigError, printable
 MAX_LOG_BYTES = 256 << 20
 _LONGEST_RECORD = 200  # maximum lines of a wrapped record (60 were seen)
 
-# Colour codes in the spellings of terminals, JSON and Java escapes, and cat -v
+# Colour codes as a terminal receives them, as JSON or Java escapes, or as `cat -v` prints them.
 _COLOURS = re.compile(r"(?:\x1b|\\u001b|\\x1b|\\033|#033|\^\[)\[[0-9;]*[mK]")
 # Patterns of the beginning of a log record: level and date, process name, progress bar, error, or a function of
 # llama.cpp

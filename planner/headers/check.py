@@ -76,7 +76,7 @@ def check_tensors(
         if tensor is None and (not strict or spec.role in (*TOWER_ROLES, "encoder", "router")):
             continue
         if tensor is None:
-            raise _mismatch(f"{name} is not in the checkpoint ({len(found)} tensors)")
+            raise _mismatch(f"{name} is not in the checkpoint, which has {len(found)} tensors")
         if shapes and not packed and tensor.shape != spec.shape and spec.role not in TOWER_ROLES:
             stored, wanted = list(tensor.shape), list(spec.shape)
             raise _mismatch(f"{spec.name} is {stored} in the checkpoint but {wanted} by config.json")
@@ -111,7 +111,7 @@ def _check_experts(spec: TensorSpec, stored: list[HeaderTensor] | None, packed: 
         )
     each = spec.elements // spec.shape[0] // spec.matrices
     if not packed and not any(prod(t.shape) == each for t in stored):
-        raise _mismatch(f"no expert matrix of {spec.module} has {each:,} elements, as config.json requires")
+        raise _mismatch(f"{spec.module} has no expert matrix of {each:,} elements, which config.json requires")
 
 
 def _find(found: dict[str, HeaderTensor], name: str) -> HeaderTensor | None:

@@ -75,7 +75,7 @@ class _Cursor:
         """Advance the read position by `length` bytes and return the old position."""
         start = self.at
         if length < 0 or start + length > len(self.data):
-            raise self.fail(f"the header is truncated: a value states {length:,} bytes, more than follow")
+            raise self.fail(f"the header is truncated: a value states {length:,} bytes, but fewer follow")
         if start + length > _MAX_HEADER:
             raise self.fail(f"the header is longer than {_MAX_HEADER:,} bytes")
         self.at = start + length
@@ -119,7 +119,7 @@ class _Cursor:
         # Each item takes at least one byte, so an array cannot have more items than there are bytes left.
         if length > len(self.data) - self.at:
             raise self.fail(
-                f"the header is truncated: an array states {length:,} items, more than bytes follow"
+                f"the header is truncated: an array states {length:,} items, but fewer bytes follow"
             )
         if kind == _STRING and length > self.longest:
             self.skip_strings(length)
@@ -226,5 +226,7 @@ def _check_spans(infos: list[tuple[int, HeaderTensor]], data_bytes: int, where: 
         end = offset + tensor.nbytes
         if end > data_bytes:
             raise CheckpointError(
-                f"{tensor.name[:80]} ends at {end:,} of {data_bytes:,} bytes: truncated download?", field=where
+                f"{tensor.name[:80]} ends at byte {end:,} of the tensor data, but the file has "
+                f"{data_bytes:,} bytes of it: truncated download?",
+                field=where,
             )

@@ -124,9 +124,7 @@ def check_gguf(architecture: Architecture, tensors: tuple[HeaderTensor, ...]) ->
 def gguf_name(name: str, model_type: str) -> str:
     """Convert a tensor name in transformers' state dict to the name in a GGUF file.
 
-    An unknown name is returned unchanged.
-
-    This function is the inverse of `state_dict_name`.
+    An unknown name is returned unchanged. This function is the inverse of `state_dict_name`.
     """
     stem, _, suffix = name.rpartition(".")
     for ours, theirs in _TOP_NAMES.items():

@@ -25,7 +25,8 @@ FILE_TYPES = {
     "IQ4_XS": "IQ4_XS", "Q4_1": "Q4_1", "Q4_0": "Q4_0", "Q3_K_L": "Q3_K", "Q3_K_M": "Q3_K", "Q3_K_S": "Q3_K",
     "Q2_K": "Q2_K",
 }  # fmt: skip
-_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # short names in tools/quantize/quantize.cpp
+# Short name of a file type -> its full name (tools/quantize/quantize.cpp of llama.cpp).
+_ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 _SIZES = {name: (values, size) for name, values, size in GGML_TYPES.values()}
 _FALLBACK = {
     "Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0",
@@ -181,6 +182,6 @@ def refuse_unknown(name: str, field: str) -> None:
     """Raise DeploymentError for a name that looks like a GGUF file type but is not supported."""
     if re.fullmatch(r"(?:UD[-_])?(?:I?Q\d|TQ\d|MXFP4_MOE)\w*", name, re.IGNORECASE) and file_type(name) is None:
         raise DeploymentError(
-            f"{name[:40]!r} is no GGUF file type whose rules are planned", field=field,
+            f"{name[:40]!r} is no GGUF file type that the planner supports", field=field,
             hint="one of " + ", ".join(FILE_TYPES) + "; for others give the .gguf file",
         )  # fmt: skip

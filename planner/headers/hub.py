@@ -65,8 +65,8 @@ def hub_cache() -> Path:
 def modelscope_caches(repo: str, revision: str) -> tuple[Path, ...]:
     """Return the folders in which the package modelscope may keep a snapshot of `repo`.
 
-    They are the folder of current releases, and two folders of releases before 1.38, which kept only one
-    revision of a model.
+    They are the folder of current releases of the package, and two folders of its releases before 1.38, which
+    kept only one revision of a model.
     """
     base = _expanded(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope")
     org, _, name = repo.partition("/")
@@ -109,8 +109,8 @@ def token() -> str | None:
 def add_token_flag(parser: argparse._ActionsContainer) -> None:
     """Add the option `--hf-token`, which every command that reads a model has.
 
-    The token is stored in an environment variable, where huggingface_hub reads it, also in an engine's process.
-    It is not in the parsed arguments, because these may be printed and stored.
+    The token is stored in an environment variable, from which huggingface_hub reads it, even in the process of
+    an engine. It is not in the parsed arguments, because these may be printed and stored.
     """
     parser.add_argument(
         "--hf-token", action=_TokenFlag, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, metavar="TOKEN",
@@ -151,7 +151,7 @@ def _by_library() -> str | None:
     except Exception as error:  # catch all exceptions: huggingface_hub's exception types may be missing
         raise ModelNotFound(
             f"huggingface_hub has no token: {type(error).__name__}", field="model",
-            hint="hf auth login, or set HF_TOKEN",
+            hint="run hf auth login, or set HF_TOKEN",
         ) from None  # fmt: skip
 
 

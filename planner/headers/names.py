@@ -111,7 +111,7 @@ def _of_address(address: str) -> HubModel:
 def _split(address: str, field: str) -> SplitResult:
     try:
         return urlsplit(address)
-    except ValueError as error:  # for an unpaired bracket or an invalid IPv6 address
+    except ValueError as error:  # urlsplit rejects unpaired brackets and invalid IPv6 addresses
         raise ModelNotFound(f"{address[:120]!r} is no address: {error}", field=field) from None
 
 

@@ -37,6 +37,7 @@ from tonnage.planner.model.fields import MAX_CONFIG_BYTES, parse_config
 from tonnage.planner.model.tensor import HeaderTensor
 
 _TIMEOUT_SECONDS = 10.0  # The timeout applies to one HTTP response.
+
 # Bytes that the first request for a safetensors header reads. Most headers are shorter; a longer one takes a
 # second request.
 _FIRST_BYTES = 1 << 16
@@ -57,7 +58,11 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> urllib.request.Request | None:
-        """Return the request that follows a redirect; raise CheckpointError if it leads to another host."""
+        """Return the request that follows a redirect.
+
+        Raises:
+            CheckpointError: the redirect leads to another host, which is not hub storage.
+        """
         old, new = urlsplit(req.full_url), urlsplit(newurl)
         same = (new.scheme, new.hostname, new.port) == (old.scheme, old.hostname, old.port)
         # A redirect from HTTP to HTTPS on the same host is allowed.
@@ -91,7 +96,7 @@ def _as_model_not_found(name: str) -> Iterator[None]:
         elif isinstance(error, HTTPException):  # the text of an HTTPException may quote the server's answer
             why = f"the server's answer is not HTTP, or broke off ({type(error).__name__})"
         else:
-            reason = getattr(error, "reason", error)  # the text without the operating system's error number
+            reason = getattr(error, "reason", error)  # `strerror` leaves out the error number
             why = str(getattr(reason, "strerror", None) or reason)[:200]
         hint = "HF_ENDPOINT names a mirror; a local folder with config.json needs no hub"
         raise kind(f"cannot be fetched from {endpoint()[:80]}: {why}", field=name, hint=hint) from None
@@ -139,7 +144,7 @@ class Remote:
         return self._range(name, 0, count)
 
     def files(self) -> list[str]:
-        """Return the paths of the files in the model's repository, by the hub's API (utils: list_repo_tree)."""
+        """Return the paths of the files in the model's repository, from the hub API behind list_repo_tree."""
         address = f"{endpoint()}/api/models/{quote(self._model.repo)}/tree/"
         address += f"{quote(revision_of(self._model), safe='')}?recursive=true"
         answer = self._get("tree", None, address)
@@ -285,7 +290,7 @@ def _seconds(retry_after: str | None) -> int | None:
 
 
 def fetch_config(remote: Remote) -> dict[str, Any] | None:
-    """Fetch config.json, with the contents of ModelOpt's and the processor's files added to it.
+    """Fetch config.json; add the contents of hf_quant_config.json (ModelOpt) and of the processor's files.
 
     Returns None if the model has no config.json.
     """

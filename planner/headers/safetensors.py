@@ -90,7 +90,7 @@ def parse_header(text: bytes, data_bytes: int, where: str) -> tuple[HeaderTensor
         position = end
     if position != data_bytes:
         raise CheckpointError(
-            f"the header describes {position:,} bytes of tensors, the file holds {data_bytes:,}: "
+            f"the header describes {position:,} bytes of tensors, but the file holds {data_bytes:,}: "
             "truncated download?",
             field=where,
         )
@@ -117,7 +117,7 @@ def _entry(name: str, entry: Any, where: str) -> tuple[int, int, HeaderTensor]:
     bits = prod(shape) * SAFETENSORS_BITS[dtype]
     nbytes = offsets[1] - offsets[0]
     if bits != 8 * nbytes:
-        raise wrong(f"{dtype}{shape} takes {ceil_div(bits, 8):,} bytes, its data_offsets span {nbytes:,}")
+        raise wrong(f"{dtype}{shape} takes {ceil_div(bits, 8):,} bytes, but its data_offsets span {nbytes:,}")
     return offsets[0], offsets[1], HeaderTensor(name, dtype, tuple(shape), nbytes)
 
 

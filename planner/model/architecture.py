@@ -25,7 +25,7 @@ class StateTensor:
         dtype: the tensor's dtype, or None for the model's dtype.
         shard_dim: dimension of `shape` that tensor parallelism divides; None if every rank holds the whole
             tensor.
-        chunk: chunk size: tokens that the Mamba-2 kernel processes at a time; None for other states.
+        chunk: number of tokens that the Mamba-2 kernel processes at a time; None for other states.
     """
 
     name: str
@@ -111,12 +111,13 @@ class Architecture:
         max_model_len: longest sequence in tokens.
         cache_layers: KV cache or state of each layer; empty for an encoder.
         declared: class names in the config field `architectures`.
-        assumed: text on the sizes that the config leaves out, with the defaults used (of transformers' class).
+        assumed: texts that name each size that the config leaves out, with the default value of transformers'
+            config class that is used instead.
         position_field: the config field from which max_model_len was read.
         experts: number of routed experts; 0 for a dense model.
         experts_per_token: number of routed experts selected per token.
         index_topk: number of tokens that sparse attention selects for each query; 0 without sparse attention.
-        pooled: whether the class pools the hidden states and has a head of its own (families/pooled.py).
+        pooled: whether the model's class pools the hidden states and has its own head (families/pooled.py).
         unread: boolean config fields that the planner does not know, and that may add biases or norms missing
             in `tensors`.
         via: source of the shapes: `adapter` for a function in planner/families, `meta` for transformers' own

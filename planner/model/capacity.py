@@ -24,8 +24,8 @@ def capacity_by_growth(usable: int, peak: int, each: int) -> int:
 
     Args:
         usable: number of usable blocks in the KV pool.
-        peak: blocks of a request while it holds the most.
-        each: blocks of an earlier request at that moment.
+        peak: maximum number of blocks that the last admitted request holds.
+        each: number of blocks that each earlier request holds when the last one holds `peak` blocks.
     """
     return 0 if peak > usable else 1 + (usable - peak) // each
 
@@ -86,7 +86,7 @@ class RequestCapacity:
 
 @dataclass(frozen=True, slots=True)
 class MixCapacity:
-    """The mean number of requests with the lengths of a trace that a KV pool holds at once.
+    """How many requests a KV pool holds at once on average, if their lengths are those of a trace.
 
     Attributes:
         name: name of the trace.

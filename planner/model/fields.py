@@ -98,7 +98,7 @@ def _check_finite(value: object, path: tuple[str | int, ...]) -> None:
     Args:
         value: the value to check, including all nested values (at most `MAX_NESTING` levels).
         path: keys and indices that lead to `value`. They are joined to text only for an error message, because
-            a key may be 1 MB long and contain a million items.
+            a malicious config may have a key of 1 MB, below which a million values are checked.
     """
     if len(path) > MAX_NESTING:
         raise ConfigError(f"nested more than {MAX_NESTING} deep", field=_written(path)[:80])

@@ -65,6 +65,11 @@ class HostMemory:
         return sum(part.high for part in self.parts if part.shared)
 
     def _most(self, held: list[tuple[str, int]]) -> int:
-        """Return the larger of the peaks while loading and while serving, of (when, bytes) pairs in `held`."""
+        """Sum the bytes in use while loading and the bytes in use while serving; return the larger sum.
+
+        Args:
+            held: (when, bytes) of each part, where `when` is as in `HostPart`. Both sums include the parts with
+                `when` "always".
+        """
         sums = {when: sum(size for other, size in held if other == when) for when, _ in held}
         return sums.get("always", 0) + max(sums.get("loading", 0), sums.get("serving", 0))

@@ -85,7 +85,7 @@ class Rope:
         joined: whether rotated and unrotated values are concatenated into a new tensor, with the head dimension
             before the token dimension.
         fresh: whether each layer makes its own interleaved copy of the frequency tables.
-        apart: `typed` or `wide` if q and k are rotated separately, in their own dtype or in fp32, and keep the
+        apart: `typed` (in their own dtype) or `wide` (in fp32) if q and k are rotated separately and keep the
             token dimension before the head dimension (GPT-J); empty otherwise.
         restored: whether the result is cast back to q's dtype.
     """
@@ -118,7 +118,7 @@ class Attention:
             keep.
         sinks: whether eager attention adds a learned score per head (attention sink).
         before_out: a norm before the output projection, or None.
-        extra: tensors outside the modules of ``branches``, named relative to the layer.
+        extra: additional tensors, such as attention sinks or a mask buffer, named relative to the layer.
     """
 
     name: str
@@ -159,7 +159,7 @@ class LatentAttention:
         nope: values per head of q and k that are not rotated.
         rotary: rotated values per head of q and k.
         value: values per head of v.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: additional tensors, such as those of a sparse indexer, named relative to the layer.
     """
 
     hidden: int
@@ -230,9 +230,10 @@ class Router:
     """The router that selects the experts of each token in a mixture of experts.
 
     Attributes:
-        name: name below the module of the experts.
+        name: name relative to the module of the experts.
         normed: whether the routing weights of the selected experts are divided by their sum.
-        groups: (number of groups of experts, number of groups selected per token); (0, 0) without groups.
+        groups: (number of groups of experts, number of groups selected per token). They are used only if `kind`
+            ends in `-groups`; (0, 0) means that no groups are selected.
         noisy: whether the inputs of the MoE block and of the router are multiplied by random noise.
         linear: whether the router is an nn.Linear.
         dtype: the parameter's dtype as in TensorSpec; None for the model's dtype.
@@ -260,7 +261,7 @@ class Experts:
         chosen: number of experts selected per token.
         shared: the shared expert, an MLP used for every token and named relative to the layer; or None.
         shared_gate: name of the sigmoid gate that weights the shared MLP, or None.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: additional tensors, such as a correction bias of the router, named relative to the layer.
         first: whether the experts precede the router in the state dict.
         biased: whether the experts have biases and matrices stored as [experts, in, out].
     """
@@ -303,7 +304,8 @@ class Layer:
     Attributes:
         parallel: whether all branches read the layer's input; a branch without a norm then uses the output of
             the preceding branch's norm.
-        extra: tensors outside the modules above, named relative to the layer.
+        extra: additional tensors of the layer that its branches do not describe, such as the learned scalars of
+            an activation function, named relative to the layer.
     """
 
     branches: tuple[Branch, ...]

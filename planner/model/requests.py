@@ -54,7 +54,7 @@ class GroupLaw:
     checkpoint: bool = False
 
     def needed(self, slots: int) -> int:
-        """Return how many KV blocks of this group `slots` tokens need if no block is freed."""
+        """Return how many KV blocks a request with `slots` tokens needs in this group if no block is freed."""
         if self.kind == "fixed" or (self.kind == "state" and not self.aligned):
             return self.blocks
         return ceil_div(slots, self.block_size)
@@ -151,7 +151,7 @@ class RequestLaw:
     def is_linear(self) -> bool:
         """Return whether a request's KV cache memory is linear in its tokens.
 
-        Windows, chunks and recurrent states make it non-linear.
+        Sliding windows, chunked attention and recurrent states make it non-linear.
         """
         return not any(group.kind in ("window", "chunk", "state") for group in self.groups)
 
@@ -162,7 +162,7 @@ class RequestLaw:
 
     @property
     def windows(self) -> tuple[tuple[int, int], ...]:
-        """Return (window in tokens, KV cache bytes per token in it) of each group with windows or chunks."""
+        """Return (window in tokens, KV bytes per token) of each group with sliding or chunked attention."""
         found: dict[int, int] = {}
         for group in self.groups:
             if group.kind in ("window", "chunk"):
@@ -205,7 +205,8 @@ class RequestLaw:
     def together(self, prompt: int) -> int:
         """Return the maximum number of prompts of `prompt` tokens that are in prefill at the same time.
 
-        These are the prompts in the steps in flight, and one more that began in the step before.
+        These are the prompts that fit into the steps in flight, and one more that began in the step before the
+        first of them.
         """
         return self.in_flight * (self.step_tokens // prompt) + 1
 
@@ -304,7 +305,7 @@ class RequestLaw:
 
         A maximum can only occur at a token that takes a new block. In groups that free blocks, the number of
         held blocks is periodic in the block size; in other groups it only grows. It is therefore enough to
-        yield the tokens of the last period, and the bounds.
+        yield `low`, `high`, and the tokens of the last period that take a new block.
         """
         sizes = {group.block_size for group in self.groups if group.kind != "fixed"}
         window = max((group.window for group in self.groups), default=0)

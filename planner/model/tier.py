@@ -12,9 +12,10 @@ from tonnage.planner.units import ceil_div, gib, parse_size
 # are 256 directories per namespace, two parent directories, a lock file and a description file.
 HEADER_BYTES, DIRECTORIES, OTHER_FILES = 64, 258, 2
 PAGE = 4096  # allocation unit of ext4, XFS and Btrfs in bytes (mkfs defaults)
+
 # Upper bound of the directory bytes per file. An entry of ext4 takes 8 bytes plus the name, rounded up to a
-# multiple of 4 (fs/ext4/ext4.h, ext4_dir_entry_2), here about 90. The directory's hash tree is at least half
-# full.
+# multiple of 4 (fs/ext4/ext4.h, ext4_dir_entry_2), which is about 90 bytes here. The blocks of the directory's
+# hash tree are at least half full, so an entry takes at most twice that.
 ENTRY_BYTES = 256
 # Bytes of host memory per block in the disk tier's index: without and with the learned eviction order
 # (benchmarks/host_memory.py with 400,000 blocks, 2026-11-28). The third number is the factor of the upper
@@ -93,7 +94,7 @@ class KVTier:
         tokens: tokens that the tier holds, in requests of max_model_len tokens; None if it is not known.
         groups: chunks of one request for each group of layers.
         formula: how the bytes follow from the flags.
-        source: file of the engine that the rule was read from.
+        source: file of the engine's source code from which `formula` is taken.
         outside: whether the memory belongs to a process other than the engine, such as LMCache's server.
         note: a further fact to print, such as a missing limit; empty if there is none.
         index: bytes of host memory that the index of a full disk tier takes; 0 for a tier without an index.

@@ -45,8 +45,8 @@ def stored_cache(config: Mapping[str, Any]) -> StoredCache | None:
         return StoredCache("fp8", None, True) if static else None
     if method.startswith("modelopt"):
         return _of_modelopt(found)
-    # SGLang takes a config with quant_algo and no quant_method for ModelOpt's. vLLM's layers ignore the cache
-    # dtype that it requests.
+    # SGLang treats a config that has quant_algo but no quant_method as ModelOpt's. vLLM's layers ignore the
+    # cache dtype that such a config requests.
     if not method and "quant_algo" in found:
         stored = _of_modelopt(found)
         return None if stored is None else replace(stored, dtype=None)

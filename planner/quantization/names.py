@@ -33,8 +33,8 @@ WHILE_LOADING = {
     "ptpc_fp8": "fp8-channel",
     "fp8_per_block": "fp8-block",
 }
-# Value of --quantization that needs a quantized checkpoint -> the format that a plan assumes for one, if the
-# given files have 16-bit weights.
+# Value of --quantization with which the engine needs a quantized checkpoint -> the weight format that a plan
+# assumes for such a checkpoint, if the files given to the planner have 16-bit weights.
 _SUPPOSED = {
     **dict.fromkeys(("gptq_marlin", "auto_gptq", "gptq_bitblas"), "gptq"),
     **dict.fromkeys(("awq_marlin", "auto_awq"), "awq"),

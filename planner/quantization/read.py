@@ -43,7 +43,7 @@ def quantized_to(scheme: str) -> Quantization:
         scheme = supposed(scheme)
     elif scheme in CHECKPOINTS:
         raise DeploymentError(
-            f"{scheme} names the tool of a quantized checkpoint, and this model's weights are not quantized",
+            f"{scheme} names the tool of a quantized checkpoint, but this model's weights are not quantized",
             field="--quantization", hint="leave it out, or name a format: " + ", ".join(known),
         )  # fmt: skip
     else:

@@ -67,7 +67,7 @@ def read_choices(args: argparse.Namespace) -> Choices:
             if count is not None and ranks is not None and ranks != count:
                 raise DeploymentError(
                     f"{count} x {name} contradicts --tensor-parallel-size {ranks}",
-                    field="--gpu", hint="give one",
+                    field="--gpu", hint="give only one of the two",
                 )  # fmt: skip
         args.gpu, count = found.gpus[0]
         if count is not None and not found.several:
@@ -84,7 +84,9 @@ def one_of(choices: Choices) -> None:
     if choices.several:
         given = zip(("MODEL", "--gpu", "--quantization", "--kv-cache-dtype"), choices.lists, strict=True)
         field = next(name for name, values in given if len(values) > 1)
-        raise DeploymentError("several values give a table of plans; this option needs one plan", field=field)
+        raise DeploymentError(
+            "several values give a table of plans, but another option needs a single plan", field=field
+        )
 
 
 def grids(choices: Choices, deployment: Deployment, every: Sequence[Gpu], whole: Grid | None) -> list[Grid]:

@@ -99,7 +99,7 @@ def offers(
 
 
 def _order(offer: Offer) -> tuple[float | str, ...]:
-    """Return an offer's sort key: GPUs, price, pipeline stages, and changed formats, in this order."""
+    """Return an offer's sort key: GPUs, price, stages, changed formats, seconds per token, replicas and GPU."""
     gpus, price, seconds, changes = offer.figures
     return gpus, price, offer.row.stages, changes, seconds, offer.replicas, offer.row.gpu
 
@@ -107,8 +107,8 @@ def _order(offer: Offer) -> tuple[float | str, ...]:
 def pareto(found: Sequence[Offer]) -> list[Offer]:
     """Return the offers of the Pareto front of GPUs, price, speed and changed formats.
 
-    An offer is left out if a listed offer needs at most as many GPUs and changed formats, and its price and its
-    seconds per token are at most `FOLD` (5 %) higher.
+    An offer is left out if an offer that is already in the list needs at most as many GPUs and changed formats,
+    and if the price and the seconds per token of the listed offer are at most `FOLD` (5 %) higher.
 
     Args:
         found: the offers, smallest first.

@@ -33,7 +33,7 @@ class SweepRow:
         least_held: lower bound of the sequences that the KV pool could hold if --max-num-seqs had no limit.
         request_bytes: KV cache bytes of one request of the first requested length, or of one sequence of
             max_model_len tokens.
-        read_bytes: KV cache bytes that a decode step reads for the request of `request_bytes` in the middle of
+        read_bytes: KV cache bytes that a decode step reads for one such request or sequence in the middle of
             its output. With several pipeline stages, `request_bytes` and `read_bytes` are sums over one GPU of
             each stage.
         replica_pool_bytes: sum of the KV pool bytes of all GPUs of a replica.
@@ -79,7 +79,7 @@ class SweepRow:
 
     @property
     def usd_per_sequence(self) -> float | None:
-        """Return USD per hour per sequence that certainly runs; None if price or sequences are missing."""
+        """Return USD per hour divided by the sequences that certainly run; None without price or sequences."""
         if self.usd_per_hour is None or not self.fits or self.least_sequences < 1:
             return None
         return self.usd_per_hour / self.least_sequences

@@ -123,7 +123,8 @@ def speed_of(
     if gpu.bandwidth is None or flops is None or (tensor > 1 and link is None):
         return None
     group = running / stages
-    # In each step, 1 of `output` requests finishes, and the prompt of a new request is computed.
+    # On average, one of every `output` running requests finishes in a step. The step then also computes the
+    # prompt of the new request that replaces it.
     tokens = group * (1 + prompt / output)
     memory = (weights_bytes * work.read_share(tokens) + read_bytes / stages * group) / gpu.bandwidth
     arithmetic = 2.0 * work.computed() * tokens / (flops * tensor * stages)

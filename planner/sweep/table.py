@@ -57,7 +57,8 @@ def print_rows(rows: Sequence[SweepRow], lengths: Sequence[tuple[int, int]], fil
         print(f"Not shown for width: {', '.join(left_out)} (--csv, --json and --html have them)", file=file)
 
 
-# Columns to leave out on a narrow terminal, in this order. The first ones follow from columns that stay.
+# Columns to leave out on a narrow terminal, in this order: first the columns whose values the remaining columns
+# imply.
 _DISPENSABLE = ("tokens", "weights", "at least", "pool")
 # Column -> a value; the column is omitted if all rows have this value.
 _FIXED = {"format": "as is", "KV": "auto"}

@@ -44,7 +44,8 @@ from tonnage.planner.sweep.speed import SPEEDS, work_of
 from tonnage.planner.sweep.table import price_lines
 from tonnage.planner.units import GiB, ceil_div, gib, parse_count
 
-_SHOWN = 12  # maximum number of GPU layouts printed as text without --top.
+_SHOWN = 12  # maximum number of GPU layouts printed as text without --top
+
 # For requests of a given length, max_model_len is rounded up to a multiple of this number of tokens.
 _ROUND = 1024
 

@@ -96,7 +96,7 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # The engine version between `since` and `until` rejects the flags.
+        except TonnageError:  # This version, which is between `since` and `until`, rejects the flags.
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))
@@ -118,7 +118,7 @@ def _release(text: str) -> Version:
         version = (0, 0, 0)
     if not any(version):
         raise DeploymentError(
-            f"{text!r} is not a release number", field="--compare", hint="for example 0.25.1 0.26.0"
+            f"{text!r} is not a release number", field="--compare", hint="for example --compare 0.25.1 0.26.0"
         )
     return version
 

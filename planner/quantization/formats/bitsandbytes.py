@@ -21,6 +21,7 @@ _NESTED_BLOCK = 256  # number of absmax values that share one nested absmax
 _NESTED_CODE_BYTES = 256 * 4  # bytes of the nested code book: 256 levels in fp32
 _NESTED_OFFSET_BYTES = 4  # bytes of the mean of the absmax values (fp32)
 _INT8_ROW_BYTES = 4  # bytes of SCB, one fp32 absmax per output row
+
 # Files store each module's NF4 state as JSON text. It has fixed text, the digits of the shape, and an offset of
 # 17 to 22 characters (QuantState.as_dict).
 _JSON_DIGITS = (17, 22)

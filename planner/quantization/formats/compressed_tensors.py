@@ -18,7 +18,7 @@ from tonnage.planner.units import ceil_div
 
 
 def _packed(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the bytes of a `pack-quantized` matrix's tensors (0.12, pack_quantized.py).
+    """Return the bytes of a `pack-quantized` matrix's tensors (compressed-tensors 0.12, pack_quantized.py).
 
     They are the values packed along the inputs into int32 words, one scale per group in the model's dtype, and
     the matrix's shape as two int64.

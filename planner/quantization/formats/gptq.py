@@ -25,7 +25,7 @@ def _words(f: LinearFormat, out: int, into: int, where: str, packed: dict[str, i
     for side, size in packed.items():
         if size * f.bits % 32:
             raise UnsupportedArchitecture(
-                f"{where}: {side} {size} x {f.bits} bits do not fill 32-bit words",
+                f"{where}: {side} = {size} values of {f.bits} bits do not fill whole 32-bit words",
                 field="quantization_config.bits",
             )
     groups = f.groups(into)
@@ -56,7 +56,7 @@ def _shifts(f: LinearFormat) -> int:
 
 
 def _gptqmodel(f: LinearFormat, out: int, into: int, where: str) -> Storages:
-    """Return the bytes of a matrix's tensors in GPTQModel's kernels, which keep the unpacking shifts.
+    """Return the bytes of a matrix's tensors in GPTQModel's kernels, which keep int32 shifts for unpacking.
 
     Source: gptqmodel 7.7, nn_modules/qlinear/__init__.py, wf_unsqueeze_zero.
     """
