@@ -96,7 +96,8 @@ def run(argv: list[str]) -> int:
             ssl_keyfile=settings.ssl_keyfile,
         )
         _load(config)
-        if config.ssl is not None:  # uvicorn itself counts no connection during its TLS handshake
+        # uvicorn alone does not count connections in their TLS handshake; Handshakes counts and bounds them
+        if config.ssl is not None:
             config.http_protocol_class = Handshakes(config.ssl)  # type: ignore[assignment]
             config.ssl = None
         stop.server = Server(config)

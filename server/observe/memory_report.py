@@ -15,7 +15,7 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class CapacityForecast:
-    """A forecast of the requests that still fit into a running server, and of the times until full or drained.
+    """A forecast of the requests that still fit, and of the times until the KV pool is full or drained.
 
     Attributes:
         requests: number of further requests of the average size that fit.

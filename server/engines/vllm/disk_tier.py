@@ -1,4 +1,4 @@
-"""A secondary tier of vLLM's KV offloading: a folder on disk that never exceeds its size.
+"""A secondary tier of vLLM's KV offloading: a folder on disk that never exceeds its configured size.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184,
@@ -121,7 +121,7 @@ class DiskTier(SecondaryTierManager):
         primary_kv_view: Bytes of the host tier, of shape (chunks, bytes of a chunk).
         tier_type: Name of the tier in vLLM's metrics.
         path: Path of the folder. Only one server may write to it.
-        size: Upper bound of the folder, such as "1TiB", or an integer of bytes.
+        size: Upper bound of the folder's size: a text such as "1TiB", or an integer of bytes.
         read_only: Whether this tier only reads the folder, because another server writes to it.
         revision: Revision of the model's weights, if the model's name does not identify it. Blocks of another
             revision are never read.
@@ -179,8 +179,9 @@ class DiskTier(SecondaryTierManager):
             learned=self._chunk if _learned(policy) else None,
         )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
-        self._waiting = self._unfinished = 0  # bytes that wait to be written; number of unreported jobs
-        self._reading = 0  # number of read jobs whose end is not yet reported to vLLM
+        # Bytes that wait to be written, and number of jobs (read or write) not yet reported to vLLM as ended.
+        self._waiting = self._unfinished = 0
+        self._reading = 0  # number of read jobs not yet reported to vLLM as ended
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
         self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
         self._ended: deque[_Ended] = deque()
@@ -303,7 +304,7 @@ class DiskTier(SecondaryTierManager):
     def _reads(self, request: str) -> bool:
         """Return whether a request may read one more chunk from disk.
 
-        The read rule decides once for each request how many chunks it may read.
+        How many chunks a request may read is decided once, when its first chunk is found on disk.
         """
         may = self._may_read
         if request not in may:
@@ -362,7 +363,7 @@ def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
 
 
 def _leave_out(key: Any, chunk: memoryview) -> bool:
-    """Skip writing a chunk that is not worth storing, and return False; replaces `DiskStore.store`."""
+    """Return False without writing the chunk; replaces `DiskStore.store` for chunks not worth storing."""
     return False
 
 
@@ -385,5 +386,5 @@ def _pace(prefill: object) -> float:
 
 
 def _tokens_of_chunk(offloading_spec: Any) -> int:
-    """Return the number of tokens in a chunk of KV blocks; the smallest, if groups' block sizes differ."""
+    """Return the number of tokens in a chunk of KV blocks; if it differs by KV cache group, the smallest."""
     return int(min(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk)

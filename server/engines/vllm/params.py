@@ -61,7 +61,8 @@ def pooling_params(request: GenerationRequest, task: PoolingTask) -> Any:
     from vllm.pooling_params import PoolingParams  # imported here, because vLLM is optional
 
     pooling = request.params.pooling or Pooling()
-    # The key is vLLM's: CrossEncoderIOProcessor.render (entrypoints/pooling/scoring/io_processor.py, 0.32).
+    # vLLM's scoring endpoint passes token type ids under the same key (CrossEncoderIOProcessor.render in
+    # entrypoints/pooling/scoring/io_processor.py, 0.32).
     types = None if pooling.second_text is None else {"compressed_token_type_ids": pooling.second_text}
     return PoolingParams(
         task=task,

@@ -74,7 +74,7 @@ def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outco
         page: the metrics page to write to.
         counts: the request counts of the app.
         outcomes: the outcomes that the server can count. The number of received requests is written only when
-            these are all outcomes.
+            the server counts every outcome (`OUTCOMES`).
     """
     if len(outcomes) == len(OUTCOMES):
         page.counter(

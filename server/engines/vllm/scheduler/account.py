@@ -140,7 +140,7 @@ class Account:
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
     def snapshot(self) -> RunningSnapshot:
-        """Return the KV block counts of the running requests, in the order of vLLM's list; O(running)."""
+        """Return the running requests' KV block counts, in the order of `scheduler.running`; O(running)."""
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
         find = self._tables.get
