@@ -118,7 +118,7 @@ class Client:
             raise self._timeout_error(path)
         if len(data) > MAX_PAGE_BYTES:
             raise WatchError(
-                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes, so no inference server sent it"
+                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes, which no inference server sends"
             )
         if 300 <= response.status < 400:
             to = response.headers.get("Location", "elsewhere")

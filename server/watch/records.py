@@ -109,15 +109,16 @@ class TierReading:
     """The KV tiers (host memory, disk) behind a server's KV pool; counters are zero when the server starts.
 
     Attributes:
-        host_size: bytes of host memory.
-        host_used: bytes of the blocks in host memory.
-        host_share: used fraction of host memory, for a server that reports tokens instead of bytes.
-        disk_size: upper bound of the bytes on disk.
-        disk_used: bytes on disk.
+        host_size: size of the tier in host memory, in bytes.
+        host_used: bytes of the blocks in this tier.
+        host_share: used fraction of this tier, for a server that reports tokens instead of bytes.
+        disk_size: upper bound of the size of the disk tier, in bytes.
+        disk_used: bytes of the blocks in the disk tier.
         hit_tokens: prompt tokens that were loaded instead of computed.
         loaded_bytes: bytes loaded from host memory to the pool.
         stored_bytes: bytes stored from the pool to host memory.
-        spent_seconds: seconds of loads and of requests that waited for them, as far as the server reports them.
+        spent_seconds: seconds that the tiers cost, as far as the server reports them: copies between pool and
+            tiers, and waits of requests for reads.
         saved_seconds: estimated seconds of prefill that the loaded tokens saved.
         token_seconds: measured seconds of prefill per computed prompt token, to estimate `saved_seconds`; None
             for a server that reports `saved_seconds` itself.

@@ -130,7 +130,7 @@ class Watcher:
             raise DeploymentError(
                 f"applies only to llama.cpp; the server is {facts.title}",
                 field="--kv-unified",
-                hint="leave it out",
+                hint="leave this option out",
             )
         planned, notes = plan_of(facts, self._given, self._model)
         return _Run(server, facts, planned, notes)
