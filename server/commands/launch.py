@@ -1,4 +1,4 @@
-"""Steps that serve and verify share: settings, the plan before loading, and creation of the engine."""
+"""Functions that ``tonnage serve`` and ``tonnage verify`` share: settings, plan, and creation of the engine."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _check_host(deployment: Deployment) -> None:
     here = host_memory()
     if deployment.device_memory > here:
         raise DeploymentError(
-            f"{deployment.device_memory} bytes are more than this machine, or its container, has ({here})",
+            f"{deployment.device_memory} bytes are more than the {here} bytes of this machine or its container",
             field="device_memory",
             hint="leave device_memory out to use the container's limit",
         )

@@ -141,7 +141,7 @@ def run(argv: list[str]) -> int:
 
 
 def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Replay, Replay]:
-    """Return the replays of a trace without and with the KV tiers, which run in two processes at once."""
+    """Replay a trace without and with the KV tiers, in two concurrent processes; return both replays."""
     from tonnage.cache.replay.simulator import Simulator  # not needed for --help
 
     # A forked process shares the trace, which may have a million requests.
@@ -163,7 +163,7 @@ def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Rep
 
 
 def _send_replay(sender: Connection, trace: Trace, setup: Setup) -> None:
-    """Send the replay of a trace, or the error that ended it."""
+    """Replay a trace, and send the replay, or the error that ended it, through ``sender``."""
     from tonnage.cache.replay.simulator import Simulator  # not needed for --help
 
     try:

@@ -68,7 +68,7 @@ def token_bytes_of(plan: Plan) -> int:
     kinds = sorted({group.kind for group in layout.groups} - {"full", "mla"})
     if kinds or not layout.groups:
         raise UnsupportedArchitecture(
-            f"tiers are replayed for layers that keep every token; this model has {', '.join(kinds)} layers",
+            f"a replay with tiers needs layers that keep every token; this model has {', '.join(kinds)} layers",
             field=_FIELD,
             hint="tonnage plan with --kv-offloading-size prints how many tokens a tier holds",
         )

@@ -229,7 +229,7 @@ class _Stop:
         if self._draining is not None:
             assert self.state is not None
             if not self._draining.done():
-                # without this, the drain would log that all requests have ended, although they are cut off
+                # an uncancelled drain would log that all requests have ended, although they are cut off
                 self._draining.cancel()
                 log.warning("second stop signal: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()

@@ -50,7 +50,7 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
 
 
 def planned_components(plan: Plan) -> dict[str, int]:
-    """Return the planned bytes by component of the plan's worst rank; they add up to the device's memory."""
+    """Return the planned bytes by component on the rank that needs most; they add up to its device's memory."""
     return rank_components(plan.rank)
 
 

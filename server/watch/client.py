@@ -79,7 +79,7 @@ class Client:
             )
         if answer.status == 503:
             raise WatchError(
-                f"{self.url}{path} is not ready: {_error_message(answer)}", hint="it may still be loading"
+                f"{self.url}{path} is not ready: {_error_message(answer)}", hint="wait, it may still be loading"
             )
         return answer
 

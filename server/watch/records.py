@@ -23,7 +23,7 @@ class ServerFacts:
         flags: settings that the server reports, by field name of the Deployment.
         pool_tokens: number of token slots in one replica's KV pool.
         most_tokens: upper bound of the pool's tokens, which a flag of the server sets.
-        measured: bytes by component that the server measured when it started.
+        measured: bytes that the server measured when it started, by memory component.
         hidden: memory components that cannot be planned from the reported facts.
         assumed: important fields of the Deployment that the server does not report; the plan uses their
             defaults.
@@ -144,10 +144,10 @@ class TierReading:
         return self.host_share
 
     def after(self, before: TierReading | None) -> TierReading:
-        """Return this reading, with the saved seconds of the earlier reading `before` plus those since then.
+        """Return this reading with `saved_seconds`: those of the earlier reading `before`, plus the new ones.
 
-        The tokens hit since `before` are multiplied by the prefill seconds per token measured now. Earlier hits
-        are not valued again, so that the saved seconds never decrease.
+        The new ones are the tokens hit since `before`, times the prefill seconds per token measured now.
+        Earlier hits are not valued again, so that the saved seconds never decrease.
         """
         if self.token_seconds is None or self.hit_tokens is None:
             return self
@@ -196,7 +196,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """The figures of a plan that are compared with a watched server, for the plan's worst rank.
+    """The figures of a plan that are compared with a watched server, for the rank with the highest memory use.
 
     Attributes:
         plan_id: id of the plan.

@@ -41,7 +41,7 @@ class Samples:
         return any(name.startswith(prefix) for name in self._found)
 
     def of(self, name: str) -> list[tuple[Labels, float]]:
-        """Return labels and value of each series on the metrics page; `name` is the series' sample name."""
+        """Return labels and value of each series whose sample name is `name`."""
         return self._found.get(name, [])
 
     def total(self, *names: str) -> float | None:

@@ -45,7 +45,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
     """
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise DeploymentError(
-            # source: platforms/cpu.py in vLLM 0.32
+            # vLLM on a CPU takes the size of its KV pool from this variable (platforms/cpu.py, 0.32)
             "the variable is set and would override the planned KV pool",
             field="VLLM_CPU_KVCACHE_SPACE",
             hint="unset it and use --kv-cache-memory-bytes",
@@ -78,7 +78,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "trust_remote_code": False,
         # The API process handles text, but vLLM compiles grammars only if it has a tokenizer of its own.
         "skip_tokenizer_init": False,
-        # No defaults from the model's generation_config.json, because each request states every parameter.
+        # The model's generation_config.json is ignored, because each request states every sampling parameter.
         "generation_config": "vllm",
         "disable_log_stats": True,  # vLLM logs no statistics; our stat logger receives them nevertheless
         "enable_log_requests": False,

@@ -46,8 +46,8 @@ from tonnage.planner.units import parse_size
 # This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 log = init_logger(f"vllm.{__name__}")
 
-# Numbers of threads. Reads do not queue behind writes, because requests wait for reads. More threads do not
-# help a disk whose queue is full, and each thread needs memory for a block.
+# Numbers of threads that read and that write. Reads do not queue behind writes, because requests wait for
+# reads. More threads do not help a disk whose queue is full, and each thread needs memory for a block.
 READERS, WRITERS = 4, 2
 # Upper bound of the bytes of blocks that wait to be written. vLLM keeps these blocks in the host tier until
 # they are written, so without the bound a slow disk would fill the host tier with them.
@@ -58,7 +58,8 @@ REPORT_SECONDS = 0.5
 # runs empty steps in a loop and keeps the interpreter's lock (GIL). A reader needs the lock five times for each
 # chunk and would wait 5 ms each time.
 YIELD_SECONDS = 5e-5
-_Work = Callable[[Any, memoryview], bool]  # writes or reads the block of a key; returns whether it succeeded
+# A function that reads or writes the chunk with a given key, and returns whether it succeeded.
+_Work = Callable[[Any, memoryview], bool]
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _VALUES = attrgetter(*METRICS)
 _EXPORTED = [(metric_name(name), name in GAUGES) for name in METRICS]

@@ -20,7 +20,7 @@ KEY, WEIGHT, PRIORITY = "tonnage_key", "tonnage_weight", "tonnage_priority"
 def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) -> Any:
     """Return vLLM's SamplingParams for a request and its checked grammar, if any.
 
-    They make vLLM output token ids, one output per step.
+    With these parameters, vLLM returns token ids, in one output per step.
     """
     # Imported here, because vLLM is optional.
     from vllm.sampling_params import RequestOutputKind, SamplingParams

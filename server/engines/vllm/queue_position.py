@@ -43,7 +43,7 @@ class QueuePositions:
     def check(self, request: GenerationRequest, *, pools: bool) -> None:
         """Raise `NeverFits`, with the numbers of blocks, if an empty KV pool cannot hold the request.
 
-        `pools` says that the request is pooled, and has no output tokens.
+        `pools` is True for a pooling request, which has no output tokens.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
         if pools:  # no output: count the last prompt token as one output token

@@ -20,7 +20,7 @@ class WorkerExtension:
     model_runner: Any
 
     def tonnage_on_cpu(self) -> None:
-        """Lower the worker's scheduling priority below the API process, and avoid a late compilation.
+        """Lower the worker's CPU priority below that of the API process, and avoid a late compilation.
 
         vLLM 0.32 ranks tokens for log probabilities with a function that torch.compile compiles at the first
         request for them. That compilation stalls all requests for 3 s (benchmarks/abuse.py, case `deaf`). This

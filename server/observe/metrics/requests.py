@@ -35,7 +35,7 @@ def engine_request_families(page: Page, stats: EngineStats) -> None:
 
 
 def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[str, str], int]) -> None:
-    """Write the number of admission decisions by outcome and reason, and the KV blocks that were missing.
+    """Write the admission decisions by outcome and reason, and the KV blocks that refused requests lacked.
 
     Args:
         page: the metrics page to write to.

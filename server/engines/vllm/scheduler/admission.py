@@ -49,7 +49,7 @@ class SteadyForecast(LengthForecast):
 class VllmAdmission(AdmissionAdapter):
     """An admission policy applied to the requests that vLLM runs or queues.
 
-    It is not used in greedy mode, in which vLLM's own rule applies.
+    In greedy mode, it only finds requests that can never fit, and vLLM's own rule decides which requests start.
     """
 
     def __init__(self, policy: Policy, account: Account) -> None:

@@ -90,8 +90,9 @@ class Evictions:
     def stepping(self, decodes: bool) -> None:
         """Record whether all running requests decode in the step that begins.
 
-        In such a step, vLLM looks up the prefix of every request that starts. Pass False at the end of a step,
-        and when some running request may still be in its prefill.
+        In such a step, an eviction before the first prefix lookup is by a decode, because vLLM looks up the
+        prefix of every request that starts. Pass False at the end of a step, and when some running request may
+        still be in its prefill.
         """
         self._known = "decode" if decodes else ""
 

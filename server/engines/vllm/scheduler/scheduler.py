@@ -315,7 +315,8 @@ class AdmissionMixin(Scheduler):
     def _refuse_head(self) -> None:
         """Reject the first waiting request if an empty KV pool cannot hold it, as it would block the queue.
 
-        In modes other than greedy, only a preempted request is checked: it has grown since it was added.
+        Only a preempted request is checked, because it has grown since it was added. After an exception in our
+        code, every request is checked.
         """
         if self._plain is None or not self.waiting:
             return
