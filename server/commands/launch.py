@@ -143,7 +143,7 @@ def _check_host(deployment: Deployment) -> None:
     here = host_memory()
     if deployment.device_memory > here:
         raise DeploymentError(
-            f"{deployment.device_memory} bytes are more than the {here} bytes of this machine or its container",
+            f"{deployment.device_memory} bytes are more than this machine, or its container, has ({here})",
             field="device_memory",
             hint="leave device_memory out to use the container's limit",
         )

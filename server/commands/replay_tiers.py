@@ -147,8 +147,8 @@ def curve_rows(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> lis
 def curve_dict(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> dict[str, object]:
     """Return the curve of KV hit rate by cache size as a JSON object, with sizes in bytes.
 
-    ``hicache`` is the hit rate of SGLang's HiCache with the KV pool and host tier that the flags configure, or
-    None.
+    ``hicache`` is the hit rate of SGLang's HiCache, or None. Its KV pool and host tier are those that the flags
+    configure.
     """
     return {
         "points": [{"bytes": size, "hit_rate": round(rate, 5)} for size, rate in curve.points(chunk_bytes)],

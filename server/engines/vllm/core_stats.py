@@ -67,7 +67,7 @@ class CoreStats:
 
         Args:
             memory: measured bytes, returned unchanged in the statistics.
-            idle: True if no request is left. The last message may still count requests, which are then ignored.
+            idle: True if no request is left. Requests that the last message still counts are then ignored.
         """
         admission = self.admission or AdmissionStats("greedy")
         if idle and admission.reserved is not None:
@@ -148,8 +148,7 @@ class EngineCores:
 
         Args:
             memory: measured bytes, returned unchanged in the statistics.
-            idle: True if no request is left. The last messages may still count requests, which are then
-                ignored.
+            idle: True if no request is left. Requests that the last messages still count are then ignored.
         """
         parts = [core.stats(memory, idle=idle) for core in self._cores.values()]
         return replace(total(parts), memory=memory)

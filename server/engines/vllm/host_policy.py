@@ -5,8 +5,8 @@
         "cache_policy_module_path": "tonnage.server.engines.vllm.host_policy"}}'
 
 vLLM's manager of the tier registers each chunk with a cache policy, and asks the policy which chunks to evict
-(vLLM 0.32, v1/kv_offload/cpu/policies/base.py). This module makes `tonnage.cache.eviction.chunk_order` such a
-policy.
+(vLLM 0.32, v1/kv_offload/cpu/policies/base.py). This module adapts `tonnage.cache.eviction.chunk_order` to the
+interface of such a policy.
 
 An exception in our code never fails a request: after the first one, the least recently used chunks are evicted.
 """

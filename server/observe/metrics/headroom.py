@@ -98,8 +98,7 @@ def headroom_families(
 ) -> None:
     """Write the headroom metrics: KV blocks, requests and tokens left, and the times to full and to drained.
 
-    The KV pool is full when no more blocks can be reserved. It is drained when all requests in flight have
-    completed.
+    The KV pool is full when no more blocks can be reserved, and drained when all requests in flight have ended.
     """
     trend.observe(time.monotonic(), usable_blocks - room.blocks)
     drain = drain_seconds(counts)
