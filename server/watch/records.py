@@ -113,7 +113,7 @@ class TierReading:
         host_used: bytes of the blocks in this tier.
         host_share: used fraction of this tier, for a server that reports tokens instead of bytes.
         disk_size: upper bound of the size of the disk tier, in bytes.
-        disk_used: bytes of the blocks in the disk tier.
+        disk_used: bytes that the disk tier uses.
         hit_tokens: prompt tokens that were loaded instead of computed.
         loaded_bytes: bytes loaded from host memory to the pool.
         stored_bytes: bytes stored from the pool to host memory.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from tonnage.server.text.grammar import Grammar
 
-# The stop_reason of a sequence whose text matches the whole grammar, but whose last token is no stop token.
+# The stop_reason of a sequence that ends because its text matches the whole grammar, without a stop token.
 COMPLETE = "its text is complete"
 
 

@@ -73,7 +73,7 @@ class GrammarState:
             if self.error is None and not self.done:
                 self._accept(token)
         if self.error is None and self.done:
-            if not self.request.is_finished():  # the output is complete without a stop token, so end it here
+            if not self.request.is_finished():  # the text is complete, but no stop token ended it: end it here
                 self.error = COMPLETE
             # vLLM permits a stop token before min_tokens if no other token is possible
             # (MinTokensLogitsProcessor).
