@@ -30,7 +30,7 @@ class ComparisonRow:
 
     @property
     def within(self) -> bool:
-        """Return whether the bytes' difference is within its bound; True for a row without a measurement."""
+        """Return whether planned and measured bytes differ by at most the bound; True without a measurement."""
         return self.difference is None or abs(self.difference) <= self.bound * self.planned
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,8 +41,8 @@ class ComparisonRow:
 def process_row(engine: str, device: str, used: int, measured: int | None) -> ComparisonRow:
     """Return the table row that compares planned and measured memory of all processes.
 
-    The measurement is of a load without grammars and large request bodies. A plan for a CPU reserves memory for
-    both, which is therefore subtracted from the planned bytes.
+    The requests of the measurement have no grammars and no large bodies. A plan for a CPU reserves memory for
+    grammars and large bodies, so this memory is subtracted from the planned bytes.
 
     Args:
         engine: name of the plan's engine.
@@ -55,7 +55,7 @@ def process_row(engine: str, device: str, used: int, measured: int | None) -> Co
 
 
 def print_table(rows: Iterable[ComparisonRow]) -> None:
-    """Print the comparison table in aligned columns: bytes exactly and in MiB (2^20), signed differences."""
+    """Print the comparison table in aligned columns: exact bytes, MiB (2^20 bytes) and signed differences."""
     table = [("", "planned", "measured", "difference", "")]
     for row in rows:
         if row.measured is None or row.difference is None:

@@ -40,7 +40,8 @@ QUESTIONS = (
     "Bread is made from flour,",
     "The days of the week are Monday,",
 )
-_STARTS_WITHIN = 300.0  # seconds, enough for a cold disk and two busy cores
+# Seconds that the demo server may take to start, which is enough for a cold disk and two busy cores.
+_STARTS_WITHIN = 300.0
 _STOPS_WITHIN = 30.0
 
 
@@ -105,7 +106,7 @@ def _server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
         _wait_ready(url, process)
         yield url, process
     finally:
-        # neither signal is sent to a process that has ended
+        # terminate() and kill() send no signal to a process that has ended
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOPS_WITHIN)

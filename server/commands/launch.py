@@ -1,4 +1,4 @@
-"""Steps that serve and verify share: settings, the plan before loading, and creation of the engine."""
+"""Functions that ``tonnage serve`` and ``tonnage verify`` share: settings, plan, and creation of the engine."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _check_host(deployment: Deployment) -> None:
         raise DeploymentError(
             f"{deployment.device_memory} bytes are more than this machine, or its container, has ({here})",
             field="device_memory",
-            hint="leave it out to use the container's limit",
+            hint="leave device_memory out to use the container's limit",
         )
 
 
@@ -232,7 +232,7 @@ def _made_by_vllm(model: str, asked: str | None) -> str | None:
     config = resolve_model(model).config
     if asked is None or read_quantization(config, None).scheme != "none":
         return None
-    if asked in WHILE_LOADING:  # `asked` is then already vLLM's own name of a quantization
+    if asked in WHILE_LOADING:  # the keys of WHILE_LOADING are vLLM's own names of quantizations
         return asked
     for why in quantization_notes(config, asked, "vllm"):
         raise DeploymentError(why, field="quantization")

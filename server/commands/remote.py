@@ -41,7 +41,7 @@ def follow(
     interval: float | None,
     beside: Output[AnyObservation] | None = None,
 ) -> int:
-    """Show observations of a server until Ctrl-C or SIGTERM; return 0, or 1 when it cannot be read.
+    """Show observations of a server until Ctrl-C or SIGTERM; return 0, or 1 when the server cannot be read.
 
     Args:
         observe: makes one observation of the server and returns it.

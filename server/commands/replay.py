@@ -141,7 +141,7 @@ def run(argv: list[str]) -> int:
 
 
 def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Replay, Replay]:
-    """Return the replays of a trace without and with the KV tiers, which run in two processes at once."""
+    """Replay a trace without and with the KV tiers, in two concurrent processes; return both replays."""
     from tonnage.cache.replay.simulator import Simulator  # not needed for --help
 
     # A forked process shares the trace, which may have a million requests.
@@ -155,7 +155,7 @@ def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Rep
         without: Replay | Exception = receiver.recv()
     except EOFError:
         raise TonnageError(
-            "the process that replays the trace without tiers has ended", hint="is enough memory free?"
+            "the process that replays the trace without tiers has ended", hint="free memory and try again"
         ) from None
     if isinstance(without, Exception):
         raise without
@@ -163,7 +163,7 @@ def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Rep
 
 
 def _send_replay(sender: Connection, trace: Trace, setup: Setup) -> None:
-    """Send the replay of a trace, or the error that ended it."""
+    """Replay a trace, and send the replay, or the error that ended it, through ``sender``."""
     from tonnage.cache.replay.simulator import Simulator  # not needed for --help
 
     try:
@@ -202,7 +202,7 @@ def setup_of(arguments: argparse.Namespace, plan: Plan, trace: Trace) -> Setup:
         policy=Policy(AdmissionMode(arguments.policy), arguments.length_quantile, arguments.watermark),
         step_time=_step_time(arguments, plan),
         scale=arguments.scale,
-        # without this flag, make_plan has set the field to the engine's default
+        # without --enable-prefix-caching, make_plan has set this field to the engine's default
         enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
     )
 

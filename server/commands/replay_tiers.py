@@ -68,7 +68,7 @@ def token_bytes_of(plan: Plan) -> int:
     kinds = sorted({group.kind for group in layout.groups} - {"full", "mla"})
     if kinds or not layout.groups:
         raise UnsupportedArchitecture(
-            f"tiers are replayed for layers that keep every token; this model has {', '.join(kinds)} layers",
+            f"a replay with tiers needs layers that keep every token; this model has {', '.join(kinds)} layers",
             field=_FIELD,
             hint="tonnage plan with --kv-offloading-size prints how many tokens a tier holds",
         )
@@ -131,8 +131,9 @@ def _link(gpu: Gpu | None) -> float:
 def curve_rows(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> list[tuple[str, str]]:
     """Return the curve of KV hit rate by cache size as rows of text (size, hit rate).
 
-    The rows end with the curve's knee, the smallest cache with 95 % of the highest hit rate, and with
-    ``hicache``, the hit rate of SGLang's HiCache with the flags' pool and host tier (no row for None).
+    The curve is followed by a row for its knee, the smallest cache with 95 % of the highest hit rate. The last
+    row shows ``hicache``, the hit rate of SGLang's HiCache with the KV pool and host tier that the flags
+    configure. It is omitted if ``hicache`` is None.
     """
     rows = [("hit rate by size", f"LRU, pool and tiers together; any size {100 * curve.highest:.2f} %")]
     rows += [(f"  {gib(size)}", f"{100 * rate:.2f} %") for size, rate in curve.points(chunk_bytes)]
@@ -146,7 +147,8 @@ def curve_rows(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> lis
 def curve_dict(curve: TierCurve, chunk_bytes: int, hicache: float | None) -> dict[str, object]:
     """Return the curve of KV hit rate by cache size as a JSON object, with sizes in bytes.
 
-    ``hicache`` is the hit rate of SGLang's HiCache with the pool and the host tier of the flags, or None.
+    ``hicache`` is the hit rate of SGLang's HiCache, or None. Its KV pool and host tier are those that the flags
+    configure.
     """
     return {
         "points": [{"bytes": size, "hit_rate": round(rate, 5)} for size, rate in curve.points(chunk_bytes)],

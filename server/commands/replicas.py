@@ -1,8 +1,8 @@
-"""``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many replicas of a plan a load needs.
+"""``tonnage plan MODEL --replicas auto --rate 20 --trace FILE``: how many replicas serve a request rate.
 
-The plan is that of ``tonnage plan`` without these options. The trace is replayed at the given rate (requests
-per second) through the server's admission and block manager. The number of replicas grows until waits are short
-enough.
+Each replica has the plan that ``tonnage plan`` makes without these options. The trace is replayed at the given
+rate (requests per second) through the server's admission and block manager. The number of replicas grows until
+99 % of the requests wait at most --wait-target.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHERS = (
 
 
 def run(argv: list[str]) -> int:
-    """Print the number of replicas that the load needs; return 0, or 1 when no number is enough.
+    """Print the number of replicas that the request rate needs; return 0, or 1 when no number is enough.
 
     Raises:
         TonnageError: the input is invalid.

@@ -96,7 +96,8 @@ def run(argv: list[str]) -> int:
             ssl_keyfile=settings.ssl_keyfile,
         )
         _load(config)
-        if config.ssl is not None:  # uvicorn itself counts no connection during its TLS handshake
+        # uvicorn alone does not count connections in their TLS handshake; Handshakes counts and bounds them
+        if config.ssl is not None:
             config.http_protocol_class = Handshakes(config.ssl)  # type: ignore[assignment]
             config.ssl = None
         stop.server = Server(config)
@@ -228,7 +229,7 @@ class _Stop:
         if self._draining is not None:
             assert self.state is not None
             if not self._draining.done():
-                # without this, the drain would log that all requests have ended, although they are cut off
+                # an uncancelled drain would log that all requests have ended, although they are cut off
                 self._draining.cancel()
                 log.warning("second stop signal: %d requests are cut off", self.state.accounts.in_flight)
             self._exit()

@@ -118,7 +118,7 @@ _NEW_TOKENS = 4
 
 
 def rows(engine: Engine) -> list[ComparisonRow]:
-    """Return the rows of the comparison table: per component, the planned bytes and those measured now."""
+    """Return the rows of the comparison table: planned bytes and currently measured bytes of each component."""
     plan, memory, capacity = engine.plan, engine.stats().memory, engine.capacity()
     layout = plan.kv_cache.layout
     found = [

@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tonnage.planner.headers.gguf import GGUFHeader, read_gguf
 from tonnage.planner.headers.gguf_config import config_from_gguf, state_dict_name
 
-# Arrays of the GGUF header may have at most this many items, more than a vocabulary or its merges have.
+# Maximum number of items in an array of the GGUF header; vocabularies and merges of tokenizers have fewer.
 _LONGEST = 2**20
 _CONTROL = 3  # token type of special tokens: LLAMA_TOKEN_TYPE_CONTROL (llama.cpp, include/llama.h)
 _PIECE = 2**20  # bytes of the .gguf file that are dequantized at a time

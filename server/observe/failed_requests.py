@@ -14,10 +14,9 @@ from tonnage.server.security.middleware import PUBLIC_PATHS
 
 log = logging.getLogger("tonnage.server")
 
-# At most this many lines are logged per window of ten seconds. Further failures are counted, and reported at
-# the window's end.
-# A full server rejects hundreds of requests per second, and one line costs as much time as generating one
-# token.
+# At most this many lines are logged in ten seconds. Further failures are counted, and the counts are logged
+# when the ten seconds end. A full server rejects hundreds of requests per second, and one line costs as much
+# time as generating one token.
 AT_ONCE = 10
 WINDOW_SECONDS = 10.0
 
@@ -39,8 +38,8 @@ class FailedRequestLog:
     """Logger of one app's failed requests, with a limit of lines per ten seconds; runs on the event loop."""
 
     def __init__(self) -> None:
-        self._lines = 0  # number of lines logged in the current ten seconds
-        # error code -> number of failures in the current ten seconds for which no line was logged
+        self._lines = 0  # number of lines logged in the current ten seconds.
+        # Number of failures in the current ten seconds for which no line was logged, by error code.
         self._more: Counter[str] = Counter()
         self._end: asyncio.TimerHandle | None = None
 

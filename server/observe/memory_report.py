@@ -15,7 +15,7 @@ from tonnage.server.state import ServerState
 
 @dataclass(frozen=True, slots=True)
 class CapacityForecast:
-    """A forecast of the requests that still fit into a running server, and of the times until full or drained.
+    """A forecast of the requests that still fit, and of the times until the KV pool is full or drained.
 
     Attributes:
         requests: number of further requests of the average size that fit.
@@ -50,7 +50,7 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
 
 
 def planned_components(plan: Plan) -> dict[str, int]:
-    """Return the planned bytes by component of the plan's worst rank; they add up to the device's memory."""
+    """Return the planned bytes by component on the rank that needs most; they add up to its device's memory."""
     return rank_components(plan.rank)
 
 

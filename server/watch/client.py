@@ -79,7 +79,7 @@ class Client:
             )
         if answer.status == 503:
             raise WatchError(
-                f"{self.url}{path} is not ready: {_error_message(answer)}", hint="it may still be loading"
+                f"{self.url}{path} is not ready: {_error_message(answer)}", hint="wait, it may still be loading"
             )
         return answer
 
@@ -118,7 +118,7 @@ class Client:
             raise self._timeout_error(path)
         if len(data) > MAX_PAGE_BYTES:
             raise WatchError(
-                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes, so no inference server sent it"
+                f"{self.url}{path} is longer than {MAX_PAGE_BYTES:,} bytes, which no inference server sends"
             )
         if 300 <= response.status < 400:
             to = response.headers.get("Location", "elsewhere")

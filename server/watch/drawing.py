@@ -15,7 +15,7 @@ def aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def columns(table: Sequence[Row]) -> list[str]:
-    """Return the lines of a table of five columns as text; the three in the middle are aligned right."""
+    """Return the lines of a table of five columns as text; the three middle columns are right-aligned."""
     widths = [max(len(row[column]) for row in table) for column in range(5)]
     lines = []
     for row in table:

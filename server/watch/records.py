@@ -23,7 +23,7 @@ class ServerFacts:
         flags: settings that the server reports, by field name of the Deployment.
         pool_tokens: number of token slots in one replica's KV pool.
         most_tokens: upper bound of the pool's tokens, which a flag of the server sets.
-        measured: bytes by component that the server measured when it started.
+        measured: bytes that the server measured when it started, by memory component.
         hidden: memory components that cannot be planned from the reported facts.
         assumed: important fields of the Deployment that the server does not report; the plan uses their
             defaults.
@@ -109,15 +109,16 @@ class TierReading:
     """The KV tiers (host memory, disk) behind a server's KV pool; counters are zero when the server starts.
 
     Attributes:
-        host_size: bytes of host memory.
-        host_used: bytes of the blocks in host memory.
-        host_share: used fraction of host memory, for a server that reports tokens instead of bytes.
-        disk_size: upper bound of the bytes on disk.
-        disk_used: bytes on disk.
+        host_size: size of the tier in host memory, in bytes.
+        host_used: bytes of the blocks in this tier.
+        host_share: used fraction of this tier, for a server that reports tokens instead of bytes.
+        disk_size: upper bound of the size of the disk tier, in bytes.
+        disk_used: bytes that the disk tier uses.
         hit_tokens: prompt tokens that were loaded instead of computed.
         loaded_bytes: bytes loaded from host memory to the pool.
         stored_bytes: bytes stored from the pool to host memory.
-        spent_seconds: seconds of loads and of requests that waited for them, as far as the server reports them.
+        spent_seconds: seconds that the tiers cost, as far as the server reports them: copies between pool and
+            tiers, and waits of requests for reads.
         saved_seconds: estimated seconds of prefill that the loaded tokens saved.
         token_seconds: measured seconds of prefill per computed prompt token, to estimate `saved_seconds`; None
             for a server that reports `saved_seconds` itself.
@@ -143,10 +144,10 @@ class TierReading:
         return self.host_share
 
     def after(self, before: TierReading | None) -> TierReading:
-        """Return this reading, with the saved seconds of the earlier reading `before` plus those since then.
+        """Return this reading with `saved_seconds`: those of the earlier reading `before`, plus the new ones.
 
-        The tokens hit since `before` are multiplied by the prefill seconds per token measured now. Earlier hits
-        are not valued again, so that the saved seconds never decrease.
+        The new ones are the tokens hit since `before`, times the prefill seconds per token measured now.
+        Earlier hits are not valued again, so that the saved seconds never decrease.
         """
         if self.token_seconds is None or self.hit_tokens is None:
             return self
@@ -195,7 +196,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """The figures of a plan that are compared with a watched server, for the plan's worst rank.
+    """The figures of a plan that are compared with a watched server, for the rank with the highest memory use.
 
     Attributes:
         plan_id: id of the plan.

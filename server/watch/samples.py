@@ -41,7 +41,7 @@ class Samples:
         return any(name.startswith(prefix) for name in self._found)
 
     def of(self, name: str) -> list[tuple[Labels, float]]:
-        """Return labels and value of each series on the metrics page that has the sample name `name`."""
+        """Return labels and value of each series whose sample name is `name`."""
         return self._found.get(name, [])
 
     def total(self, *names: str) -> float | None:
@@ -79,9 +79,10 @@ class Samples:
         return part
 
     def by(self, label: str, name: str) -> list[Samples]:
-        """Return one part of the metrics page for each value of `label` in the series of `name`, in order.
+        """Return one part of the metrics page for each value of `label` in the series of `name`.
 
-        If no series of `name` has the label, the whole page is the only part.
+        The parts are in the order of these values; numbers are compared as numbers. If no series of `name` has
+        the label, the whole page is the only part.
         """
         values = sorted({labels[label] for labels, _ in self.of(name) if label in labels}, key=_natural)
         return [self.where(**{label: value}) for value in values] or [self]

@@ -21,7 +21,8 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-# Token rates and the average request are computed over this many seconds, like the headroom's `Trend`.
+# Token rates and the average request are computed over this many seconds. `Trend`, which estimates when the KV
+# pool is full, covers the same time.
 _WINDOW_SECONDS = 120.0
 
 
@@ -35,7 +36,7 @@ class Observation:
         facts: facts that stay the same until the server restarts.
         planned: the plan for the server, None without one.
         reading: the server's requests, KV pools and counters.
-        measured: measured bytes by component of one replica.
+        measured: measured bytes of one replica, by memory component.
         headroom: the requests and tokens that still fit, None when unknown.
         full_in: estimated seconds until the KV pool is full, None when unknown.
         change: increase of the counters since the previous observation; None at the first one and after a
@@ -130,7 +131,7 @@ class Watcher:
             raise DeploymentError(
                 f"applies only to llama.cpp; the server is {facts.title}",
                 field="--kv-unified",
-                hint="leave it out",
+                hint="leave this option out",
             )
         planned, notes = plan_of(facts, self._given, self._model)
         return _Run(server, facts, planned, notes)

@@ -21,12 +21,13 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # vLLM logs to stderr, because stdout carries the plan and the output of --json.
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_NO_USAGE_STATS": "1",  # by default vLLM reports usage statistics to its authors.
-    # On a CPU, vLLM leaves one core to its scheduler (utils/ompmultiprocessing.py, 0.32). With two cores that
-    # halves the compute, so every core computes here.
+    # By default vLLM reports usage statistics to its authors.
+    "VLLM_NO_USAGE_STATS": "1",
+    # By default, vLLM on a CPU reserves one core for its scheduler (utils/ompmultiprocessing.py, 0.32). On a
+    # machine with two cores that halves the compute, so no core is reserved.
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    # One day. The effective limit is --engine-ready-timeout, and vLLM's default of 600 s would cut a longer
-    # limit short.
+    # vLLM waits at most one day (86,400 s) for its engine to start. Tonnage enforces --engine-ready-timeout
+    # itself; vLLM's default of 600 s would end a longer timeout early.
     "VLLM_ENGINE_READY_TIMEOUT_S": "86400",
 }
 
@@ -44,7 +45,8 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
     """
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise DeploymentError(
-            "the variable is set and would override the planned KV pool",  # vLLM 0.32, platforms/cpu.py
+            # vLLM on a CPU takes the size of its KV pool from this variable (platforms/cpu.py, 0.32)
+            "the variable is set and would override the planned KV pool",
             field="VLLM_CPU_KVCACHE_SPACE",
             hint="unset it and use --kv-cache-memory-bytes",
         )
@@ -76,7 +78,7 @@ def engine_arguments(plan: Plan, *, enforce_eager: bool, quantization: str | Non
         "trust_remote_code": False,
         # The API process handles text, but vLLM compiles grammars only if it has a tokenizer of its own.
         "skip_tokenizer_init": False,
-        # No defaults from the model's generation_config.json, because each request states every parameter.
+        # The model's generation_config.json is ignored, because each request states every sampling parameter.
         "generation_config": "vllm",
         "disable_log_stats": True,  # vLLM logs no statistics; our stat logger receives them nevertheless
         "enable_log_requests": False,
@@ -92,7 +94,7 @@ def scheduling_arguments(plan: Plan, policy: Policy, sharing: Sharing, *, gramma
     Args:
         plan: the plan that vLLM is started with.
         policy: the admission policy.
-        sharing: prefixes whose KV blocks all cache salts share, and the options of KV events.
+        sharing: the KV event publisher, and prefixes whose KV blocks requests with different cache salts share.
         grammars: whether the scheduler also bounds the memory and time of grammars.
 
     Returns:

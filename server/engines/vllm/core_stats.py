@@ -67,7 +67,7 @@ class CoreStats:
 
         Args:
             memory: measured bytes, returned unchanged in the statistics.
-            idle: whether no request is left, regardless of the last message.
+            idle: True if no request is left. Requests that the last message still counts are then ignored.
         """
         admission = self.admission or AdmissionStats("greedy")
         if idle and admission.reserved is not None:
@@ -109,7 +109,7 @@ class CoreStats:
 class EngineCores:
     """The statistics of all of vLLM's engine cores behind one AsyncLLM.
 
-    Until the first core has started, the planned number of blocks is reported as core 0.
+    Until the first core has started, core 0 is reported with the planned number of blocks.
 
     Args:
         num_blocks: planned number of blocks.
@@ -148,7 +148,7 @@ class EngineCores:
 
         Args:
             memory: measured bytes, returned unchanged in the statistics.
-            idle: whether no request is left, regardless of the last messages.
+            idle: True if no request is left. Requests that the last messages still count are then ignored.
         """
         parts = [core.stats(memory, idle=idle) for core in self._cores.values()]
         return replace(total(parts), memory=memory)

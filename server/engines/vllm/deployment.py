@@ -14,7 +14,7 @@ from tonnage.planner.deployment import Deployment
 from tonnage.planner.errors import DeploymentError
 from tonnage.planner.units import GiB
 
-# Methods by which vLLM quantizes 16-bit weights while loading, with the planner's names (quantizes_to).
+# Methods by which vLLM quantizes 16-bit weights while loading -> the planner's name of the resulting format.
 _MADE_WHILE_LOADING = {"bitsandbytes": "nf4", "fp8": "fp8"}
 # Formats of checkpoints that are already quantized. Their quantization config may be in a file beside
 # config.json.

@@ -1,4 +1,4 @@
-"""A secondary tier of vLLM's KV offloading: a folder on disk that never exceeds its size.
+"""A secondary tier of vLLM's KV offloading: a folder on disk that never exceeds its configured size.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184,
@@ -46,8 +46,8 @@ from tonnage.planner.units import parse_size
 # This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 log = init_logger(f"vllm.{__name__}")
 
-# Numbers of threads. Reads do not queue behind writes, because requests wait for reads. More threads do not
-# help a disk whose queue is full, and each thread needs memory for a block.
+# Numbers of threads that read and that write. Reads do not queue behind writes, because requests wait for
+# reads. More threads do not help a disk whose queue is full, and each thread needs memory for a block.
 READERS, WRITERS = 4, 2
 # Upper bound of the bytes of blocks that wait to be written. vLLM keeps these blocks in the host tier until
 # they are written, so without the bound a slow disk would fill the host tier with them.
@@ -58,7 +58,8 @@ REPORT_SECONDS = 0.5
 # runs empty steps in a loop and keeps the interpreter's lock (GIL). A reader needs the lock five times for each
 # chunk and would wait 5 ms each time.
 YIELD_SECONDS = 5e-5
-_Work = Callable[[Any, memoryview], bool]  # writes or reads the block of a key; returns whether it succeeded
+# A function that reads or writes the chunk with a given key, and returns whether it succeeded.
+_Work = Callable[[Any, memoryview], bool]
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _VALUES = attrgetter(*METRICS)
 _EXPORTED = [(metric_name(name), name in GAUGES) for name in METRICS]
@@ -121,7 +122,7 @@ class DiskTier(SecondaryTierManager):
         primary_kv_view: Bytes of the host tier, of shape (chunks, bytes of a chunk).
         tier_type: Name of the tier in vLLM's metrics.
         path: Path of the folder. Only one server may write to it.
-        size: Upper bound of the folder, such as "1TiB", or an integer of bytes.
+        size: Upper bound of the folder's size: a text such as "1TiB", or an integer of bytes.
         read_only: Whether this tier only reads the folder, because another server writes to it.
         revision: Revision of the model's weights, if the model's name does not identify it. Blocks of another
             revision are never read.
@@ -179,8 +180,9 @@ class DiskTier(SecondaryTierManager):
             learned=self._chunk if _learned(policy) else None,
         )  # fmt: skip
         self._bytes = primary_kv_view.cast("B")
-        self._waiting = self._unfinished = 0  # bytes that wait to be written; number of unreported jobs
-        self._reading = 0  # number of read jobs whose end is not yet reported to vLLM
+        # Bytes that wait to be written, and number of jobs (read or write) not yet reported to vLLM as ended.
+        self._waiting = self._unfinished = 0
+        self._reading = 0  # number of read jobs not yet reported to vLLM as ended
         self._readers = _Threads(READERS, "tonnage-disk-read", self._read)
         self._writers = _Threads(WRITERS, "tonnage-disk-write", self._write)
         self._ended: deque[_Ended] = deque()
@@ -303,7 +305,7 @@ class DiskTier(SecondaryTierManager):
     def _reads(self, request: str) -> bool:
         """Return whether a request may read one more chunk from disk.
 
-        The read rule decides once for each request how many chunks it may read.
+        How many chunks a request may read is decided once, when its first chunk is found on disk.
         """
         may = self._may_read
         if request not in may:
@@ -362,7 +364,7 @@ def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
 
 
 def _leave_out(key: Any, chunk: memoryview) -> bool:
-    """Skip writing a chunk that is not worth storing, and return False; replaces `DiskStore.store`."""
+    """Return False without writing the chunk; replaces `DiskStore.store` for chunks not worth storing."""
     return False
 
 
@@ -385,5 +387,5 @@ def _pace(prefill: object) -> float:
 
 
 def _tokens_of_chunk(offloading_spec: Any) -> int:
-    """Return the number of tokens in a chunk of KV blocks; the smallest, if groups' block sizes differ."""
+    """Return the number of tokens in a chunk of KV blocks; if it differs by KV cache group, the smallest."""
     return int(min(offloading_spec.tokens_per_block) * offloading_spec.blocks_per_chunk)

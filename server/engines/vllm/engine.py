@@ -55,7 +55,7 @@ class VLLMEngine(Engine):
     Args:
         plan: the plan that fixes the model, the flags and the pool.
         policy: the admission policy.
-        sharing: prefixes whose KV blocks all cache salts share.
+        sharing: prefixes whose KV blocks requests with different cache salts share.
         loras: folder of each LoRA adapter by name. All are loaded before the engine is ready.
         pools: pooling task, such as embeddings, that vLLM runs on each prompt; None to generate text.
         quantization: vLLM's name of the method that quantizes the weights while loading. None means no method.
@@ -146,7 +146,7 @@ class VLLMEngine(Engine):
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm watch")
         try:
             self._llm = await asyncio.wrap_future(self._loading)
-            # Blocks of all engine cores, each with one null block, as the plan counts them.
+            # KV blocks of all engine cores. As in the plan, one null block per engine core is included.
             self._num_blocks = int(self._llm.vllm_config.cache_config.num_gpu_blocks)
             if self._pools is not None:
                 await self._check_pooling()
@@ -190,7 +190,7 @@ class VLLMEngine(Engine):
             raise DeploymentError(
                 f"vLLM's pooling task of {name} is {task!r}; {self._pools!r} was expected",
                 field="model",
-                hint="serve it with vLLM alone",
+                hint="serve this model with 'vllm serve'",
             )
 
     async def _load_adapters(self) -> None:
@@ -416,7 +416,7 @@ class VLLMEngine(Engine):
 
                 llm.output_processor.propagate_error(EngineDeadError())
             if llm.output_handler is not None:
-                llm.output_handler.cancel()  # otherwise vLLM logs the end of its engine as a crash
+                llm.output_handler.cancel()  # without this, vLLM logs the end of its engine as a crash
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._loader, self._end, llm)
             await loop.run_in_executor(self._loader, processes.close_files, llm)

@@ -65,9 +65,9 @@ def install(manager: Any) -> LearnedQueue | None:
     """Install learned eviction in a vLLM KVCacheManager that has not handed out a block yet.
 
     Returns:
-        The new queue, or None (with a warning in vLLM's log) if vLLM's own eviction is kept. That is so without
-            prefix caching, without a full-attention group, and for an interface other than that of vLLM 0.30 to
-            0.33.
+        The new queue, or None (with a warning in vLLM's log) if vLLM's own eviction is kept. vLLM's own is kept
+            without prefix caching, without a full-attention group, and if the manager's interface is not that
+            of vLLM 0.30 to 0.33.
     """
     try:
         queue = LearnedQueue(manager)
@@ -298,7 +298,7 @@ class LearnedQueue:
                 self._report_events()
                 self._order.release([block.block_id for block in blocks])
             except Exception:
-                self._fail()  # this puts every unreferenced block in vLLM's own queue, so `blocks` too
+                self._fail()  # this puts all unreferenced blocks, including `blocks`, in vLLM's own queue
         else:
             self._plain.append_n(_not_queued(blocks))
 

@@ -1,6 +1,6 @@
-"""Grammar checks in front of vLLM: a grammar reaches vLLM's engine core only after a successful trial.
+"""Grammar checks in front of vLLM: a grammar reaches vLLM's engine core only after it compiled once.
 
-A trial compiles the grammar in a child process with limits of time and memory.
+This first compilation runs in a child process with limits of time and memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class GrammarChecks:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the child process that tries grammars."""
+        """Return the process id of the child process that makes the trial compilations of grammars."""
         return self._trials.pid
 
     async def check(self, request: GenerationRequest) -> CheckedGrammar | None:
-        """Wait for the trial of a request's grammar; return the checked grammar, or None without a grammar.
+        """Compile a request's grammar in the child process; return the checked grammar, or None without one.
 
         Raises:
-            TonnageError: the grammar failed its trial.
+            TonnageError: the grammar failed to compile within the limits.
         """
         grammar = request.params.grammar
         if grammar is None:
@@ -60,7 +60,7 @@ class GrammarChecks:
         return CheckedGrammar(Grammar(grammar.kind, tried.source), tried.bytes, request.tenant)
 
     def close(self) -> None:
-        """End all grammar trials; requests that wait for one fail."""
+        """End the compilation of all grammars; the requests that wait for one fail."""
         self._closed = True
         self._trials.close()
         for future in self._pending.values():
@@ -68,9 +68,9 @@ class GrammarChecks:
                 future.set_result(None)
 
     def _set_outcome(self, request_id: str, grammar: Grammar, tried: Tried | None) -> None:
-        """Set the outcome of a grammar trial for the waiting request; called in the trial client's thread.
+        """Pass the result of compiling a grammar to the waiting request; called in the thread of `TrialClient`.
 
-        `tried` is None if the trial process ended before the trial was complete.
+        `tried` is the result, or None if the child process ended before the compilation was complete.
         """
 
         def set_result() -> None:

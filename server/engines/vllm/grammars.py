@@ -55,7 +55,7 @@ class GrammarState:
         row.fill_(-1)
         self._row = None
         if self.error is not None or self.matcher is None:
-            return  # after an error the next token ends the sequence, so permit all
+            return  # after an error the next token ends the sequence, so every token is permitted
         try:
             self._row = self.matcher.row()
         except Exception as error:  # an error of one request's grammar must not stop the engine
@@ -73,7 +73,7 @@ class GrammarState:
             if self.error is None and not self.done:
                 self._accept(token)
         if self.error is None and self.done:
-            if not self.request.is_finished():  # no stop token could end the sequence, so end it here
+            if not self.request.is_finished():  # the text is complete, but no stop token ended it: end it here
                 self.error = COMPLETE
             # vLLM permits a stop token before min_tokens if no other token is possible
             # (MinTokensLogitsProcessor).

@@ -4,8 +4,9 @@
       "kv_connector_extra_config": {"cpu_bytes_to_use": 17179869184, "eviction_policy": "LearnedCachePolicy",
         "cache_policy_module_path": "tonnage.server.engines.vllm.host_policy"}}'
 
-vLLM's manager of the tier keeps the chunks in the policy and asks it which to evict (vLLM 0.32,
-v1/kv_offload/cpu/policies/base.py). `tonnage.cache.eviction.chunk_order` decides; this module adapts it.
+vLLM's manager of the tier registers each chunk with a cache policy, and asks the policy which chunks to evict
+(vLLM 0.32, v1/kv_offload/cpu/policies/base.py). This module adapts `tonnage.cache.eviction.chunk_order` to the
+interface of such a policy.
 
 An exception in our code never fails a request: after the first one, the least recently used chunks are evicted.
 """
@@ -29,7 +30,7 @@ class LearnedCachePolicy(CachePolicy):
     """A cache policy for vLLM's KV tier in host memory that evicts chunks in the learned order.
 
     Args:
-        cache_capacity: Chunks of the tier.
+        cache_capacity: Capacity of the tier, in chunks.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -55,9 +56,9 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(lambda order: order.remove(key))
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Make chunks the most recently used ones, for the fallback to LRU; the first of them is the latest.
+        """Move the chunks `keys` to the end of the LRU order; the first of them becomes the most recently used.
 
-        The learned order is updated in `on_request_finished` instead.
+        The LRU order is the fallback. The learned order is updated in `on_request_finished` instead.
         """
         for key in reversed(list(keys)):
             if key in self._chunks:

@@ -70,8 +70,8 @@ def load(arguments: dict[str, Any], cores: EngineCores, wanted: Callable[[], boo
         def log_engine_initialized(self) -> None:
             """Do nothing when vLLM reports that the engine has started."""
 
-    # Do not copy the tokenizer for threads that render prompts, as vLLM does (120 MiB each with a vocabulary of
-    # 262,144). Prompts are token ids here, and only the event loop uses the tokenizer.
+    # vLLM would copy the tokenizer for the threads that render prompts (120 MiB a copy with a vocabulary of
+    # 262,144). No copy is needed: prompts are token ids here, and only the event loop uses the tokenizer.
     vars(renderers)["maybe_make_thread_pool"] = lambda tokenizer, copies=1: tokenizer
     if (events := arguments.get("kv_events_config")) is not None:
         arguments = arguments | {"kv_events_config": KVEventsConfig(**asdict(events))}

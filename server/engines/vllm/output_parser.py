@@ -70,7 +70,7 @@ def load_output_parser(tools: str | None, reasoning: str | None, folder: Path) -
         known = manager.list_registered()
         if name is not None and name not in known:
             raise DeploymentError(
-                f"vLLM has no parser {name!r}", field=field, hint=f"one of {', '.join(known)}"
+                f"vLLM has no parser {name!r}", field=field, hint=f"use one of {', '.join(known)}"
             )
     if tools is not None:
         logger = logging.getLogger(ToolParserManager.get_tool_parser(tools).__module__)
@@ -117,9 +117,9 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 class VLLMOutputParser:
     """A reader of the tool calls and the reasoning in one model's output.
 
-    Each output is read by a new object of a class that vLLM composes for the model. ``parsers`` has these
-    classes by the pair (reads tool calls, reads reasoning). ``with_format`` is the class for a request that has
-    tools and also requires a format of the answer.
+    Each output is read by a new object of a class that vLLM composes for the model. A key of ``parsers`` is a
+    pair of flags (reads tool calls, reads reasoning), and its value is the class. ``with_format`` is the class
+    for a request that has tools and also requires a format of the answer.
     """
 
     def __init__(self, parsers: Mapping[tuple[bool, bool], Any], with_format: Any, tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ class OutputConverter:
     """A converter of one request's vLLM outputs into chunks.
 
     It keeps two values between outputs. `cached` is the number of prompt tokens found in the prefix cache, None
-    before the first output. The other is the seconds that the request spent in this process before vLLM
+    before the first output. `waited` is the seconds that the request spent in the API process before vLLM
     received it.
     """
 

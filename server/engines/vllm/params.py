@@ -20,7 +20,7 @@ KEY, WEIGHT, PRIORITY = "tonnage_key", "tonnage_weight", "tonnage_priority"
 def sampling_params(request: GenerationRequest, checked: CheckedGrammar | None) -> Any:
     """Return vLLM's SamplingParams for a request and its checked grammar, if any.
 
-    They make vLLM output token ids, one output per step.
+    With these parameters, vLLM returns token ids, in one output per step.
     """
     # Imported here, because vLLM is optional.
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -61,7 +61,8 @@ def pooling_params(request: GenerationRequest, task: PoolingTask) -> Any:
     from vllm.pooling_params import PoolingParams  # imported here, because vLLM is optional
 
     pooling = request.params.pooling or Pooling()
-    # The key is vLLM's: CrossEncoderIOProcessor.render (entrypoints/pooling/scoring/io_processor.py, 0.32).
+    # vLLM's scoring endpoint passes token type ids under the same key (CrossEncoderIOProcessor.render in
+    # entrypoints/pooling/scoring/io_processor.py, 0.32).
     types = None if pooling.second_text is None else {"compressed_token_type_ids": pooling.second_text}
     return PoolingParams(
         task=task,

@@ -72,7 +72,7 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
 
     Args:
         llm: the AsyncLLM.
-        at_once: kill the processes without waiting; for CPUs, where no device has to be released in order.
+        at_once: kill the processes without waiting; for CPUs, where the processes have no GPU to release.
     """
     import psutil  # psutil is a dependency of vLLM
 
@@ -96,8 +96,9 @@ def close_files(llm: Any) -> None:
     `shut_down`, because vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    with contextlib.suppress(AttributeError):  # the first call of `held` has deleted its attributes.
-        # Call `held` again: an exception in the first call (also in vLLM's own thread) leaves sockets open.
+    # vLLM has called `held` once, which deletes its attributes. It is called again, because an exception in the
+    # first call (also in vLLM's own thread) leaves sockets open.
+    with contextlib.suppress(AttributeError):
         held()
     held.ctx.destroy(linger=0)
     for thread in threading.enumerate():

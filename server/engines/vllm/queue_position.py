@@ -43,7 +43,7 @@ class QueuePositions:
     def check(self, request: GenerationRequest, *, pools: bool) -> None:
         """Raise `NeverFits`, with the numbers of blocks, if an empty KV pool cannot hold the request.
 
-        `pools` says that the request is pooled, and has no output tokens.
+        `pools` is True for a pooling request, which has no output tokens.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
         if pools:  # no output: count the last prompt token as one output token
@@ -54,8 +54,9 @@ class QueuePositions:
 
     def rejection(self, request: AdmissionRequest) -> Never | None:
         """Return why an empty KV pool cannot hold the request, or None if it can."""
-        # Count every token once per sequence. `refusal` counts full blocks of the prompt only once, because
-        # sequences share them. A prompt of one token has none, so treat all other prompt tokens as output.
+        # `refusal` assumes that the n sequences share the full blocks of the prompt, and counts these blocks
+        # once. Here no block is shared, so pass a prompt of one token, which fills no block, and count all
+        # other prompt tokens as output.
         unshared = replace(request, prompt_tokens=1, max_tokens=request.total_tokens - 1)
         answer = refusal(unshared, self.limits)
         return answer and replace(answer, largest_prompt_tokens=self._largest_prompt(request))

@@ -39,7 +39,7 @@ class AdmissionStats:
         cached: unreferenced blocks that a prefix can hit.
         auto: statistics of the admission mode `auto`; None in other modes.
         decisions: number of requests by (outcome, reason), as in `tonnage.server.engines.stats.EngineStats`.
-        missing_blocks: number of missing blocks by (outcome, reason).
+        missing_blocks: number of blocks that the refused requests lacked, by (outcome, reason).
         evictions: number of evicted cached blocks by ("blocks", cause).
     """
 

@@ -20,7 +20,7 @@ class WorkerExtension:
     model_runner: Any
 
     def tonnage_on_cpu(self) -> None:
-        """Lower the worker's scheduling priority below the API process, and avoid a late compilation.
+        """Lower the worker's CPU priority below that of the API process, and avoid a late compilation.
 
         vLLM 0.32 ranks tokens for log probabilities with a function that torch.compile compiles at the first
         request for them. That compilation stalls all requests for 3 s (benchmarks/abuse.py, case `deaf`). This
@@ -39,8 +39,8 @@ class WorkerExtension:
 
         Args:
             api_process: process id of the API process.
-            at_once: kill core and worker without freeing their heaps, which takes seconds. For CPUs, where no
-                device has to be released in order.
+            at_once: kill core and worker at once, because freeing their heaps takes seconds. For CPUs, where
+                the processes have no GPU to release.
         """
         # Find the engine core. With one GPU, the worker runs in the core's process, a child of the API process.
         # Otherwise the worker is a child of the core.
@@ -68,7 +68,7 @@ class WorkerExtension:
         The first value is None if linear layers keep their weights only in a packed form outside of torch. vLLM
         0.32 does so on a CPU with 16-bit weights (dispatch_cpu_unquantized_gemm in
         model_executor/layers/utils.py, `remove_weight`). oneDNN does not report the size of its packed copy.
-        The output head keeps its weight beside the packed copy, and this copy counts as framework memory.
+        The output head keeps both its weight and a packed copy, and the packed copy counts as framework memory.
         """
         model = self.model_runner.model
         packed = any(hasattr(module, "cpu_linear") and not module.weight.numel() for module in model.modules())

@@ -63,7 +63,7 @@ class Metrics:
         self._vllm = Page(model_name=state.model_name, engine="0")
 
     def capacity_forecast(self) -> CapacityForecast:
-        """Forecast how many requests and tokens still fit, and when the KV pool is full and when drained."""
+        """Forecast how many requests and tokens still fit, and when the KV pool will be full or drained."""
         stats, counts = self._state.engine.stats(), self._state.accounts
         found = self._headroom(stats)
         self._trend.observe(time.monotonic(), stats.pool.usable - found.blocks)

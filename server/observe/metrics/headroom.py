@@ -96,7 +96,10 @@ class Trend:
 def headroom_families(
     page: Page, room: Headroom, usable_blocks: int, bytes_per_block: int, trend: Trend, counts: RequestCounts
 ) -> None:
-    """Write the headroom metrics: KV blocks, requests and tokens left, seconds until full and until drained."""
+    """Write the headroom metrics: KV blocks, requests and tokens left, and the times to full and to drained.
+
+    The KV pool is full when no more blocks can be reserved, and drained when all requests in flight have ended.
+    """
     trend.observe(time.monotonic(), usable_blocks - room.blocks)
     drain = drain_seconds(counts)
     page.gauge("tonnage_headroom_blocks", "KV blocks that admission can still reserve.", room.blocks)

@@ -35,7 +35,7 @@ def engine_request_families(page: Page, stats: EngineStats) -> None:
 
 
 def admission_families(page: Page, stats: EngineStats, refused: Mapping[tuple[str, str], int]) -> None:
-    """Write the number of admission decisions by outcome and reason, and the KV blocks that were missing.
+    """Write the admission decisions by outcome and reason, and the KV blocks that refused requests lacked.
 
     Args:
         page: the metrics page to write to.
@@ -74,7 +74,7 @@ def request_families(page: Page, counts: RequestCounts, outcomes: Sequence[Outco
         page: the metrics page to write to.
         counts: the request counts of the app.
         outcomes: the outcomes that the server can count. The number of received requests is written only when
-            these are all outcomes.
+            the server counts every outcome (`OUTCOMES`).
     """
     if len(outcomes) == len(OUTCOMES):
         page.counter(

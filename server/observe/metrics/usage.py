@@ -55,7 +55,7 @@ class TenantUsage:
 
 
 class Usage:
-    """The average request size and each tenant's usage, for one app; the app's accounts report every request.
+    """The average request size and each tenant's usage in one app, updated when a request starts or ends.
 
     The first MAX_TENANTS tenants each have their own TenantUsage, and all others share one. A request that is
     rejected before it reaches the engine is counted only under its outcome.

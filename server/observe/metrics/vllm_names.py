@@ -15,8 +15,8 @@ from tonnage.server.state import ServerState
 def vllm_families(page: Page, state: ServerState, stats: EngineStats) -> None:
     """Write the server's statistics under vLLM's metric names, with vLLM's labels model_name and engine."""
     pool, accounts, plan = stats.pool, state.accounts, state.plan
-    # The few of the 34 labels of vllm:cache_config_info that known tools read. As in vLLM, booleans are written
-    # as Python's True and False.
+    # vllm:cache_config_info has 34 labels in vLLM. These are the few that known tools read. As in vLLM,
+    # booleans are written as Python's True and False.
     config = {
         "block_size": plan.kv_cache.layout.block_size,
         "num_gpu_blocks": plan.kv_cache.num_blocks,

@@ -3,6 +3,6 @@
 ========== ==========================================================================
 ``logger`` the stat logger; its exceptions never reach vLLM
 ``engine_totals`` statistics of one engine, summed up from vLLM's messages
-``page``   the families as prometheus_client collects them
+``page``   a page that keeps metric families as objects for prometheus_client
 ========== ==========================================================================
 """

@@ -76,9 +76,10 @@ class EngineTotals:
     def _settle(self, admission: AdmissionStats) -> None:
         """Compute the aborted requests and the requests in flight from the counts of Tonnage's scheduler.
 
-        Aborted requests are the received requests that have not finished and are no longer in the scheduler.
-        When a stop string matches, vLLM's front end finishes a request one step before the scheduler does. The
-        difference is then too low for one step, so the count of aborted requests is never lowered.
+        The number of aborted requests is the number of received requests, minus the finished and the unfinished
+        ones. When a stop string matches, vLLM's front end finishes a request one step before the scheduler
+        does. For one step, such a request counts as finished and as unfinished, so the result is too low.
+        Therefore the count of aborted requests is never lowered.
         """
         counts = self.counts
         ended = sum(counts.outcomes[outcome] for outcome in _REPORTED)

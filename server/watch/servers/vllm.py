@@ -40,13 +40,13 @@ _CONFIG = {
     "device_config": ("device",),
     "lora_config": ("max_loras", "max_lora_rank"),
 }  # fmt: skip
-# Metrics of KV tiers in vLLM 0.32: distributed/kv_transfer/kv_connector/v1/offloading/metrics.py,
-# v1/simple_kv_offload/metrics.py; of LMCache: lmcache/observability.py.
+# Prefixes of the metrics of KV tiers. Sources: distributed/kv_transfer/kv_connector/v1/offloading/metrics.py
+# and v1/simple_kv_offload/metrics.py (vLLM 0.32), and lmcache/observability.py (LMCache).
 _TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
 _TIER_SECONDS = ("vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum")
 # Seconds that LMCache spent loading: one series per rank. The ranks load concurrently, so the largest counts.
 _LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"
-_MOST_GIB = 1 << 30  # a larger value of --kv-offloading-size cannot be in GiB and is ignored
+_MOST_GIB = 1 << 30  # values of --kv-offloading-size from here on cannot be in GiB and are ignored
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
 

@@ -78,9 +78,9 @@ class Account:
         # preallocated ``_entries``.
         self._entries = np.zeros(groups.limits.max_num_seqs, np.int32)
         self._order = self._entries[:0]
-        # Both dictionaries are about blocks of the first full-attention group. ``_owner`` is the request whose
-        # prompt filled the block; the request may have ended. ``_shared`` is the content hash of each shared
-        # block. A block with another hash is no longer shared.
+        # Both dictionaries map block ids of the first full-attention group. ``_owner`` maps a block to the
+        # request whose prompt filled it, which may have ended. ``_shared`` maps each shared block to its
+        # content hash: a block whose hash has changed is no longer shared.
         self._owner: dict[int, str] = {}
         self._shared: dict[int, Any] = {}
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -140,7 +140,7 @@ class Account:
         return self.groups.most_blocks(request.num_prompt_tokens + request.max_tokens, encoder)
 
     def snapshot(self) -> RunningSnapshot:
-        """Return the KV block counts of the running requests, in the order of vLLM's list; O(running)."""
+        """Return the running requests' KV block counts, in the order of `scheduler.running`; O(running)."""
         running, order, groups = self.scheduler.running, self._order, self.groups
         computed = np.fromiter(map(_COMPUTED, running), np.int32, len(running))
         find = self._tables.get
@@ -219,7 +219,7 @@ class Account:
         return Hit(blocks, tokens, used, len(blocks) - used)
 
     def lost(self, hit: Hit) -> Int32Array | None:
-        """Return how many of each running request's private blocks would become shared, int32 [running].
+        """Return how many private blocks of each running request a new request would share, int32 [running].
 
         Args:
             hit: the prefix hit of a new request, which would share the hit's blocks.

@@ -49,7 +49,7 @@ class SteadyForecast(LengthForecast):
 class VllmAdmission(AdmissionAdapter):
     """An admission policy applied to the requests that vLLM runs or queues.
 
-    It is not used in greedy mode, in which vLLM's own rule applies.
+    In greedy mode, it only finds requests that can never fit, and vLLM's own rule decides which requests start.
     """
 
     def __init__(self, policy: Policy, account: Account) -> None:
@@ -57,10 +57,9 @@ class VllmAdmission(AdmissionAdapter):
         self.forecast = SteadyForecast(account.groups.limits.layout.block_size)
         super().__init__(policy, account.groups.limits, self.forecast)
         compile_loops()  # compile now, so that no request waits for it.
-        # After a refusal, each departure of a request permits one new decision. All waiting requests are
-        # decided on again after a departure and a quarter of `block_size` steps, because freed blocks may
-        # suffice for two requests. ``_refused`` has the id of the request refused last, and the step of its
-        # refusal.
+        # ``_refused`` has the id of the request refused last, and the step of its refusal. After a refusal,
+        # each request that leaves permits one new decision. If `block_size` / 4 steps have passed and a request
+        # has left, admission decides on all waiting requests again: the freed blocks may suffice for two.
         self._refused = ("", -self.limits.layout.block_size)
         self._head = ""  # id of the first waiting request that was not admitted
         self._short = 0  # number of blocks that the refused request lacked
@@ -146,9 +145,9 @@ class VllmAdmission(AdmissionAdapter):
     def _asks(self, head: Any, step: int) -> int:
         """Return the upper bound of the waiting requests that admission decides on in this step.
 
-        Within `block_size` steps, the decision on a refused request changes only if another request leaves. If
-        the head of the queue is a new one, no decision on it exists, and this limit does not apply. The head is
-        new if the previous head was aborted, or if the new one has a higher priority.
+        For `block_size` steps after a refusal, the decision changes only if another request leaves. So each
+        request that leaves permits one decision. This bound does not apply if the queue has a new head, because
+        no decision on it exists: the previous head was aborted, or a request with a higher priority arrived.
         """
         if head.request_id != self._head:
             return _WAVE
@@ -193,7 +192,7 @@ class VllmAdmission(AdmissionAdapter):
         return allowed
 
     def _newcomer(self, request: Any, hit: Hit) -> Newcomer:
-        """Return the block counts and lengths of a waiting request that admission needs for a decision."""
+        """Return what admission needs to decide on a waiting request: its block counts and its lengths."""
         groups = self.groups
         full, windowed = self.account.reservation(request)
         output = request.num_tokens - request.num_prompt_tokens
@@ -285,9 +284,9 @@ class VllmAdmission(AdmissionAdapter):
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``at`` is the position of the first token that the step computes. A decode computes one token and then
-        # ends at ``prompt + output``; the lookahead is part of ``prompt``. A prefill has ``left`` tokens to
-        # compute before it ends there.
+        # ``at`` is the position of the first token that the step computes. Decode and prefill both end at
+        # position ``prompt + output``, and the lookahead is part of ``prompt``. A decode computes the one token
+        # before this end, and a prefill has ``left`` tokens before it.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)

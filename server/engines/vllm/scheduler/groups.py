@@ -63,7 +63,7 @@ class Other:
         """
         held = len(self.manager.req_to_blocks.get(id, ()))
         if isinstance(self.manager, MambaManager):
-            return min(held, 1)  # only the last is certainly a real block; others may be null blocks
+            return min(held, 1)  # only the request's last block is certainly real; others may be null blocks
         size = self.manager.block_size
         gone = self.manager.get_num_skipped_tokens(processed) // size if self._slides else 0
         return max(0, held - max(gone, ceil_div(hit, size)))

@@ -33,7 +33,7 @@ class KeyShares:
     """The sequences and KV blocks that each API key holds, including the requests that start in this step.
 
     Args:
-        shares: the shares of the engine's keys.
+        shares: the rule that divides the engine's sequences and KV blocks among API keys.
         running: the running requests.
         blocks: function that returns the blocks reserved for a request.
     """

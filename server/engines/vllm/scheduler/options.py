@@ -19,7 +19,8 @@ from tonnage.planner.units import parse_seconds
 # throughput for the load (benchmarks/vllm_admission.py --matrix).
 DEFAULT = AdmissionMode.AUTO
 KEYS = ("admission_mode", "length_quantile", "watermark", "target_itl", "eviction", "keys")
-EVICTION = ("lru", "learned")  # vLLM's own eviction, and `tonnage.server.engines.vllm.eviction`
+# "lru" is vLLM's own eviction; "learned" is that of `tonnage.server.engines.vllm.eviction`.
+EVICTION = ("lru", "learned")
 
 
 class BadOption(ValueError):

@@ -11,8 +11,8 @@ from vllm.logger import init_logger
 # This logger is a child of the "vllm" logger, because vLLM configures only its own loggers.
 logger = init_logger(f"vllm.{__name__}")
 
-# Number of stack frames to search, from the hook in the pool up to the manager's allocate_slots (four or five
-# in 0.30 to 0.33).
+# Number of stack frames that `_cause` searches. The manager's allocate_slots is four or five frames above the
+# method of the pool that evicts a block (vLLM 0.30 to 0.33).
 _DEPTH = 10
 
 
@@ -90,8 +90,9 @@ class Evictions:
     def stepping(self, decodes: bool) -> None:
         """Record whether all running requests decode in the step that begins.
 
-        In such a step, vLLM looks up the prefix of every request that starts. Pass False at the end of a step,
-        and when some running request may still be in its prefill.
+        In such a step, an eviction before the first prefix lookup is by a decode, because vLLM looks up the
+        prefix of every request that starts. Pass False at the end of a step, and when some running request may
+        still be in its prefill.
         """
         self._known = "decode" if decodes else ""
 

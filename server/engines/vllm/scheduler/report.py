@@ -34,7 +34,7 @@ class Report:
 
     def added(self, id: str, blocks: int) -> None:
         """Count a new request, with `blocks` as the upper bound of its KV blocks."""
-        if id not in self._asked:  # False if a streaming session adds its request again
+        if id not in self._asked:  # the id is known if a streaming session adds its request again
             self._received += 1
             self._asked[id] = blocks
             self._asked_blocks += blocks

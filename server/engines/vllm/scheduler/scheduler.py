@@ -43,7 +43,7 @@ from tonnage.server.engines.vllm.stats_transport import AdmissionStats, write_st
 logger = init_logger(f"vllm.{__name__}")
 
 _NO_REPORT = "Tonnage failed to report its scheduler's statistics and stops reporting them"
-# Requests with another status wait for more than free blocks.
+# Statuses of waiting requests that need only free blocks to start. Other statuses wait for something else too.
 _STARTABLE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -54,7 +54,8 @@ class AdmissionMixin(Scheduler):
     _left_out = (0, 0)  # number of running and of waiting requests hidden from vLLM while it schedules a step
     _held: Any = ()  # waiting requests hidden from vLLM because they may not start in this step
     _prefill_bound = False
-    # Greedy admission. After an exception in our code, it still finds the requests that can never fit.
+    # Admission in greedy mode, which finds the requests that can never fit. It is used even after a first
+    # exception in our code.
     _plain: VllmAdmission | None = None
     fallbacks = 0  # 1 after the first exception in our code; later exceptions are not counted
     _report: Report | None = None
@@ -70,7 +71,7 @@ class AdmissionMixin(Scheduler):
             self.eviction = install(self.kv_cache_manager)
         self._refused: dict[str, tuple[RequestStatus, str]] = {}
         names = names_of(vllm.__version__)
-        assert names is not None  # `tonnage.server.engines.vllm.scheduler` has checked the version
+        assert names is not None  # `tonnage.server.engines.vllm.scheduler` has checked vLLM's version
         self._names = names
         with self._guarded("at start"):
             self._account = Account(self, read_groups(self, names))
@@ -314,7 +315,8 @@ class AdmissionMixin(Scheduler):
     def _refuse_head(self) -> None:
         """Reject the first waiting request if an empty KV pool cannot hold it, as it would block the queue.
 
-        In modes other than greedy, only a preempted request is checked: it has grown since it was added.
+        Only a preempted request is checked, because it has grown since it was added. After an exception in our
+        code, every request is checked.
         """
         if self._plain is None or not self.waiting:
             return

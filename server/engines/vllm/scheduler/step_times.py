@@ -42,7 +42,7 @@ class StepTimes:
     def budget(self, starting: Iterable[Any]) -> int:
         """Return the token budget of vLLM's next step.
 
-        It is smaller while prompts of one key would delay the stream of another (`StepPace`).
+        It is smaller while long prompts of one API key would delay the output of another (`StepPace`).
 
         Args:
             starting: the waiting requests that may start in the step.
@@ -103,6 +103,7 @@ def _pace_of(scheduler: Any) -> StepPace | None:
     config, cache = scheduler.scheduler_config, scheduler.cache_config
     if not config.enable_chunked_prefill or config.disable_chunked_mm_input:
         return None
-    # Prompts of models with recurrent states are divided at block boundaries.
+    # vLLM divides prompts of models with recurrent states at block boundaries, so the smallest budget of a step
+    # is a whole block.
     blocks = (cache.block_size, getattr(cache, "mamba_block_size", None))
     return StepPace(scheduler.max_num_scheduled_tokens, max(size or 0 for size in blocks))
