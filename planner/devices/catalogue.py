@@ -274,8 +274,8 @@ def local_gpu() -> Gpu:
         name = str(pynvml.nvmlDeviceGetName(handle))
         if shares_memory(name):  # NVML reports no memory for GPUs that share the host's memory
             return _by_name()[_plain(name)]
-        # Version 2 of the call states the driver's reserved memory separately. Total minus reserved is what
-        # CUDA reports.
+        # Version 2 of nvmlDeviceGetMemoryInfo states the driver's reserved memory separately. Total minus
+        # reserved is what CUDA reports.
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         total = int(memory.total - memory.reserved)
     except pynvml.NVMLError as error:

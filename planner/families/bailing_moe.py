@@ -1,6 +1,6 @@
 """Ling 1 and 2, Sarvam-MoE and Param-2: grouped-query attention, routed experts and a shared expert.
 
-Shapes follow vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py), whose modules have the names of the
+Shapes follow vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py). vLLM's module names are those in
 published checkpoints.
 """
 

@@ -225,7 +225,7 @@ FAMILIES = {
     "camembert": _family(EncoderVariant("Camembert", "roberta", unused=None).build, hf="encoder"),
     "mpnet": _family(
         EncoderVariant(
-            # Position ids start at 2 for every pad_token_id (MPNetEmbeddings.padding_idx).
+            # Position ids start at 2, whatever pad_token_id is (MPNetEmbeddings.padding_idx).
             "MPNet", "mpnet", token_types=False, unused=2, buckets=True,
             names=(
                 "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",

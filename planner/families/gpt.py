@@ -165,8 +165,8 @@ def gptj(
 def opt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an OPT model, whose table of learned positions has two extra rows.
 
-    The 350M model has an embedding narrower than the hidden size, projected to it, and norms after the residual
-    additions.
+    In the 350M model the embedding is narrower than the hidden size and is projected to it. Its norms follow
+    the residual additions.
     """
     dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
@@ -225,7 +225,8 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     recipe = Recipe(
         "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
-        # With slow_but_exact, a matrix is multiplied slice by slice, so training activations cannot be derived.
+        # With slow_but_exact, transformers multiplies matrices slice by slice. The recipe does not describe
+        # this, so training activations cannot be derived from it.
         taped=not (fields.config.get("slow_but_exact") and fields.config.get("pretraining_tp") != 1),
     )  # fmt: skip
     # ``seq_length`` is the sequence length in training. vLLM 0.32.0 assumes 2048 if no field states a length.

@@ -263,7 +263,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # The config class gives full attention to layers 4, 8, 12 and so on (counted from 0) by default.
+        # By default, the config class gives full attention to the layers with index 4, 8, 12 and so on.
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -409,8 +409,9 @@ def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
 def _lfm2_inner(fields: Fields) -> int:
     """Return the inner size of LFM2's dense MLP.
 
-    By default it is two thirds of the width in config.json, times block_ffn_dim_multiplier, rounded up to a
-    multiple of block_multiple_of (configuration_lfm2.py, modeling_lfm2.py).
+    By default it is two thirds of the config field block_ff_dim or intermediate_size, times
+    block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of (configuration_lfm2.py,
+    modeling_lfm2.py).
     """
     name = "block_ff_dim" if "block_ff_dim" in fields.config else "intermediate_size"
     width = fields.integer(name, 12288, limit="width")
@@ -436,7 +437,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        # Text-only checkpoints of a pruned model name this multimodal class.
+        # Text-only checkpoints of a pruned Qwen3.5 name the class of the multimodal model.
         first_class="Qwen3_5MoeForConditionalGeneration",
         vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),

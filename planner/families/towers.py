@@ -200,7 +200,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
-            listed = [8, 16, 24]  # the default in Qwen3VLVisionConfig
+            listed = [8, 16, 24]  # default of deepstack_visual_indexes in Qwen3VLVisionConfig
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(
                 f"{shown(listed)} is not a list of layer indices", field="deepstack_visual_indexes"
