@@ -163,7 +163,8 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
 
     The comparison ignores case, spaces, dashes, a leading "NVIDIA" or "GeForce", and the B of "80GB".
 
-    The name `cpu` means the local machine's CPU, and `auto` its first NVIDIA GPU.
+    The name `cpu` means the local machine's CPU. The name `auto` means its first NVIDIA GPU, or its CPU if it
+    has no NVIDIA GPU.
 
     Args:
         name: name or alias of the GPU.

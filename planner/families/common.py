@@ -71,8 +71,8 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
     """Return (rope type, scale of the context length) stated by ``rope_parameters`` or ``rope_scaling``.
 
     With the types linear and dynamic, max_position_embeddings is the length before scaling. With all other
-    types it is the scaled length, so the returned scale is 1 (vLLM 0.32.0, config/model.py
-    _get_and_verify_max_len).
+    types it is the scaled length, so the returned scale is 1 (_get_and_verify_max_len in config/model.py of
+    vLLM 0.32.0).
 
     Raises:
         UnsupportedArchitecture: the type is unknown, so the shapes of its rotary tables are unknown.

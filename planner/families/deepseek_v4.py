@@ -19,7 +19,8 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-_SPARSE, _HEAVY = 4, 128  # tokens per compressed cache entry in layers with and without an indexer
+# Tokens per compressed cache entry: _SPARSE in layers with an indexer, _HEAVY in layers without one
+_SPARSE, _HEAVY = 4, 128
 _RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": _SPARSE,

@@ -4,8 +4,8 @@ Their linear layers are gated delta nets (Qwen), Kimi delta attention (KDA), lig
 short convolutions (LFM2). Shapes follow transformers 5.19 / 5.23, models/<family>/.
 
 A linear layer keeps a state per sequence whose size does not depend on the sequence length. The state consists
-of the last inputs of a convolution and one matrix per head (same shapes in vLLM 0.32.0,
-model_executor/layers/mamba/mamba_utils.py).
+of the last inputs of a convolution (LFM2), one matrix per head (MiniMax) or both. vLLM 0.32.0 has the same
+shapes (model_executor/layers/mamba/mamba_utils.py).
 """
 
 from __future__ import annotations

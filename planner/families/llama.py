@@ -121,7 +121,7 @@ def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 _GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
 # Hunyuan's first class also built mixtures of experts, MLA and vision towers. Config files of the two text
 # model types (Hunyuan-MT, HY-MT) still state fields of that class, which transformers' classes do not read.
-# kv_lora_rank is no such field, because vLLM treats every model with a kv_lora_rank as a model with MLA
+# kv_lora_rank is not in this dict, because vLLM treats a model with that field as MLA
 # (model_executor/models/transformers/base.py).
 HUNYUAN_LEFTOVERS: dict[str, Values] = {
     "anyres_pooling_size": (), "anyres_vit_max_image_size": (), "attention_head_dim": "head_dim",

@@ -168,8 +168,7 @@ def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
 
     ``inside`` is the module path of the language model. from_pretrained loads a tensor in fp32 if the model's
     class requests it, and in the tensor's own dtype if its module's constructor sets one (transformers 5.19,
-    core_model_loading.py). All other tensors have the dtype of the model; the ``dtype`` of their TensorSpec is
-    None.
+    core_model_loading.py). All other tensors have the model's dtype, and their TensorSpec has the dtype None.
     """
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
