@@ -315,7 +315,7 @@ def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str,
     By default, every fourth layer has full attention.
     """
     stated = fields.config.get("sliding_window_pattern", 4)
-    # EXAONE 4 states the pattern as letters, LLLG: L is a local, G a global layer
+    # EXAONE 4 states the pattern as a string such as LLLG: L is a layer with a sliding window, G a full layer.
     if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
         slides = [stated[i % len(stated)] == "L" and i != layers - 1 for i in range(layers)]
     elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:

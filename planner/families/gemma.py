@@ -99,7 +99,7 @@ class GemmaVariant:
             return layer_of(flow, attention, mlp, norms)
 
         made = {table: layer(table) for table in prefixes}
-        # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
+        # The embedding is multiplied by a scalar buffer that holds sqrt(hidden_size) in the model's dtype.
         scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
         recipe = Recipe(
             "model.layers",

@@ -145,7 +145,8 @@ def gptj(
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
         "attn", dims, qkv="qkv_proj" if fused else None, out="out_proj", upcast=True,
-        copied="v" if fused else "",  # CodeGen stores heads in four groups; merging the groups copies v
+        # CodeGen computes q, k and v in four groups of heads; v is copied when the groups are merged.
+        copied="v" if fused else "",
         rope=Rope(rotary, joined=True, apart="wide" if fused else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip

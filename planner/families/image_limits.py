@@ -308,7 +308,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
     return Vision(
-        # The head size is rounded to a multiple of 6: rotary pairs for three axes.
+        # The head size is rounded down to a multiple of 6, because three axes share its rotary pairs equally.
         "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,
         v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,
         "pixels", _bounded(image, 451_584, FILES[0]), frames=500, frame=_bounded(frame, 602_112, FILES[1]),

@@ -200,7 +200,7 @@ def _groups(fields: Fields) -> tuple[int, int]:
 
 
 def index_tensors(hidden: int, query: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """Return the projections and the norm of a sparse indexer, whose query projection reads ``query`` values."""
+    """Return the projections and the norm of a sparse indexer, whose queries come from ``query`` values."""
     at = "self_attn.indexer"
     return (
         TensorSpec(f"{at}.wq_b.weight", (heads * size, query), "attention", "Linear"),
