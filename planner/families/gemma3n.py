@@ -153,7 +153,7 @@ def per_layer_input(t: Tensors, at: str, hidden: int, width: int) -> None:
 
 
 def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shared: bool) -> None:
-    """Add the attention of one layer with norms of q and k.
+    """Add the tensors of one layer's attention, which has norms of q and k.
 
     Args:
         t: receives the tensors.

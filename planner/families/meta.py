@@ -39,7 +39,7 @@ _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code
 
 
 def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitecture) -> Architecture:
-    """Return the architecture of a model_type that transformers can build and the planner's families cannot.
+    """Return the architecture of a model that transformers can build, but no family of the planner.
 
     Raises:
         UnsupportedArchitecture: ``refusal`` itself if transformers does not know the model_type; otherwise an

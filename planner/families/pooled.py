@@ -54,7 +54,7 @@ def _value(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
 
 
 def _labels(fields: Fields, body: Architecture, *, name: str, wide: bool) -> tuple[TensorSpec, ...]:
-    """Return the tensor of a classification head: a matrix with a row per label in the config, no bias."""
+    """Return the tensor of a classification head without bias: a matrix, one row per label in the config."""
     return _linear(name, label_count(fields), body.hidden_size, bias=False, wide=wide)
 
 

@@ -164,7 +164,7 @@ class Tensors:
             self.norm(f"{at}.{name}", size, kind)
 
     def layer_norms(self, at: str, size: int, kind: str = "rms") -> None:
-        """Add the norms before attention and before the MLP that most layers have, below module ``at``."""
+        """Add a layer's two norms, one before attention and one before the MLP, below module ``at``."""
         self.norms(at, size, "input_layernorm", "post_attention_layernorm", kind=kind)
 
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:

@@ -30,7 +30,7 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def sizes(f: Fields, defaults: Mapping[str, int | None]) -> dict[str, int]:
-    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``.
+    """Return a dict: config field -> size of a vision tower, from the config, else from ``defaults``.
 
     A field with the default None is required.
     """

@@ -109,8 +109,8 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
 
     Args:
         name: the model's name or address.
-        answers: (status, headers, body, error) of each request that the previous call asked for; empty at
-            first.
+        answers: (status, headers, body, error) of each request that the previous call asked for; empty in the
+            first call.
     """
     # imported here, because it loads an HTTP client, which is slow
     from tonnage.planner.page.hub import BrowserRemote, BrowserResponse

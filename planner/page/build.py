@@ -72,7 +72,7 @@ def _keep(made: Path) -> None:
 
 
 def planner_files() -> dict[str, bytes]:
-    """Return the planner's Python and data files by path in the page's archive, without the page's files."""
+    """Return the planner's Python and JSON files by path in the page's archive, except the page's own data."""
     root = Path(tonnage.planner.__file__).parent
     files = {
         f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()
