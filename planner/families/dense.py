@@ -103,7 +103,7 @@ class DenseVariant:
 
             - ``none``: no layer.
             - ``unused``: no layer, but the values in layer_types are checked.
-            - ``always``: every layer, if the config states a window.
+            - ``always``: every layer, if the model has a window.
             - ``pattern``: the layers that layer_types states; without it, those of sliding_window_pattern.
             - ``rotated``: the layers that layer_types states; without it, those without rotary positions.
             - ``qwen``: see common.kinds_of.
