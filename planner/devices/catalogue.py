@@ -163,7 +163,8 @@ def find_gpu(name: str, field: str = "--gpu") -> Gpu:
 
     The comparison ignores case, spaces, dashes, a leading "NVIDIA" or "GeForce", and the B of "80GB".
 
-    The name `cpu` means the local machine's CPU, and `auto` its first NVIDIA GPU.
+    The name `cpu` means the local machine's CPU. The name `auto` means its first NVIDIA GPU, or its CPU if it
+    has no NVIDIA GPU.
 
     Args:
         name: name or alias of the GPU.
@@ -274,8 +275,8 @@ def local_gpu() -> Gpu:
         name = str(pynvml.nvmlDeviceGetName(handle))
         if shares_memory(name):  # NVML reports no memory for GPUs that share the host's memory
             return _by_name()[_plain(name)]
-        # Version 2 of the call states the driver's reserved memory separately. Total minus reserved is what
-        # CUDA reports.
+        # Version 2 of nvmlDeviceGetMemoryInfo states the driver's reserved memory separately. Total minus
+        # reserved is what CUDA reports.
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         total = int(memory.total - memory.reserved)
     except pynvml.NVMLError as error:

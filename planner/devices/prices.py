@@ -86,7 +86,7 @@ def cost_of(gpu: str, gpus: int, given: Mapping[str, float] | None = None) -> Co
 
 
 def read_prices(texts: Iterable[str]) -> dict[str, float]:
-    """Parse hourly prices such as `h100-80g=2.10` and return GPU name in the catalogue -> USD per hour.
+    """Parse hourly prices such as `h100-80g=2.10`; return a dict: GPU name in the catalogue -> USD per hour.
 
     Raises:
         DeploymentError: a text is not a price, or its GPU is unknown.

@@ -15,8 +15,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
-# Config fields that hold token ids, or nested objects that the builder functions read separately. No tensor
-# shape depends on these fields.
+# Top-level config fields that determine no tensor shape, such as token ids. Nested objects are listed too,
+# because the builder functions read their fields separately.
 _TOP = (
     "text_config", "audio_config", "audio_token_id", "audio_token_index", "projector_hidden_act",
     "hidden_size", "vocab_size",
@@ -84,8 +84,8 @@ def qwen3_asr(fields: Fields, model_type: str) -> Architecture:
     text = text_of(inner, "qwen3", inner.mapping("text_config"), tied=True, either=published is not None)
     f = Fields(inner.mapping("audio_config") or {})
     stated = {"d_model": 1024, "encoder_layers": 24, "encoder_ffn_dim": 4096, **f.config}
-    # Config files on the hub state Whisper's number of positions in max_source_positions. Files that
-    # transformers writes have max_position_embeddings instead: those of one chunk of audio (default 13).
+    # Config files on the hub state the encoder's number of positions in max_source_positions. Files that
+    # transformers writes state it in max_position_embeddings: the positions of one chunk of audio (default 13).
     if published is None:
         stated["max_source_positions"] = f.integer("max_position_embeddings", 13, limit="positions")
     f = Fields(stated)

@@ -39,7 +39,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
                 field=name,
             )
     d = mla.read_latent(fields, defaults=True)
-    # transformers' class overwrites head_dim with the rotary size and keeps the stated value as linear_head_dim
+    # transformers' class sets head_dim to the size of the rotary key and keeps the head_dim of config.json as
+    # linear_head_dim.
     heads = fields.integer("linear_num_heads", d.heads, limit="heads")
     size = fields.integer("linear_head_dim", fields.integer("head_dim", 128, limit="width"), limit="width")
     kernel = fields.integer("short_conv_kernel_size", 4, limit="width")
@@ -52,7 +53,8 @@ def build(fields: Fields, model_type: str) -> Architecture:
     stated = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
     if stated not in (None, inner):
         raise UnsupportedArchitecture(
-            f"{stated} is not moe_intermediate_size = {inner}", field="moe_shared_expert_intermediate_size"
+            f"{stated} is not supported; it must equal moe_intermediate_size, {inner}",
+            field="moe_shared_expert_intermediate_size",
         )
     bias = fields.boolean("attention_bias", False)
     tied = common.never_tied(fields)

@@ -1,6 +1,6 @@
 """Ling 1 and 2, Sarvam-MoE and Param-2: grouped-query attention, routed experts and a shared expert.
 
-Shapes follow vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py), whose modules have the names of the
+Shapes follow vLLM 0.32.0 (models/bailing_moe.py, sarvam.py, param2moe.py). vLLM's module names are those in
 published checkpoints.
 """
 
@@ -68,7 +68,7 @@ class _Variant:
         corrected = fields.boolean("moe_router_enable_expert_bias", self.corrected)
         tied = fields.boolean("tie_word_embeddings", False)
         share = common.rotary_share(fields)
-        # GateLinear keeps the router in router_dtype; the weights of published files have the model's dtype
+        # vLLM's GateLinear keeps the router in router_dtype. Published files store it in the model's dtype.
         router = "float32" if self.wide_router or fields.raw("router_dtype") == "fp32" else None
         norm = "rms" if self.rms or fields.boolean("use_rmsnorm", False) else "layer"
         fields.ignore(*_NO_SHAPE)

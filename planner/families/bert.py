@@ -18,8 +18,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import CLASSIFIERS, Architecture, Rotary
 from tonnage.planner.model.fields import Fields, label_count, shown
 
-# Fields of published config files about training, the tokenizer or other heads. No tensor shape depends on
-# these fields.
+# Config fields about training, the tokenizer or other heads, found in published files. No tensor shape depends
+# on these fields.
 _NO_SHAPE = (
     "attention_probs_dropout_prob", "hidden_dropout_prob", "directionality", "pooler_fc_size",
     "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
@@ -225,7 +225,7 @@ FAMILIES = {
     "camembert": _family(EncoderVariant("Camembert", "roberta", unused=None).build, hf="encoder"),
     "mpnet": _family(
         EncoderVariant(
-            # Position ids start at 2 for every pad_token_id (MPNetEmbeddings.padding_idx).
+            # Position ids start at 2, whatever pad_token_id is (MPNetEmbeddings.padding_idx).
             "MPNet", "mpnet", token_types=False, unused=2, buckets=True,
             names=(
                 "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",

@@ -1,4 +1,4 @@
-"""Functions that many model families share: readers of config fields, and two that return an Architecture."""
+"""Functions that many model families share: they read config fields, or return an Architecture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tonnage.planner.model.recipe import Heads, Recipe
 
 # Rope types with a single table of rotary_dim / 2 frequencies (transformers 5.19, modeling_rope_utils.py)
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "mrope")
-# Names of a layer's norms, in the order they run, if attention and MLP each have a norm before and after them
+# Names of a layer's four norms, in the order they run: before and after attention, before and after the MLP
 FOUR_NORMS = (
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
 )  # fmt: skip
@@ -71,7 +71,8 @@ def rope_kind(parameters: object, field: str) -> tuple[str, float]:
     """Return (rope type, scale of the context length) stated by ``rope_parameters`` or ``rope_scaling``.
 
     With the types linear and dynamic, max_position_embeddings is the length before scaling. With all other
-    types it is the scaled length, so the factor is 1 (vLLM 0.32.0, config/model.py _get_and_verify_max_len).
+    types it is the scaled length, so the returned scale is 1 (_get_and_verify_max_len in config/model.py of
+    vLLM 0.32.0).
 
     Raises:
         UnsupportedArchitecture: the type is unknown, so the shapes of its rotary tables are unknown.

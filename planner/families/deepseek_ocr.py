@@ -70,7 +70,7 @@ def sam(t: Tensors, width: int) -> None:
         t.norms(here, hidden, "norm1", "norm2", kind="layer")
         t.linear(f"{here}.attn.qkv", 3 * hidden, hidden, bias=True)
         t.linear(f"{here}.attn.proj", hidden, hidden, bias=True)
-        # patches per side of the image in layers with full attention, of a window in all other layers
+        # Four layers attend to the whole image of 64 x 64 patches, the others to windows of 14 x 14 patches.
         places = 64 if i in (2, 5, 8, 11) else 14
         for side in "hw":
             t.add(f"{here}.attn.rel_pos_{side}", (2 * places - 1, size), "vision", "Attention")

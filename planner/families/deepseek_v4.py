@@ -19,7 +19,8 @@ from tonnage.planner.model.architecture import Architecture, CacheLayer, Rotary,
 from tonnage.planner.model.fields import Fields, shown
 from tonnage.planner.model.recipe import Heads
 
-_SPARSE, _HEAVY = 4, 128  # tokens per compressed cache entry in layers with and without an indexer
+# Tokens per compressed cache entry: _SPARSE in layers with an indexer, _HEAVY in layers without one
+_SPARSE, _HEAVY = 4, 128
 _RATES = {
     "sliding_attention": 0,
     "compressed_sparse_attention": _SPARSE,
@@ -120,7 +121,7 @@ def build(fields: Fields, model_type: str) -> Architecture:
 
 
 def _hashed(fields: Fields) -> int:
-    """Return the number of first layers that look up a token's experts in a table by token id (default 3)."""
+    """Return how many layers at the start look up a token's experts in a table by token id (default 3)."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         return 3
@@ -166,7 +167,7 @@ def _compressor(t: Tensors, at: str, ratio: int, hidden: int, size: int, overlap
     """Add the projections that compress ``ratio`` tokens into one cache entry of ``size`` values.
 
     With ``overlap`` 2, each entry is made of two groups of ``ratio`` tokens, so the K and gate matrices have
-    twice the rows. ``name`` is the compressor's class.
+    twice the rows. ``name`` is the class name of the compressor module.
     """
     t.add(f"{at}.position_bias", (ratio, overlap * size), "attention", name)
     t.linear(f"{at}.kv_proj", overlap * size, hidden)

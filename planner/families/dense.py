@@ -83,13 +83,12 @@ class DenseVariant:
         qkv: name of the fused projection of q, k and v; None means three separate projections.
         out: name of the attention's output projection.
         clipped_field: config field that limits the values of q, k and v if it is set (such as clip_qkv).
-        mlp_names: names of the matrices gate, up and down; or two names, up (with the gate, if ``fused``) and
-            down.
-        fused: whether the first of two MLP matrices holds gate and up.
+        mlp_names: names of the MLP's matrices: gate, up and down, or only up and down.
+        fused: whether the first matrix of an MLP with two matrices holds both gate and up.
         act: default of hidden_act.
         flow: order of norms, branches and residual additions in a layer.
-        parallel_field: config field that makes attention and MLP parallel, both after the first norm; the
-            second norm is left out.
+        parallel_field: config field that makes attention and MLP parallel. Both then read the output of the
+            first norm, and the layer has no second norm.
         norms: norms of a layer in the order they run.
         norm: kind of every norm.
         final: name of the final norm.
@@ -100,10 +99,14 @@ class DenseVariant:
         roped: layers with rotary positions: ``all``, ``sliding``, ``windowed`` (the sliding layers if the model
             has a window, else all) or ``listed`` (no_rope_layers).
         table_by_kind: whether full layers and sliding layers have different rotary tables.
-        window: rule that says which layers have a sliding window. ``none``: no layer. ``unused``: no layer, but
-            layer_types is checked. ``always``: every layer, if there is a window. ``pattern``: as layer_types
-            states, else by sliding_window_pattern. ``rotated``: as layer_types states, else the layers without
-            rotary positions. ``qwen``: see common.kinds_of.
+        window: rule that says which layers have a sliding window:
+
+            - ``none``: no layer.
+            - ``unused``: no layer, but the values in layer_types are checked.
+            - ``always``: every layer, if the model has a window.
+            - ``pattern``: the layers that layer_types states; without it, those of sliding_window_pattern.
+            - ``rotated``: the layers that layer_types states; without it, those without rotary positions.
+            - ``qwen``: see common.kinds_of.
         default_window: default sliding window in tokens.
         attention_dropout: default dropout of attention weights.
         dropout: (config field, default) of the dropout after attention and MLP.
@@ -193,7 +196,7 @@ def _layers(
     fields: Fields, model_type: str, variant: DenseVariant, dims: Heads, inner: int, kinds: tuple[str, ...],
     window: int | None, rotated: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Return the description of each layer of a dense decoder; layers differ only in their rotary table."""
+    """Return the description of each layer of a dense decoder; only the rotary table differs between layers."""
     qkv_bias, out_bias, mlp_bias = (
         common.bias_of(fields, rule) for rule in (variant.qkv_bias, variant.out_bias, variant.mlp_bias)
     )
@@ -312,7 +315,7 @@ def pattern_kinds(fields: Fields, layers: int, window: int | None) -> tuple[str,
     By default, every fourth layer has full attention.
     """
     stated = fields.config.get("sliding_window_pattern", 4)
-    # EXAONE 4 states the pattern as letters, LLLG: L is a local, G a global layer
+    # EXAONE 4 states the pattern as a string such as LLLG: L is a layer with a sliding window, G a full layer.
     if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
         slides = [stated[i % len(stated)] == "L" and i != layers - 1 for i in range(layers)]
     elif isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
@@ -341,10 +344,10 @@ def rotated_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def with_sinks(found: Architecture, fields: Fields) -> Architecture:
-    """Return the architecture ``found`` with attention sinks added to each layer, and several rotary tables.
+    """Return the architecture ``found`` with attention sinks in each layer and one rotary table per base.
 
-    A sink is one learned score per query head. There is one table per base (theta) in the config field
-    ``layer_rope_theta``. A layer with base 0 has no rotary positions and needs no table.
+    A sink is one learned score per query head. The config field ``layer_rope_theta`` states the base (theta) of
+    each layer. A layer with base 0 has no rotary positions and needs no table.
     """
     listed = fields.raw("layer_rope_theta")
     if not isinstance(listed, list) or not all(isinstance(theta, int | float) for theta in listed):

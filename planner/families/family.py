@@ -95,8 +95,8 @@ class FileTraits:
             conversion_mapping.py).
         tied_head: whether the file stores the output head although the head is tied to the embedding.
         masks_before: transformers version. A file written by an older version stores three buffers in every
-            layer: a boolean mask over all pairs of positions, the masked value and the rotary frequencies. The
-            total size in the checkpoint's index counts a mask entry as one bit.
+            layer: a boolean mask over all pairs of positions, the score that masked pairs get, and the rotary
+            frequencies. The total size in the checkpoint's index counts a mask entry as one bit.
         exponent_scales: whether FP8 scales named ue8m0 are stored as one exponent byte. In other families the
             name ue8m0 only means that the scales are powers of two: DeepSeek-V3.1 stores them as fp32.
         sentence_length: whether the maximum text length is in a file of sentence-transformers beside

@@ -99,7 +99,7 @@ class GemmaVariant:
             return layer_of(flow, attention, mlp, norms)
 
         made = {table: layer(table) for table in prefixes}
-        # The embedding is multiplied by this scalar buffer, sqrt(hidden_size) in the model's dtype.
+        # The embedding is multiplied by a scalar buffer that holds sqrt(hidden_size) in the model's dtype.
         scale = TensorSpec("model.embed_tokens.embed_scale", (), "buffer", "ScaledWordEmbedding")
         recipe = Recipe(
             "model.layers",
@@ -117,7 +117,7 @@ class GemmaVariant:
 
 
 _TABLE = "model.rotary_emb."
-_HEAD_DIM = 256  # the config classes' default of head_dim, not hidden_size / num_attention_heads
+_HEAD_DIM = 256  # default of head_dim in the config classes, whatever hidden_size / num_attention_heads is
 _WINDOW = 4096  # default of sliding_window in Gemma2Config and Gemma3TextConfig
 
 

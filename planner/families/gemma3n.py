@@ -146,14 +146,14 @@ def per_layer_embeddings(t: Tensors, fields: Fields, layers: int, hidden: int, w
 
 
 def per_layer_input(t: Tensors, at: str, hidden: int, width: int) -> None:
-    """Add a layer's gate, projection and norm through which its own token embedding is added to its output."""
+    """Add the gate, projection and norm that add a layer's own token embedding to the layer's output."""
     t.linear(f"{at}.per_layer_input_gate", width, hidden, "mlp")
     t.linear(f"{at}.per_layer_projection", hidden, width, "mlp")
     t.norm(f"{at}.post_per_layer_input_norm", hidden)
 
 
 def attention(t: Tensors, at: str, dims: Heads, bias: bool, *, value: bool, shared: bool) -> None:
-    """Add the attention of one layer with norms of q and k.
+    """Add the tensors of one layer's attention, which has norms of q and k.
 
     Args:
         t: receives the tensors.

@@ -15,10 +15,10 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.families.towers import conv
 from tonnage.planner.model.fields import Fields, shown
 
-VISION_WIDTH = 2048  # channels of the image tower's fused output
+VISION_WIDTH = 2048  # Number of channels of the image tower's fused output.
 # Each stage of the image tower is (channels, [(start kernel, middle kernel, expansion) of each inverted
-# residual block], (number of attention + residual blocks, heads, head size, kernel that downsamples keys and
-# values)).
+# residual block], (number of pairs of an attention and a residual block, heads, head size, kernel that
+# downsamples keys and values)).
 _STAGES = (
     (256, [(3, 5, 6), (5, 0, 4), (3, 0, 4), (5, 0, 4), (3, 0, 4)], (0, 0, 0, 0)),
     (640, [(5, 5, 6), *[(5, 0, 4)] * 7, (0, 0, 1)], (14, 12, 64, 3)),

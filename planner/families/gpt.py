@@ -145,7 +145,8 @@ def gptj(
     table = TensorSpec("attn.embed_positions", (positions, rotary), "buffer", "GPTJAttention", dtype="float32")
     attention = Attention(
         "attn", dims, qkv="qkv_proj" if fused else None, out="out_proj", upcast=True,
-        copied="v" if fused else "",  # CodeGen stores heads in four groups; merging the groups copies v
+        # CodeGen computes q, k and v in four groups of heads; v is copied when the groups are merged.
+        copied="v" if fused else "",
         rope=Rope(rotary, joined=True, apart="wide" if fused else "typed"),
         dropout=common.number(fields, "attn_pdrop", 0.0), extra=(table,),
     )  # fmt: skip
@@ -165,8 +166,8 @@ def gptj(
 def opt(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an OPT model, whose table of learned positions has two extra rows.
 
-    The 350M model has an embedding narrower than the hidden size, projected to it, and norms after the residual
-    additions.
+    In the 350M model the embedding is narrower than the hidden size and is projected to it. Its norms follow
+    the residual additions.
     """
     dims, layers, vocab = common.sizes(fields)
     h = dims.hidden
@@ -225,7 +226,8 @@ def bloom(fields: Fields, model_type: str) -> Architecture:
     )  # fmt: skip
     recipe = Recipe(
         "transformer.h", embedding, (layer,) * layers, Norm("transformer.ln_f", h, "layer"), Head(tied),
-        # With slow_but_exact, a matrix is multiplied slice by slice, so training activations cannot be derived.
+        # With slow_but_exact, transformers multiplies matrices slice by slice. The recipe does not describe
+        # this, so training activations cannot be derived from it.
         taped=not (fields.config.get("slow_but_exact") and fields.config.get("pretraining_tp") != 1),
     )  # fmt: skip
     # ``seq_length`` is the sequence length in training. vLLM 0.32.0 assumes 2048 if no field states a length.

@@ -3,8 +3,8 @@
 Each function returns a ``Vision`` for one family. The image sizes come from the processor's files beside
 config.json. Without these files, the values of the family's published files are used:
 
-- Qwen2-VL and Qwen2.5-VL: max_pixels 12,845,056 (preprocessor_config.json)
-- Qwen3-VL to 3.8: 16,777,216, and 25,165,824 for videos (video_preprocessor_config.json)
+- Qwen2-VL and Qwen2.5-VL: 12,845,056 pixels (max_pixels in preprocessor_config.json)
+- Qwen3-VL to Qwen3.8: 16,777,216 pixels, and 25,165,824 for a video (video_preprocessor_config.json)
 - Mistral Small 3.1: 1,540 pixels on the longer side
 - Kimi-VL: 4,096 patches; Kimi-K2.5: 16,384 patches
 - Llama 4: 16 tiles
@@ -28,9 +28,9 @@ FILES = ("preprocessor_config", "video_preprocessor_config")
 """Config fields in which read_config stores the content of the processor's files for the builders."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
-# Number of frames in the video that has the most pixels per frame. For Qwen2-VL and Qwen2.5-VL, vLLM limits the
-# number of frames (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL scales the frames of longer videos
-# down.
+# Maximum number of frames in a video whose frames are not scaled down. For Qwen2-VL and Qwen2.5-VL it is vLLM's
+# limit for all videos (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL limits the pixels of all frames
+# together, so it scales the frames of longer videos down.
 _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 
@@ -180,9 +180,9 @@ def tiles(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
     return replace(vision, image=best[0], patches=best[1] * vision.patches)
 
 
-# (height, width) in pixels of the image that vLLM profiles, whatever the list of grids is: vLLM assumes that it
-# has the most embeddings. _MOST_TILES is the maximum number of tiles that are not scaled down. Sources:
-# get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py.
+# (height, width) in pixels of the image that vLLM profiles. vLLM assumes that this image has the most
+# embeddings with every list of grids. _MOST_TILES is the maximum number of tiles that are not scaled down.
+# Sources: get_image_size_with_most_features and _get_num_unpadded_features in models/llava_onevision.py.
 _ONEVISION = (944, 1153)
 _MOST_TILES = 9
 
@@ -202,9 +202,9 @@ def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None
     height, width = _ONEVISION
 
     def fits(place: list[int]) -> tuple[int, int]:
-        """Return the key of a grid of size ``place``: (pixels of the image scaled into it, -(unused pixels)).
+        """Return the sort key of the grid size ``place``: (pixels of the scaled image, -(unused pixels)).
 
-        The grid with the largest key fits best (select_best_resolution).
+        The grid with the largest key fits the image best (select_best_resolution).
         """
         scale = min(place[1] / width, place[0] / height)
         left = min(int(width * scale) * int(height * scale), height * width)
@@ -240,9 +240,9 @@ def kimi_vl(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
 def kimi_k25(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     """Return Kimi-K2.5's image limits; vLLM profiles an image of 3,000 x 3,000 pixels.
 
-    If four video frames had more embeddings than this image, vLLM would profile them instead. They have fewer
-    as long as an image may have more patches than a frame, because a video's patches are also pooled over time
-    (models/kimi_k25.py, processors/kimi_k25_vision_fused.py).
+    vLLM would profile a group of four video frames instead if the group had more embeddings than this image.
+    The group has fewer as long as an image may have more patches than a frame, because the patches of a video
+    are also pooled over time (models/kimi_k25.py, processors/kimi_k25_vision_fused.py).
     """
     told = (fields.mapping(FILES[0]) or {}).get("media_proc_cfg")
     told = told if isinstance(told, Mapping) else {}
@@ -308,7 +308,7 @@ def minimax(fields: Fields, vision: Mapping[str, Any], width: int) -> Vision:
     image = fields.mapping(FILES[0]) or {}
     frame = fields.mapping(FILES[1]) or image
     return Vision(
-        # The head size is rounded to a multiple of 6: rotary pairs for three axes.
+        # The head size is rounded down to a multiple of 6, because three axes share its rotary pairs equally.
         "minimax", v["hidden_size"], v["intermediate_size"], head // 6 * 6,
         v["patch_size"], 2, v["num_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2, width,
         "pixels", _bounded(image, 451_584, FILES[0]), frames=500, frame=_bounded(frame, 602_112, FILES[1]),
@@ -333,9 +333,10 @@ def _bounded(told: Mapping[str, Any], default: int, where: str) -> int:
 def gemma4(fields: Fields, vision: Mapping[str, Any], width: int, sound: bool) -> Vision:
     """Return Gemma 4's image, video and, with ``sound``, audio limits.
 
-    An image has ``max_soft_tokens`` embeddings. Its patches are padded to the number of patches that are
-    pooled into so many embeddings. A video has 32 frames, each with 70 embeddings and eight tokens for its time
-    (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio clip has up to 30 s.
+    An image has ``max_soft_tokens`` embeddings, each of which is pooled from a square of patches. Images are
+    padded to the number of patches that gives this number of embeddings. A video has 32 frames, each with 70
+    embeddings and eight tokens of its time stamp (get_mm_max_tokens_per_item, models/gemma4_mm.py). An audio
+    clip has up to 30 s.
     """
     f = Fields(vision)
     v = towers.sizes(f, towers.GEMMA4)

@@ -4,8 +4,8 @@ Their linear layers are gated delta nets (Qwen), Kimi delta attention (KDA), lig
 short convolutions (LFM2). Shapes follow transformers 5.19 / 5.23, models/<family>/.
 
 A linear layer keeps a state per sequence whose size does not depend on the sequence length. The state consists
-of the last inputs of a convolution and one matrix per head (same shapes in vLLM 0.32.0,
-model_executor/layers/mamba/mamba_utils.py).
+of the last inputs of a convolution (LFM2), one matrix per head (MiniMax) or both. vLLM 0.32.0 has the same
+shapes (model_executor/layers/mamba/mamba_utils.py).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _kimi_linear(fields: Fields, layers: int) -> tuple[int, int, int, tuple[bool
     """
     nested = fields.mapping("linear_attn_config")
     if nested is None:
-        # The config class gives full attention to layers 4, 8, 12 and so on (counted from 0) by default.
+        # By default, the config class gives full attention to the layers with index 4, 8, 12 and so on.
         return (
             fields.integer("linear_num_heads", limit="heads"),
             fields.integer("linear_head_dim", limit="width"),
@@ -326,8 +326,7 @@ def minimax(fields: Fields, model_type: str) -> Architecture:
                 ("slope_rate", (dims.heads, 1, 1)), ("query_decay", (dims.heads, block, 1)),
                 ("key_decay", (dims.heads, block, 1)), ("diagonal_decay", (1, dims.heads, block, block)),
             ):  # fmt: skip
-                # transformers computes these constant buffers in the model's dtype; published checkpoints lack
-                # them.
+                # transformers computes the decay buffers in the model's dtype; published checkpoints lack them.
                 t.buffer(f"{here}.{name}", shape, "LightningAttention", None)
             cache.append(CacheLayer(i, "state", None, 0, 0, states=(state,)))
         t.router(f"{at}.mlp.gate", count, dims.hidden)
@@ -409,8 +408,9 @@ def _lfm2_full(fields: Fields, layers: int) -> tuple[bool, ...]:
 def _lfm2_inner(fields: Fields) -> int:
     """Return the inner size of LFM2's dense MLP.
 
-    By default it is two thirds of the width in config.json, times block_ffn_dim_multiplier, rounded up to a
-    multiple of block_multiple_of (configuration_lfm2.py, modeling_lfm2.py).
+    By default it is two thirds of the config field block_ff_dim or intermediate_size, times
+    block_ffn_dim_multiplier, rounded up to a multiple of block_multiple_of (configuration_lfm2.py,
+    modeling_lfm2.py).
     """
     name = "block_ff_dim" if "block_ff_dim" in fields.config else "intermediate_size"
     width = fields.integer(name, 12288, limit="width")
@@ -436,7 +436,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         partial(qwen, class_name="Qwen3_5MoeForCausalLM"),
         absent={"num_key_value_heads": 2, "head_dim": 256}, hf="recurrent",
-        # Text-only checkpoints of a pruned model name this multimodal class.
+        # Text-only checkpoints of a pruned Qwen3.5 name the class of the multimodal model.
         first_class="Qwen3_5MoeForConditionalGeneration",
         vllm=VLLMTraits(float32_states=True, one_mrope_length=True),
     ),

@@ -121,7 +121,7 @@ def _doge(attention: Attention, mlp: Mlp, layer: Layer) -> Layer:
 _GGUF_NORMS = {"ffn_norm": "post_attention_layernorm"}
 # Hunyuan's first class also built mixtures of experts, MLA and vision towers. Config files of the two text
 # model types (Hunyuan-MT, HY-MT) still state fields of that class, which transformers' classes do not read.
-# kv_lora_rank is left out, because vLLM treats a model with that field as MLA
+# kv_lora_rank is not in this dict, because vLLM treats a model with that field as MLA
 # (model_executor/models/transformers/base.py).
 HUNYUAN_LEFTOVERS: dict[str, Values] = {
     "anyres_pooling_size": (), "anyres_vit_max_image_size": (), "attention_head_dim": "head_dim",
@@ -278,7 +278,7 @@ FAMILIES = {
             default_window=4096,
             ignored=("logit_scale", "sliding_window_pattern", "head_dim"),
         ).build,
-        # Command R7B has these fields; it was released before the field sliding_window_pattern existed.
+        # Fields of Command R7B's config, which is older than the field sliding_window_pattern
         leftovers={
             "layer_switch": "sliding_window_pattern", "order_of_interleaved_layers": ("local_attn_first",),
             "position_embedding_type": ("rope_gptj",), "use_parallel_block": (True,),

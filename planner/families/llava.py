@@ -183,8 +183,8 @@ def mistral3(
         )
     if kind == "ministral3":  # the tensors are Mistral's, the defaults are those of Ministral3Config
         config = {**_MINISTRAL3, **(config or {})}
-    # published files store an output head but do not state tie_word_embeddings (Mistral-Small-3.1: 24.0 B
-    # parameters)
+    # Published files do not state tie_word_embeddings, but store an output head. With this head,
+    # Mistral-Small-3.1 has its 24.0 B parameters.
     text = text_of(fields, "qwen3" if kind == "qwen3" else "mistral", config, tied=tied)
     common.only(fields, vision_feature_layer=-1)  # -1 selects the vision tower's last layer
     t = Tensors("vision")

@@ -136,7 +136,7 @@ def _mamba2(fields: Fields, hidden: int) -> Mamba2:
     heads = fields.integer("num_heads", 128, limit="heads")
     size = fields.integer("head_dim", 64, limit="width")
     if inner != heads * size:
-        raise ConfigError(f"{heads} x {size} is not expand x hidden_size = {inner}", field="num_heads")
+        raise ConfigError(f"{heads} x head_dim {size} is not expand x hidden_size = {inner}", field="num_heads")
     fields.ignore("time_step_rank")
     return Mamba2(
         hidden, heads, size, fields.integer("n_groups", 8, limit="heads"),

@@ -303,7 +303,10 @@ def _nemotron_kinds(fields: Fields) -> str:
             field="num_hidden_layers",
         )
     if stated not in (None, len(pattern)):
-        raise ConfigError(f"{stated} contradicts a pattern of {len(pattern)} layers", field="num_hidden_layers")
+        raise ConfigError(
+            f"{stated} contradicts the {len(pattern)} layers in hybrid_override_pattern or layers_block_type",
+            field="num_hidden_layers",
+        )
     return pattern
 
 

@@ -14,8 +14,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields
 
-# Config fields that hold token ids, or nested objects that the builder functions read separately. No tensor
-# shape depends on these fields.
+# Top-level config fields that determine no tensor shape, such as token ids. Nested objects are listed too,
+# because the builder functions read their fields separately.
 _TOP = (
     "text_config", "vision_config", "image_token_id", "video_token_id", "image_start_token_id",
     "image_end_token_id", "video_start_token_id", "video_end_token_id", "vision_start_token_id",
@@ -86,7 +86,7 @@ def glm_ocr(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a GLM-OCR model from its checked config."""
     config = {"attention_bias": False, **(fields.mapping("text_config") or {})}
     config.pop("num_nextn_predict_layers", None)  # the text model's class builds no MTP draft layers
-    if "head_dim" not in config:  # the language model's class, GLM-4, has another default
+    if "head_dim" not in config:  # GLM-4, the language model's class, has another default of head_dim
         f = Fields(config)
         config["head_dim"] = f.integer("hidden_size", limit="width") // f.integer(
             "num_attention_heads", limit="heads"

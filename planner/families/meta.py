@@ -39,7 +39,7 @@ _INSTALL = "pip install 'tonnage[hf]' plans it from transformers' own model code
 
 
 def meta_architecture(config: Mapping[str, Any], refusal: UnsupportedArchitecture) -> Architecture:
-    """Return the architecture of a model_type that transformers can build and the planner's families cannot.
+    """Return the architecture of a model that transformers can build, but no family of the planner.
 
     Raises:
         UnsupportedArchitecture: ``refusal`` itself if transformers does not know the model_type; otherwise an
@@ -166,9 +166,9 @@ def _field(config: Any, name: str) -> int:
 def _tensors(model: Any, inside: str) -> tuple[TensorSpec, ...]:
     """Return the model's parameters and buffers in the modules' order; a shared parameter occurs once.
 
-    ``inside`` is the module path of the language model. from_pretrained keeps the dtype of a tensor whose
-    constructor sets a dtype, and fp32 where the class requests it (transformers 5.19, core_model_loading.py).
-    All other tensors have the dtype of the model; the ``dtype`` of their TensorSpec is None.
+    ``inside`` is the module path of the language model. from_pretrained loads a tensor in fp32 if the model's
+    class requests it, and in the tensor's own dtype if its module's constructor sets one (transformers 5.19,
+    core_model_loading.py). All other tensors have the model's dtype, and their TensorSpec has the dtype None.
     """
     head = model.get_output_embeddings()
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

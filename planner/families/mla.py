@@ -200,7 +200,7 @@ def _groups(fields: Fields) -> tuple[int, int]:
 
 
 def index_tensors(hidden: int, query: int, heads: int, size: int) -> tuple[TensorSpec, ...]:
-    """Return the projections and the norm of a sparse indexer, which reads queries of ``query`` values."""
+    """Return the projections and the norm of a sparse indexer, whose queries come from ``query`` values."""
     at = "self_attn.indexer"
     return (
         TensorSpec(f"{at}.wq_b.weight", (heads * size, query), "attention", "Linear"),
@@ -273,7 +273,7 @@ def _longcat(fields: Fields, model_type: str) -> Architecture:
     their input.
     """
     d = read_latent(fields, defaults=True)
-    # Only this family's config class reads qk_head_dim.
+    # Of the families with latent attention, only LongCat-Flash's config class reads qk_head_dim.
     stated = fields.optional_integer("qk_head_dim", limit="width")
     if stated not in (None, d.head_size):
         raise ConfigError(
@@ -373,7 +373,8 @@ def _sarvam(fields: Fields, model_type: str) -> Architecture:
     shared = fields.optional_integer("moe_shared_expert_intermediate_size", limit="width")
     if shared not in (None, inner):
         raise UnsupportedArchitecture(
-            f"{shared} is not moe_intermediate_size = {inner}", field="moe_shared_expert_intermediate_size"
+            f"{shared} is not supported; it must equal moe_intermediate_size, {inner}",
+            field="moe_shared_expert_intermediate_size",
         )
     for name, only in (("moe_router_enable_expert_bias", True), ("use_bias", False), ("use_qkv_bias", False)):
         if fields.boolean(name, only) is not only:

@@ -42,7 +42,7 @@ def _cohere2_moe(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of a Cohere 2 model with experts in every layer.
 
     Raises:
-        UnsupportedArchitecture: the first layers are dense.
+        UnsupportedArchitecture: the config makes the first layers dense.
     """
     common.refuse(fields, "prefix_dense_intermediate_size", "first_k_dense_replace")
     norm: NormKind = "layer-written" if fields.raw("rms_norm_eps") is None else "rms"
@@ -78,7 +78,8 @@ FAMILIES = {
             "Qwen3MoeForCausalLM", qk_norm="head", window="qwen", sparse=stepped_layers,
             ignored=("use_qk_norm",),
         ).build,
-        aliases={"num_experts": "num_local_experts"},  # the name in files that transformers 5.19 writes
+        # Files that transformers 5.19 writes call this field num_local_experts.
+        aliases={"num_experts": "num_local_experts"},
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),
     "mellum": Family(

@@ -13,9 +13,9 @@ def every_layer(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def behind_dense(fields: Fields, layers: int, dense: int = 0) -> tuple[bool, ...]:
-    """Return for each layer whether it has routed experts: all after the first ``first_k_dense_replace``.
+    """Return for each layer whether it has routed experts, by the config field ``first_k_dense_replace``.
 
-    The default of this config field is ``dense``.
+    The field states how many layers at the start have a dense MLP instead. Its default is ``dense``.
     """
     first = fields.integer("first_k_dense_replace", dense, limit="layers", minimum=0)
     return tuple(i >= first for i in range(layers))

@@ -390,7 +390,7 @@ def jetmoe(fields: Fields, model_type: str) -> Architecture:
 def _frequencies(fields: Fields, layers: int) -> tuple[int, ...] | None:
     """Return for each layer a number above 0 if it has routed experts, else 0; None if no field states it.
 
-    Published files state ``moe_layer_freq``, files that transformers 5 writes ``mlp_layer_types``.
+    Published files state ``moe_layer_freq``. Files that transformers 5 writes state ``mlp_layer_types``.
     """
     stated = _numbers(fields, "moe_layer_freq", layers, zero=True)
     if stated is None and fields.raw("mlp_layer_types") is not None:
@@ -417,7 +417,7 @@ def _numbers(fields: Fields, name: str, layers: int, *, zero: bool = False) -> t
 
 
 def _kind_shares(fields: Fields, kinds: tuple[str, ...], default: float = 1.0) -> dict[str, float]:
-    """Return attention kind -> fraction of each head that is rotated.
+    """Return a dict: attention kind -> fraction of each head that is rotated.
 
     The config field ``rope_parameters`` states the fraction per kind, else ``partial_rotary_factor`` for all
     kinds.

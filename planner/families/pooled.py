@@ -1,7 +1,8 @@
 """Classes of vLLM's registry that pool a known model's hidden states: rewards, late interaction, embeddings.
 
-Such a class builds the model without its output head, and a small head of its own. Some run a decoder with
-attention in both directions, which keeps no KV cache. The heads follow vLLM 0.32.0, model_executor/models/.
+Such a class builds the model without its output head, and adds a small head of its own. Some of the classes run
+a decoder with attention in both directions, which keeps no KV cache. The heads follow vLLM 0.32.0,
+model_executor/models/.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Heads = Callable[[Fields, Architecture], tuple[TensorSpec, ...]]
 # in which vLLM reads them
 _WIDTHS = ("embed_dim", "dims", "colbert_dim", "dim", "projection_dim")
 
-_WIDTH = 128  # vector width of ColBERTv2, GTE-ModernColBERT and LFM2-ColBERT, not in their config.json
+_WIDTH = 128  # vector width of ColBERTv2, GTE-ModernColBERT and LFM2-ColBERT; their config.json lacks it
 
 
 def _linear(name: str, out: int, into: int, *, bias: bool = True, wide: bool = True) -> tuple[TensorSpec, ...]:
@@ -53,7 +54,7 @@ def _value(fields: Fields, body: Architecture) -> tuple[TensorSpec, ...]:
 
 
 def _labels(fields: Fields, body: Architecture, *, name: str, wide: bool) -> tuple[TensorSpec, ...]:
-    """Return the tensor of a classification head: a matrix with a row per label in the config, no bias."""
+    """Return the tensor of a classification head without bias: a matrix, one row per label in the config."""
     return _linear(name, label_count(fields), body.hidden_size, bias=False, wide=wide)
 
 
@@ -110,7 +111,7 @@ class PooledClass:
 
     Attributes:
         types: model_type in config.json -> model_type of the pooled model's family in the planner.
-        base: class of that family whose tensors, without its output head, the pooled class has.
+        base: class of that family. The pooled class has the tensors of this class, except its output head.
         head: function that returns the tensors of the class's own head.
         both: whether attention is bidirectional, so that there is no KV cache.
         late: whether the head projects to vectors of late interaction, whose width the config may leave out.

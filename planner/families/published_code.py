@@ -121,8 +121,8 @@ def _plamo3(fields: Fields, model_type: str) -> Architecture:
 def _loopcoder(fields: Fields, model_type: str) -> Architecture:
     """Return the architecture of an IQuest-LoopCoder model, which runs its layers ``loop_num`` times.
 
-    Each pass after the first caches its own keys and values in a short window. A gate per head and layer mixes
-    the attention of a later pass with that of the first (models/iquest_loopcoder.py).
+    Each pass after the first has its own KV cache, with a sliding window of ``loop_window_size`` tokens. A gate
+    per head and layer mixes the attention of a later pass with that of the first (models/iquest_loopcoder.py).
     """
     loops = fields.integer("loop_num", 2, limit="layers")
     window = fields.integer("loop_window_size", 64, limit="positions")

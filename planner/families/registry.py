@@ -52,7 +52,7 @@ def family_of(model_type: object) -> Family:
 
 
 def families() -> dict[str, Family]:
-    """Return model_type -> ``Family`` for all families, also those that the planner cannot build itself."""
+    """Return a dict: model_type -> ``Family``, including the families that the planner cannot build itself."""
     return {name: row for module in _modules() for name, row in getattr(module, "FAMILIES", {}).items()}
 
 
@@ -202,7 +202,7 @@ def build_text(config: Mapping[str, Any], model_type: str) -> Architecture:
 
 @cache
 def _sizes(model_type: str) -> Mapping[str, int]:
-    """Return config field -> default, for the sizes in transformers' config class of a model type."""
+    """Return a dict: config field -> default, for the sizes in transformers' config class of a model type."""
     defaults = json.loads(Path(__file__).with_name("config_defaults.json").read_text())["defaults"]
     sizes: Mapping[str, int] = defaults.get(model_type, {})
     return sizes

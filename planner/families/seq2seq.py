@@ -41,7 +41,9 @@ IGNORED = (
 
 
 def wanted(fields: Fields, known: dict[str, Kind], default: str) -> tuple[str, Kind]:
-    """Return (class named in the config's ``architectures``, its kind); without a name, those of ``default``.
+    """Return (class named in the config's ``architectures``, its kind).
+
+    Without ``architectures``, the class is ``default``.
 
     Raises:
         UnsupportedArchitecture: the class is not among ``known``.
@@ -172,7 +174,8 @@ def _cross(layer: int, heads: int, size: int, tokens: int | None) -> CacheLayer:
 def t5(fields: Fields, model_type: str, *, name: str, tables: bool = False) -> Architecture:
     """Return the architecture of a T5, mT5 or UMT5 model, or of its encoder alone.
 
-    Relative positions are an embedding table of distance buckets in the first layer. The length has no limit.
+    Relative positions are an embedding table of distance buckets in the first layer. The number of tokens has
+    no limit.
 
     Args:
         fields: the config.

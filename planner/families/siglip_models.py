@@ -18,8 +18,8 @@ from tonnage.planner.families.tensors import Tensors
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.fields import Fields, shown
 
-# Config fields that hold token ids, training options, or nested objects that the builder functions read
-# separately. No tensor shape depends on these fields.
+# Top-level config fields that determine no tensor shape, such as token ids and training options. Nested
+# objects are listed too, because the builder functions read their fields separately.
 _TOP = (
     "text_config", "vision_config", "image_token_id", "image_token_index", "video_token_id", "vocab_size",
     "hidden_size", "ignore_index", "projector_hidden_act", "use_image_special_tokens", "encoder_patch_size",
@@ -40,7 +40,7 @@ def _text(fields: Fields, default: str, types: tuple[str, ...], tied: bool) -> A
         raise UnsupportedArchitecture(
             f"{shown(kind)} is not one of {', '.join(types)}", field="text_config.model_type"
         )
-    # Bidirectional attention within the prefix changes neither tensors nor cache size.
+    # Bidirectional attention among the tokens of image and prompt changes neither tensors nor cache size.
     unused = ("use_bidirectional_attention", "num_image_tokens")
     kept = {name: value for name, value in config.items() if name not in unused}
     return text_of(fields, kind, kept, tied=tied)

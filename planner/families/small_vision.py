@@ -227,7 +227,8 @@ def granite_docling(fields: Fields, model_type: str) -> Architecture:
     for name, by in paths.items():
         if by < 1 or side < by:
             raise ConfigError(
-                f"{factor} must be at most the tower's {side} patches per side, and 2 or more with a fine path",
+                f"{factor} must be at most {side}, the number of patches per side of the image, and at least 2 "
+                "if vision_config.use_fine_route is true",
                 field="vision_config.scale_factor",
             )
         here, merged = f"{at}.{name}", hidden * by * by

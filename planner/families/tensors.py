@@ -103,7 +103,7 @@ class Tensors:
         ``shard`` is what tensor parallelism divides: ``column`` for the outputs, ``row`` for the inputs, or
         None.
         """
-        if out < 1 or into < 1:  # a quotient of config values may have been rounded down to 0
+        if out < 1 or into < 1:  # Some sizes are quotients of config values, which may round down to 0.
             raise ConfigError(
                 f"the config gives it the shape [{out}, {into}], whose sizes must be positive",
                 field=f"{module}.weight",
@@ -164,7 +164,7 @@ class Tensors:
             self.norm(f"{at}.{name}", size, kind)
 
     def layer_norms(self, at: str, size: int, kind: str = "rms") -> None:
-        """Add the norms before attention and before the MLP that most layers have, below module ``at``."""
+        """Add a layer's two norms, one before attention and one before the MLP, below module ``at``."""
         self.norms(at, size, "input_layernorm", "post_attention_layernorm", kind=kind)
 
     def close(self, norm: str, embedding: str, vocab: int, width: int, tied: bool) -> None:
@@ -345,9 +345,9 @@ class Tensors:
         self.linear(f"{at}.out_proj", hidden, hidden, "mixer", bias=bias, shard="row")
 
     def rotary(self, dim: int, *prefixes: str) -> None:
-        """Add the inverse frequencies of a rotary table over ``dim`` values of a head, and their copy, in fp32.
+        """Add the fp32 buffers inv_freq and original_inv_freq of rotary tables over ``dim`` values of a head.
 
-        Each name prefix in ``prefixes`` gets its own buffers. Source: transformers 5.19, *RotaryEmbedding.
+        There is one table per name prefix in ``prefixes``. Source: transformers 5.19, *RotaryEmbedding.
         """
         shape = ((dim + 1) // 2,)  # arange(0, dim, 2) has dim / 2 entries, rounded up.
         for prefix in prefixes:

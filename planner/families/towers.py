@@ -30,7 +30,7 @@ def conv(t: Tensors, module: str, shape: tuple[int, ...], bias: bool) -> None:
 
 
 def sizes(f: Fields, defaults: Mapping[str, int | None]) -> dict[str, int]:
-    """Return config field -> value for the sizes of a vision tower, from the config, else from ``defaults``.
+    """Return a dict: config field -> size of a vision tower, from the config, else from ``defaults``.
 
     A field with the default None is required.
     """
@@ -200,7 +200,7 @@ def qwen(t: Tensors, at: str, config: Mapping[str, Any], tower: Tower, *, deepst
     if new:
         listed = f.raw("deepstack_visual_indexes")
         if listed is None:
-            listed = [8, 16, 24]  # the default in Qwen3VLVisionConfig
+            listed = [8, 16, 24]  # default of deepstack_visual_indexes in Qwen3VLVisionConfig
         if not isinstance(listed, list) or len(listed) > depth or not all(type(i) is int for i in listed):
             raise ConfigError(
                 f"{shown(listed)} is not a list of layer indices", field="deepstack_visual_indexes"

@@ -225,7 +225,9 @@ def _run(args: argparse.Namespace) -> int:
     chosen = next((f for f in FLOATS if f.name == name), None)
     if args.bits is not None:
         if args.value is not None:
-            raise DeploymentError("cannot be used together with VALUE", field="--bits", hint="leave one out")
+            raise DeploymentError(
+                "cannot be used together with VALUE", field="--bits", hint="leave out --bits or VALUE"
+            )
         if chosen is None:
             raise DeploymentError("needs --format " + "|".join(f.name for f in FLOATS), field="--bits")
         fields = _fields(chosen, args.bits)

@@ -8,7 +8,7 @@ from tonnage.planner.numbers.formats import FloatFormat, Real, is_finite, relati
 
 
 def drawn(f: FloatFormat, value: Real, said: str) -> list[str]:
-    """Return lines of text that show a number's sign, exponent and mantissa bits in a format, with meanings.
+    """Return lines of text that show a number's sign, exponent and mantissa bits and what they mean.
 
     Args:
         f: the number format.

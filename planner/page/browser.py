@@ -42,8 +42,9 @@ def ask(command: str, argv: Iterable[str]) -> tuple[int, str, str]:
     """Run `tonnage plan` or `tonnage train` and return (exit code, standard output, standard error)."""
     argv = list(argv)
     if argv:
-        with suppress(TonnageError):  # The command below meets the same error and reports it.
-            # Keep the config and the header, so that a long header is parsed only once.
+        # Keep the config and the header, so that a long header is parsed only once. If the model cannot be
+        # read, the command that runs next reports the error.
+        with suppress(TonnageError):
             keep(resolve_model(argv[0]))
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -55,7 +56,7 @@ def choices() -> str:
     """Return as JSON the entries of each selection list on the web page, such as models and GPUs."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
     newest = {name: engine_of(name).newest for name in ENGINES}
-    # Engines without versions are left out.
+    # Only engines that have versions are listed.
     versions = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
@@ -102,13 +103,14 @@ def register_partial(path: str, size: int) -> bool:
 def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes, str]]) -> str:
     """Return as JSON the HTTP requests that the browser must make next for a hub model, or the outcome.
 
-    The browser makes the requests and calls this function again with the answers. Once config and headers are
-    complete, the result is the model's name. It may also be an error.
+    The browser makes the requests and calls this function again with the answers. The JSON object has the key
+    ``wanted`` (the next requests), ``model`` (the model's name, once config and headers are complete) or
+    ``refused`` (the text of an error).
 
     Args:
         name: the model's name or address.
-        answers: (status, headers, body, error) of each request that the previous call asked for; empty at
-            first.
+        answers: (status, headers, body, error) of each request that the previous call asked for; empty in the
+            first call.
     """
     # imported here, because it loads an HTTP client, which is slow
     from tonnage.planner.page.hub import BrowserRemote, BrowserResponse

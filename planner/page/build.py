@@ -44,7 +44,7 @@ def build(folder: Path, pyodide: str | None = None, *, kept: bool = False) -> No
             if kept:
                 _keep(made)
             (folder / "pyodide").mkdir(parents=True, exist_ok=True)
-            # Files of other names stay in the folder.
+            # Replace an older page's files one by one; the folder's other files stay.
             for path in [path for path in made.rglob("*") if path.is_file()]:
                 os.replace(path, folder / path.relative_to(made))
     except OSError as error:
@@ -72,7 +72,7 @@ def _keep(made: Path) -> None:
 
 
 def planner_files() -> dict[str, bytes]:
-    """Return the planner's Python and data files by path in the page's archive, without the page's files."""
+    """Return the planner's Python and JSON files by path in the page's archive, except the page's own data."""
     root = Path(tonnage.planner.__file__).parent
     files = {
         f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()

@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
             for name in ("host", "port"):
                 if getattr(args, name) is not None:
                     raise DeploymentError("--build writes files and starts no server", field=f"--{name}",
-                                          hint="leave one out")  # fmt: skip
+                                          hint=f"leave out --build or --{name}")  # fmt: skip
             build(Path(args.build), args.pyodide, kept=True)
             print(f"Written into {args.build}: index.html and what it loads, to be served over HTTP")
             return 0
