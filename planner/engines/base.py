@@ -219,7 +219,7 @@ class Engine(ABC):
             raise DeploymentError(
                 f"{self.title} has no float32 KV cache for a 16-bit model",
                 field="--kv-cache-dtype",
-                hint="auto",
+                hint="use auto",
             )
         return asked
 
@@ -433,7 +433,10 @@ class Engine(ABC):
         return 0
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of the disk KV tier's in-memory index that count as device memory (on a CPU)."""
+        """Return the bytes of the disk KV tier's in-memory index that count as device memory; 0 on a GPU.
+
+        On a CPU, the index and the KV pool share one memory.
+        """
         return 0
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:
