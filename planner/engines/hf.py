@@ -169,8 +169,8 @@ class HF(Engine):
 
         A request reserves the blocks of its whole prompt and its maximum output. A group of sliding-window
         layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). In its
-        default admission mode "guaranteed", the engine admits more requests than this rule allows. It then
-        stalls some running requests in some steps, while by this rule those requests would still wait.
+        default admission mode "guaranteed", the engine admits more requests than these reservations allow, and
+        stalls some of them in some steps.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)

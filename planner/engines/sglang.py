@@ -83,15 +83,18 @@ _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 
 # From 0.5.4 on (pull request 10975), the defaults of chunked prefill, graphs and mem_fraction_static depend on
 # the device's memory. Each entry of _DEVICES is (upper bound of the memory in GiB, chunked_prefill_size, tokens
 # of the largest decode graph with TP below 4, tokens of that graph with TP from 4 on).
-# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Earlier releases have 24 tokens
-# instead of 48.
+# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. In earlier releases, the largest
+# decode graph of GPUs with 20 to 35 GiB has 24 tokens instead of 48.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
-_DRAFTS = (0, 5, 15)  # first known SGLang that budgets a draft model's weights and pools
-_PREFILL_GRAPHS = (0, 5, 23)  # first known SGLang that captures prefills in CUDA graphs by default
+# Oldest SGLang release, of those whose source was read, whose mem_fraction_static includes a draft model's
+# weights and pools.
+_DRAFTS = (0, 5, 15)
+# Oldest SGLang release, of those whose source was read, that captures prefills in CUDA graphs by default.
+_PREFILL_GRAPHS = (0, 5, 23)
 
 # Token counts for which prefill graphs are captured, as ranges (first, end, step)
 # (generate_prefill_cuda_graph_batch_sizes).
@@ -117,7 +120,7 @@ class SGLang(Engine):
     newest = (0, 5, 23)
     oldest = (0, 4, 0)  # first SGLang whose default mem_fraction_static is known
 
-    # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
+    # For each device type: default max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # SGLang's default page_size is 1 token
     drafts = True
@@ -186,7 +189,8 @@ class SGLang(Engine):
         """Return the dtype that the model is loaded in.
 
         - float32 checkpoints are loaded in 16 bits (_get_and_verify_dtype, configs/model_config.py).
-        - With vision or audio towers the text part of the config decides; it is bfloat16 in all known models.
+        - For models with vision or audio towers, SGLang reads the dtype of the text model's config, which is
+          bfloat16 in all known models.
         - GPUs before Ampere always compute in float16 (maybe_downgrade_dtype_for_legacy_gpu,
           load_model_utils.py).
         """

@@ -90,7 +90,8 @@ def _check(hosted: HostInputs, slot: int) -> None:
     flags = hosted.chosen.flags
     if flags.hicache_ratio is not None and flags.hicache_size is not None:
         raise DeploymentError(
-            f"{flags.hicache_size} GB per rank overrides --hicache-ratio {flags.hicache_ratio:g}; give only one",
+            f"{flags.hicache_size} GB per rank overrides --hicache-ratio {flags.hicache_ratio:g}; "
+            "give one of them",
             field="--hicache-size",
         )
     if flags.hicache_ratio is not None and not 0 < flags.hicache_ratio < float("inf"):

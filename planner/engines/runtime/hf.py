@@ -176,7 +176,7 @@ def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
 
     The copy holds the larger of one sequence of max_model_len tokens and GATHERED_TOKENS tokens of several
     sequences. The mask has shape [queries, query heads per KV head, max_model_len]. Each element of the mask
-    takes one byte plus one value of the model's dtype.
+    takes one byte plus the bytes of one value of the model's dtype.
     """
     flags = chosen.flags
     size = DTYPE_BYTES[flags.dtype]

@@ -2,9 +2,9 @@
 
 vLLM's attention metadata builder allocates the workspace on first use (_get_workspace_buffer in
 v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's V1 model runner, the
-workspace is therefore allocated when vLLM captures a first full CUDA graph on trial, and vLLM counts it as CUDA
-graphs (vllm#50780). The V2 model runner allocates it together with the pool (init_attn_backend in
-v1/worker/gpu/attn_utils.py), where it is not counted.
+workspace is therefore allocated when vLLM captures the first full CUDA graph to estimate the memory of graphs,
+and vLLM counts it as CUDA graphs (vllm#50780). The V2 model runner allocates it together with the pool
+(init_attn_backend in v1/worker/gpu/attn_utils.py), and vLLM does not count it.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
     layers = architecture.cache_layers
 
     def refuse(why: str) -> None:
-        raise DeploymentError(f"{kv_dtype}: {why}", field=_FLAG, hint="fp8, or leave it out")
+        raise DeploymentError(f"{kv_dtype}: {why}", field=_FLAG, hint="use fp8 or auto")
 
     since = _SINCE.get(kv_dtype, version)
     if version < since:

@@ -31,7 +31,7 @@ from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "rocm", "trtllm", "marlin"]
 
-# First vLLM whose TensorRT-LLM kernel pads the intermediate size to 128 instead of 256
+# First vLLM release whose TensorRT-LLM kernel pads the intermediate size to 128 instead of 256
 # (mxfp4_round_up_hidden_size_and_intermediate_size of 0.20.1 and 0.30.0 in fused_moe/oracle/mxfp4.py).
 _SMALLER_TILE = (0, 30, 0)
 _VALUE_BITS, _SCALE_BITS = 4, 0.25  # bits per value in MXFP4, where 32 values share one 8-bit scale
