@@ -1,10 +1,9 @@
 """Encoder models such as BERT, in any engine: they need no pool of KV cache blocks.
 
 An encoder computes a whole text in one step and keeps nothing between steps, so its cache takes 0 bytes per
-token. In vLLM 0.32.0, encoder layers register no cache (EncoderOnlyAttention.get_kv_cache_spec), and the KV
-cache pool has only the null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked
-prefill and prefix caching are off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest
-text.
+token. In vLLM 0.32.0, encoder layers register no cache (EncoderOnlyAttention.get_kv_cache_spec), and the pool
+has only the null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked prefill and
+prefix caching are off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
 """
 
 from __future__ import annotations

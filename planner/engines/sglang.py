@@ -84,7 +84,7 @@ _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 
 # the device's memory. Each entry of _DEVICES is (upper bound of the memory in GiB, chunked_prefill_size, tokens
 # of the largest decode graph with TP below 4, tokens of that graph with TP from 4 on).
 # Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. In earlier releases, the largest
-# decode graph of GPUs with 20 to 35 GiB has 24 tokens instead of 48.
+# decode graph on GPUs of 20 to 35 GiB with TP below 4 has 24 tokens instead of 48.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),

@@ -210,7 +210,7 @@ class VLLM(Engine):
         if (capability_of(flags.gpu) or _BFLOAT16) < _BFLOAT16:
             if chosen == "bfloat16":
                 raise EngineRefusal(
-                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="use float16",
+                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="use auto, or float16",
                     cause="bfloat16", facts={"gpu": flags.gpu, "capability": capability_of(flags.gpu)},
                 )  # fmt: skip
             if chosen == "auto":
@@ -408,7 +408,7 @@ class VLLM(Engine):
             )
 
     def check_classifier(self, architecture: Architecture) -> None:
-        """Accept every classifier and pooled class, for which vLLM adapts its decoders (models/adapters.py)."""
+        """Accept every classifier and pooling model, because vLLM adapts any decoder (models/adapters.py)."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""

@@ -286,7 +286,7 @@ def _most_square(most: int) -> int:
 
 
 def _padded(vision: Vision, unit: int) -> int:
-    """Return the embeddings per side of the largest square image, of ``unit`` pixels each.
+    """Return the embeddings per side of the largest square image; one covers ``unit`` x ``unit`` pixels.
 
     An image with more patches than the model's limit is scaled down to the limit, and then padded to whole
     embeddings. The rule is get_num_image_tokens in models/kimi_vl.py.

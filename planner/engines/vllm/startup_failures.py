@@ -316,7 +316,8 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
 def is_pooling_class(architecture: Architecture) -> bool:
     """Return whether vLLM runs a decoder as a pooling model by default, without --runner.
 
-    It does so for classifiers, pooled classes and model classes without an output head, such as LlamaModel.
+    It does so for classifiers, for classes that pool the hidden states themselves, and for model classes
+    without an output head, such as LlamaModel.
     """
     name = architecture.class_name
     if architecture.kind != "decoder" or architecture.is_classifier or architecture.pooled:
