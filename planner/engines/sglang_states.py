@@ -18,7 +18,8 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.units import ceil_div
 
-_OLDEST = (0, 5, 4)  # first SGLang whose rules for recurrent states the planner knows
+# Oldest SGLang release whose rules for recurrent states the planner knows.
+_OLDEST = (0, 5, 4)
 # Oldest SGLang release, of those whose source was read, that reserves a padding slot in the pool of states.
 _PADDED = (0, 5, 23)
 # Oldest SGLang release, of those whose source was read, that by default has separate slots for the snapshots of

@@ -34,8 +34,8 @@ def coefficients() -> Coefficients:
 def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Estimate:
     """Estimate the activations of one engine step from the tensors alive in the forward pass of a layer.
 
-    These tensors are the residual, the norm's output, and the input and output of attention or MLP, which have
-    the hidden size each, and the MLP's gate, up and product.
+    These are four tensors of the hidden size (the residual, the norm's output, and the input and output of
+    attention or MLP), and the MLP's gate, up and product.
     """
     tokens = chosen.max_num_batched_tokens
     inner = architecture.intermediate_size // chosen.flags.tensor_parallel_size

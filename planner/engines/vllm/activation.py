@@ -138,7 +138,7 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
 
 
 def compiles(chosen: Resolved) -> bool:
-    """Return whether torch.compile times kernels on the GPU when vLLM compiles the model at its first start.
+    """Return whether torch.compile benchmarks kernels on the GPU when vLLM compiles a model at its first start.
 
     vLLM sets Inductor's option ``benchmark_combo_kernel`` with PyTorch 2.9 and later (config/compilation.py).
     On AMD GPUs, vLLM runs on nightly builds of PyTorch, so the result is True for every vLLM version that runs
@@ -152,13 +152,13 @@ def compiles(chosen: Resolved) -> bool:
 def compiling(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes that torch.compile allocates at once in the profile run, 0 if the model is not compiled.
 
-    To time a kernel, Inductor allocates tensors of random values in the shapes of all its arguments
-    (get_args in torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The result is the
-    bytes of the largest argument (the embedding table), of that kernel's output, and of the buffer that flushes
-    the L2 cache. A start that finds the compiled model in its cache does not allocate them (vllm-project/vllm
-    issues 54122 and 54383).
+    To benchmark a kernel, Inductor allocates tensors of random values in the shapes of all its arguments
+    (get_args in torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The kernel with
+    the largest argument reads the embedding table. The result is the bytes of a copy of this table, of the
+    kernel's output, and of the buffer that flushes the L2 cache. A start that finds the compiled model in its
+    cache does not allocate them (vllm-project/vllm issues 54122 and 54383).
 
-    Start-up logs confirm the copy of the largest argument:
+    Start-up logs confirm the copy of the embedding table:
 
     - R9700: with Qwen3-14B-FP8 and gpt-oss-20b, the first start's pool is 1.06 and 0.47 GiB smaller than later
       ones. This function returns 1.12 and 0.64 GiB.

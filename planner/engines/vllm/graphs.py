@@ -123,7 +123,7 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
 
 def is_small(chosen: Resolved) -> bool:
-    """Return whether the largest CUDA graph has fewer tokens than by default, as in none of the fitted logs."""
+    """Return whether the largest CUDA graph has fewer tokens than by default, which no fitted log has."""
     return max(capture_sizes(chosen), default=0) < _LARGEST
 
 

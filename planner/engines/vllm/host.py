@@ -159,9 +159,10 @@ def _queues(hosted: HostInputs) -> list[HostPart]:
 def _pictures(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of vLLM's cache of processed images.
 
-    The engine core keeps the images and the API process only their hashes. With several API servers or
-    replicas, the API processes keep the images and the engine core only hashes (multimodal/cache/factories.py).
-    vLLM's documentation counts the images in both, so older versions are assumed to keep them in both.
+    With one API server and one replica, the engine core keeps the images and the API process only their hashes.
+    Otherwise the API processes keep the images and the engine core only their hashes
+    (multimodal/cache/factories.py). vLLM's documentation counts the images in both processes, so versions
+    before 0.30 are assumed to keep them in both.
     """
     size = hosted.chosen.flags.mm_processor_cache_bytes
     if not size or not has_towers(hosted.architecture):

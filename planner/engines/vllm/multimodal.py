@@ -265,7 +265,8 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
         seen = video
-        if vision.left:  # vision.left is the patches of a frame, which is square
+        # The processor scales frames down to at most vision.left pixels, as a square, before the tower.
+        if vision.left:
             seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
         found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}
         return found | others

@@ -26,8 +26,8 @@ from tonnage.planner.units import ceil_div
 # Device -> tokens of the attention kernel's smallest block: CPU attention (v1/attention/backends/cpu_attn.py),
 # and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
-# Tokens per block of the CPU's MLA kernel, which has only this block size without AMX and 128 with AMX
-# (platforms/cpu.py).
+# Tokens per block of the CPU's MLA kernel on processors without AMX, the only size that it supports there. With
+# AMX, a block has 128 tokens (platforms/cpu.py).
 CPU_MLA_BLOCK = 16
 
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).

@@ -4,8 +4,8 @@ MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/
 
 - Triton, on Hopper GPUs, rounds a rank's intermediate size up to 64. It pads the packed values to a multiple of
   256 along the reduced dimension (hidden for gate and up, intermediate for down).
-- TensorRT-LLM's, on data centre GPUs with Blackwell, pads values and scales: both the hidden and the
-  intermediate size to 256. From 0.30 on, it pads the intermediate size to 128.
+- TensorRT-LLM, on data centre GPUs with Blackwell, pads the hidden and the intermediate size to 256, for values
+  and scales. From 0.30 on, it pads the intermediate size to 128.
 - Triton, on AMD GPUs, pads the hidden and the intermediate size to 256, for values and scales
   (mxfp4_round_up_hidden_size_and_intermediate_size of 0.32; a log of gpt-oss-20b on an R9700 under 0.11.2).
 - Marlin, on all other GPUs, pads the hidden size to 256 and the intermediate size to 128, for values and

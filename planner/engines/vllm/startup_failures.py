@@ -342,8 +342,8 @@ def _has_class(name: str, version: Version) -> bool:
     return last is None or version <= parse_version(last)
 
 
-# First vLLM release that requires transformers 5. The class names in "by_transformers" are of models whose
-# modules in transformers 5 were checked for this use.
+# First vLLM release that requires transformers 5. The model classes that vLLM can run with transformers' modules
+# ("by_transformers") were determined with transformers 5.
 _FALLBACK = (0, 24, 0)
 
 

@@ -397,7 +397,7 @@ def _group_tokens(hosted: HostInputs, place: int) -> int:
 def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
     """Return the number of offloaded chunks of a request of max_model_len tokens, per KV cache group.
 
-    Sliding layers keep their window, and recurrent states one chunk.
+    A group of sliding-window layers has the chunks of its window, a group of recurrent states one chunk.
     """
     found = []
     for place, group in enumerate(hosted.layout.groups):

@@ -61,7 +61,7 @@ class VersionRules:
     fused_alone: bool = False  # all-reduce fusion is off with pipeline and data parallelism
     torch_2_8: bool = False  # vLLM's PyTorch is 2.8 or later
 
-    # The first start's compilation times kernels with copies of their arguments (PyTorch 2.10 and later).
+    # Compilation at the first start benchmarks kernels with copies of their arguments (PyTorch 2.10 and later).
     times_kernels: bool = False
     # How vLLM computes the logged tokens of the pool: "blocks" is num_blocks // groups x smallest block size,
     # "concurrency" is maximum concurrency x max_model_len.
@@ -79,8 +79,8 @@ class VersionRules:
     runner_v2_graphs: bool = False  # the V2 runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
-    in_flight_batches: int = 1  # number of batches in flight whose tokens sliding layers hold
-    hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
+    in_flight_batches: int = 1  # number of batches in flight; sliding layers hold the tokens of all of them
+    hybrid_prefix_caching: bool = False  # prefix caching is on by default for models with recurrent states
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
 
     # Valid value of --mamba-cache-mode that keeps the most states; "inert" means that the flag has no effect.
@@ -90,7 +90,7 @@ class VersionRules:
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
     padded_pages: bool = False  # attention pages that do not divide the largest page are padded to its size
-    cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so the pool is larger
+    cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so vLLM does not count it
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
 
     # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
@@ -102,10 +102,12 @@ class VersionRules:
     fused_index_key: bool = False
     stored_kv_dtype: bool = False  # --kv-cache-dtype auto follows the checkpoint's cache dtype
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
+
     # On SM10x, FlashInfer's backend for sparse MLA stores fp8 latents as plain fp8, not as fp8_ds_mla.
     sparse_flashinfer: bool = False
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
+
     # M-RoPE tables have one row per token of max_model_len if no position exceeds it, without spare rows.
     one_mrope_length: bool = False
     one_hot_positions: bool = True  # Gemma 4's tower multiplies one-hot positions instead of looking them up
