@@ -41,7 +41,7 @@ class Engine(ABC):
     title: str  # name of the engine as its project spells it
     newest: Version = (0, 0, 0)  # version assumed when neither a flag nor an installed package gives one
     oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows
-    distributions: tuple[str, ...] = ()  # Python packages whose installed version is the engine's
+    distributions: tuple[str, ...] = ()  # names under which the engine is installed as a Python package
 
     # `batch` and `blocks` map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)

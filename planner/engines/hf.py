@@ -231,7 +231,7 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
         value = {layer.value_head_size for layer in layers}
         if len(value) != 1 or None in value:
             raise UnsupportedArchitecture(
-                "the hf engine does not support MLA layers with different V head sizes", field="v_head_dim"
+                "the hf engine does not support MLA layers that differ in V head size", field="v_head_dim"
             )
         width = architecture.head_size + sum(v for v in value if v is not None)
         page_bytes = block_size * architecture.heads * (width * element + 2 * scale)

@@ -129,7 +129,7 @@ class SGLang(Engine):
     log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "tokens": "", "cuda_graph_bytes": ""}
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
-        """Return the whole device memory, because ``static_share`` sets the budget of weights and pool."""
+        """Return the whole device memory, because ``static_share`` already limits weights and token pools."""
         return memory
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
@@ -168,7 +168,7 @@ class SGLang(Engine):
         return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return (version, descriptions of changes) of each SGLang release that changed the memory budget.
+        """Return (version, descriptions of changes) of each SGLang release that changed a figure of a plan.
 
         The releases are those after ``since`` up to and including ``until``.
         """
@@ -255,7 +255,7 @@ class SGLang(Engine):
             attention = attention[: -len(drafted)]
         architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
-        # SGLang budgets a layer of a draft model like one full-attention layer of the target model.
+        # SGLang counts each layer of a draft model as one full-attention layer of the target model.
         if drafted:
             own = sum(layer.kind != "sliding" and layer.shares is None for layer in attention)
             full += full * len(drafted) // own if own else 0
@@ -367,7 +367,7 @@ class SGLang(Engine):
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Set the logged token count to the largest pool's, if the log has no scheduler line with the count."""
+        """Set the token count to the largest logged pool's tokens, if no scheduler line in the log has it."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0

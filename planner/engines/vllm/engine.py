@@ -460,7 +460,7 @@ class VLLM(Engine):
         known, asked = rules(version), flags.mamba_cache_mode
         if asked == "all" and known.cache_mode != "all":
             raise DeploymentError(
-                "vLLM does not know the value all from 0.32 on",
+                "vLLM does not accept the value 'all' from 0.32 on",
                 field="--mamba-cache-mode",
                 hint="leave out the option: prefix caching decides how many states are kept",
             )
