@@ -41,7 +41,7 @@ class Engine(ABC):
     title: str  # name of the engine as its project spells it
     newest: Version = (0, 0, 0)  # version assumed when neither a flag nor an installed package gives one
     oldest: Version = (0, 0, 0)  # first version whose memory rules the planner knows
-    distributions: tuple[str, ...] = ()  # Python packages whose installed version is the engine's
+    distributions: tuple[str, ...] = ()  # names under which the engine is installed as a Python package
 
     # `batch` and `blocks` map a device type ("cpu", "cuda") to defaults of the engine's flags.
     batch: ClassVar[Mapping[str, tuple[int, int]]]  # (max_num_seqs, max_num_batched_tokens)
@@ -219,7 +219,7 @@ class Engine(ABC):
             raise DeploymentError(
                 f"{self.title} has no float32 KV cache for a 16-bit model",
                 field="--kv-cache-dtype",
-                hint="auto",
+                hint="use auto",
             )
         return asked
 
@@ -433,7 +433,10 @@ class Engine(ABC):
         return 0
 
     def index_bytes(self, chosen: Resolved, pool: PoolSpec) -> int:
-        """Return the bytes of the disk KV tier's in-memory index that count as device memory (on a CPU)."""
+        """Return the bytes of the disk KV tier's in-memory index that count as device memory; 0 on a GPU.
+
+        On a CPU, the index and the KV pool share one memory.
+        """
         return 0
 
     def tiers(self, hosted: HostInputs) -> tuple[KVTier, ...]:

@@ -1,9 +1,9 @@
 """Encoder models such as BERT, in any engine: they need no pool of KV cache blocks.
 
 An encoder computes a whole text in one step and keeps nothing between steps, so its cache takes 0 bytes per
-token. In vLLM 0.32.0, encoder layers register no cache (EncoderOnlyAttention.get_kv_cache_spec). Its pool keeps
-only the null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked prefill and prefix
-caching are off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
+token. In vLLM 0.32.0, encoder layers register no cache (EncoderOnlyAttention.get_kv_cache_spec), and the pool
+has only the null block (get_kv_cache_config_from_groups in v1/core/kv_cache_utils.py). Chunked prefill and
+prefix caching are off (ModelConfig.is_chunked_prefill_supported), so one step must hold the longest text.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def whole_texts(deployment: Deployment, max_model_len: int, tokens: int) -> tupl
     asked = deployment.max_num_batched_tokens
     if asked is not None and asked < max_model_len:
         raise DeploymentError(
-            f"{asked} is below --max-model-len {max_model_len}: an encoder takes a text in one step",
+            f"{asked} is below --max-model-len {max_model_len}: an encoder computes a whole text in one step",
             field="--max-num-batched-tokens",
-            hint=f"at least {max_model_len}",
+            hint=f"set it to at least {max_model_len}",
         )
     return replace(deployment, enable_prefix_caching=False), max(tokens, max_model_len)
 
 
 def terms() -> list[Term]:
-    """Return the plan's pool term for an encoder: 0 bytes."""
+    """Return the plan's figure for an encoder's KV pool, kv_pool_bytes, which is 0 bytes."""
     return [Term("kv_pool_bytes", 0, NOTE, "model_type")]

@@ -115,9 +115,9 @@ def _unify(pages: list[LayerPages], pads: bool) -> list[LayerPages]:
 def _equal_groups(pages: list[LayerPages]) -> Groups:
     """Split the layers' KV cache pages into groups of (nearly) equal size, each of one kind of layer.
 
-    A group has as many layers as the rarest kind. If the most frequent kind has fewer than PADDING_LIMIT times
-    as many, a group has as many layers as the most frequent kind. A kind whose layers form n groups has layer i
-    in its group i mod n.
+    If the most frequent kind of layer has fewer than PADDING_LIMIT times the layers of the rarest kind, a group
+    has as many layers as the most frequent kind. Otherwise a group has as many layers as the rarest kind. If
+    the layers of a kind form n groups, layer i of this kind is in group i mod n.
     """
     kinds: dict[tuple[object, ...], list[LayerPages]] = {}
     for page in pages:

@@ -169,8 +169,8 @@ class HF(Engine):
 
         A request reserves the blocks of its whole prompt and its maximum output. A group of sliding-window
         layers reserves at most the blocks that it can ever hold (cache/admission/reservation.py). In its
-        default admission mode "guaranteed", the engine admits more requests than this rule allows. It then
-        stalls some running requests in some steps, while by this rule those requests would still wait.
+        default admission mode "guaranteed", the engine admits more requests than these reservations allow, and
+        stalls some of them in some steps.
         """
         if not pool.demands:
             return super().request_law(architecture, chosen, pool)
@@ -231,7 +231,7 @@ def _layout(architecture: Architecture, dtype: str, block_size: int) -> KVLayout
         value = {layer.value_head_size for layer in layers}
         if len(value) != 1 or None in value:
             raise UnsupportedArchitecture(
-                "the hf engine does not support MLA layers with different V head sizes", field="v_head_dim"
+                "the hf engine does not support MLA layers that differ in V head size", field="v_head_dim"
             )
         width = architecture.head_size + sum(v for v in value if v is not None)
         page_bytes = block_size * architecture.heads * (width * element + 2 * scale)

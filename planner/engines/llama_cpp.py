@@ -118,7 +118,7 @@ class LlamaCpp(Engine):
             raise DeploymentError(
                 f"{found} quantizes V, which llama.cpp refuses without flash attention ('V cache quantization "
                 "requires flash_attn')",
-                field="--flash-attn", hint="on, or --kv-cache-dtype f16",
+                field="--flash-attn", hint="set it to on, or use --kv-cache-dtype f16",
             )  # fmt: skip
         return found
 
@@ -132,7 +132,7 @@ class LlamaCpp(Engine):
             raise DeploymentError(
                 "llama.cpp has no block size: a cache cell holds one token",
                 field="--block-size",
-                hint="leave it out",
+                hint="leave out --block-size",
             )
         return 1
 
@@ -164,12 +164,12 @@ class LlamaCpp(Engine):
         if flags.n_gpu_layers is not None and flags.device == "cpu":
             raise DeploymentError(
                 "there is no GPU to place layers on, because the plan is for a CPU",
-                field="--n-gpu-layers", hint="leave it out, or give --gpu NAME",
+                field="--n-gpu-layers", hint="leave out --n-gpu-layers, or name a GPU with --gpu",
             )  # fmt: skip
         if flags.n_gpu_layers is not None and flags.tensor_parallel_size * flags.pipeline_parallel_size > 1:
             raise DeploymentError(
                 "the planner supports this option for a single GPU only", field="--n-gpu-layers",
-                hint="leave it out, or plan without tensor and pipeline parallelism",
+                hint="leave out --n-gpu-layers, or plan without tensor and pipeline parallelism",
             )  # fmt: skip
         return super().adjust_step(flags, architecture, max_model_len, tokens)
 
@@ -295,8 +295,8 @@ class LlamaCpp(Engine):
     def finish_log(self, out: LogFigures) -> None:
         """Derive the maximum length and the totals of weights and compute buffers from the log's figures.
 
-        In a log without cache cells, the maximum length is the context of one sequence. Totals count only the
-        GPUs if the log has any.
+        In a log that does not print the number of KV cache cells, the maximum length is the context of one
+        sequence. If the log lists buffers on GPUs, the totals exclude buffers in host memory.
         """
         if out.engine != self.name:
             return
@@ -357,7 +357,7 @@ def first_block(layers: int, flags: Deployment) -> int:
 
 
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
-    """Return the model twice: with only the KV caches on the GPU, and with only those in host memory."""
+    """Return two copies of the model: one with the KV caches on the GPU, one with those in host memory."""
     first = first_block(architecture.layers, flags)
     here = tuple(layer for layer in architecture.cache_layers if layer.layer >= first)
     there = tuple(layer for layer in architecture.cache_layers if layer.layer < first)

@@ -35,7 +35,7 @@ class LogFigures:
         figures: Name of a figure -> its value, in bytes or as a count.
         flags: Flags of the engine, as the log prints them.
         pools: Sum of the caches that the log lists one by one, in bytes.
-        cells: Cells of the longest cache.
+        cells: Tokens that the longest of the KV caches in the log holds.
         rounding: Name of a figure -> the rounding error of its printed value, in the figure's unit.
         state: Marks that the engine's log reader sets at some lines and needs to interpret later lines, such as
             "pools are complete".

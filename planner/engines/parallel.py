@@ -174,8 +174,9 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
             raise _undivided(
                 f"{ranks} does not divide the vocabulary, which is padded to {size} tokens", size, ranks
             )
-    # The ranks divide rows of keys and values in whole heads. Vision and audio towers have as many KV heads as
-    # query heads, so their rows need no such rule.
+    # Ranks divide the weight's rows for K and V only between heads, and replicate heads if there are more ranks
+    # than heads. Vision and audio towers have as many KV heads as query heads, so their rows for K and V are
+    # divided like those for Q.
     if tensor.kv_rows and tensor.kv_units and tensor.role not in TOWER_ROLES:
         per_head = tensor.kv_rows // tensor.kv_units
         size = ceil_div(size - tensor.kv_rows, ranks) + per_head * ceil_div(tensor.kv_units, ranks)
@@ -184,8 +185,8 @@ def _shard(tensor: TensorSpec, architecture: Architecture, parallel: Parallel) -
         merged = tensor.role == "mlp" and architecture.gated_mlp
         raise _undivided(what, size // tensor.matrices, ranks, "merged" if merged else "divided")
     else:
-        # If the number of ranks does not divide the size, each rank's part is rounded up. Tensors of vision
-        # and audio towers are not divided in this case.
+        # If the number of ranks does not divide the dimension's size, the size on each rank is rounded up.
+        # Tensors of vision and audio towers are not divided at all in this case.
         size = ceil_div(size, ranks)
         if tensor.role in TOWER_ROLES and tensor.shape[dim] % ranks:
             return tensor

@@ -22,7 +22,8 @@ def tonnage_serve(plan: Plan, more: Iterable[str] = ()) -> str:
     line = ["tonnage", "serve", plan.model.id, "--backend", flags.engine, *common_flags(plan)]
     if flags.device != "cpu":
         line += ["--device", flags.device, "--device-memory", str(flags.device_memory)]
-        if flags.gpu is not None:  # the server plans framework and activation memory by the GPU's name
+        # The server's own estimate of framework and activation memory depends on the GPU model.
+        if flags.gpu is not None:
             line += ["--gpu", flags.gpu]
     line += [*prefix_flags(flags), *changed(flags, (*RANKS, *SHARED))]
     line += [*changed(flags, ("enable_lora", "max_loras", "max_lora_rank")), *more]

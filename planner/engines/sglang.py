@@ -83,15 +83,18 @@ _MEM_FRACTION = 0.88  # default mem_fraction_static on one GPU (server_args.py, 
 # From 0.5.4 on (pull request 10975), the defaults of chunked prefill, graphs and mem_fraction_static depend on
 # the device's memory. Each entry of _DEVICES is (upper bound of the memory in GiB, chunked_prefill_size, tokens
 # of the largest decode graph with TP below 4, tokens of that graph with TP from 4 on).
-# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. Earlier releases have 24 tokens
-# instead of 48.
+# Source: handle_gpu_memory_settings in arg_groups/memory_hook.py of 0.5.23. In earlier releases, the largest
+# decode graph on GPUs of 20 to 35 GiB with TP below 4 has 24 tokens instead of 48.
 _BY_DEVICE = (0, 5, 4)
 _DEVICES = (
     (20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512),
     (1 << 40, 16384, 512, 512),
 )  # fmt: skip
-_DRAFTS = (0, 5, 15)  # first known SGLang that budgets a draft model's weights and pools
-_PREFILL_GRAPHS = (0, 5, 23)  # first known SGLang that captures prefills in CUDA graphs by default
+# Oldest SGLang release, of those whose source was read, whose mem_fraction_static includes a draft model's
+# weights and pools.
+_DRAFTS = (0, 5, 15)
+# Oldest SGLang release, of those whose source was read, that captures prefills in CUDA graphs by default.
+_PREFILL_GRAPHS = (0, 5, 23)
 
 # Token counts for which prefill graphs are captured, as ranges (first, end, step)
 # (generate_prefill_cuda_graph_batch_sizes).
@@ -117,7 +120,7 @@ class SGLang(Engine):
     newest = (0, 5, 23)
     oldest = (0, 4, 0)  # first SGLang whose default mem_fraction_static is known
 
-    # The defaults are max_running_requests and chunked_prefill_size (server_args.py, 0.5).
+    # For each device type: default max_running_requests and chunked_prefill_size (server_args.py, 0.5).
     batch: ClassVar = {"cpu": (256, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = {"cpu": 1, "cuda": 1}  # SGLang's default page_size is 1 token
     drafts = True
@@ -126,7 +129,7 @@ class SGLang(Engine):
     log_figures: ClassVar = {"weights_bytes": "", "kv_pool_bytes": "", "tokens": "", "cuda_graph_bytes": ""}
 
     def memory_limit(self, flags: Deployment, memory: int, share: float) -> int:
-        """Return the whole device memory, because ``static_share`` sets the budget of weights and pool."""
+        """Return the whole device memory, because ``static_share`` already limits weights and token pools."""
         return memory
 
     def default_batch(self, flags: Deployment, memory: int, version: Version) -> tuple[int, int]:
@@ -165,7 +168,7 @@ class SGLang(Engine):
         return max(0.001, share * _WITH_PICTURES if has_towers(architecture) else share)
 
     def changes(self, since: Version, until: Version) -> tuple[tuple[Version, tuple[str, ...]], ...]:
-        """Return (version, descriptions of changes) of each SGLang release that changed the memory budget.
+        """Return (version, descriptions of changes) of each SGLang release that changed a figure of a plan.
 
         The releases are those after ``since`` up to and including ``until``.
         """
@@ -186,7 +189,8 @@ class SGLang(Engine):
         """Return the dtype that the model is loaded in.
 
         - float32 checkpoints are loaded in 16 bits (_get_and_verify_dtype, configs/model_config.py).
-        - With vision or audio towers the text part of the config decides; it is bfloat16 in all known models.
+        - For models with vision or audio towers, SGLang reads the dtype of the text model's config, which is
+          bfloat16 in all known models.
         - GPUs before Ampere always compute in float16 (maybe_downgrade_dtype_for_legacy_gpu,
           load_model_utils.py).
         """
@@ -251,7 +255,7 @@ class SGLang(Engine):
             attention = attention[: -len(drafted)]
         architecture = replace(architecture, cache_layers=attention)
         full, sliding = token_bytes(architecture, flags.kv_cache_dtype, flags.tensor_parallel_size)
-        # SGLang budgets a layer of a draft model like one full-attention layer of the target model.
+        # SGLang counts each layer of a draft model as one full-attention layer of the target model.
         if drafted:
             own = sum(layer.kind != "sliding" and layer.shares is None for layer in attention)
             full += full * len(drafted) // own if own else 0
@@ -363,7 +367,7 @@ class SGLang(Engine):
         return "_".join(part for part in parts if not part.startswith(("EP", "ATTN"))), ""
 
     def finish_log(self, out: LogFigures) -> None:
-        """Set the logged token count to the largest pool's, if the log has no scheduler line with the count."""
+        """Set the token count to the largest logged pool's tokens, if no scheduler line in the log has it."""
         if out.engine == self.name and out.cells:
             out.figures.setdefault("tokens", out.cells)
             out.cells = 0.0

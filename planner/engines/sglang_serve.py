@@ -14,7 +14,8 @@ from tonnage.planner.engines.version import parse_version
 from tonnage.planner.plans import Plan
 from tonnage.planner.units import GiB, ceil_div
 
-# First known SGLang with CUDA graph flags for prefill and decode; it deprecates --disable-cuda-graph.
+# Oldest SGLang release, of those whose source was read, that has separate CUDA graph flags for prefill and for
+# decode. It deprecates --disable-cuda-graph.
 _PER_PHASE = (0, 5, 23)
 _KV_NAMES = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", "bfloat16": "bfloat16"}
 _HICACHE = (
@@ -61,8 +62,7 @@ def _ranks(flags: Deployment) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     flags, line = plan.deployment, []
-    # Without the option, SGLang derives mem_fraction_static from the GPU's memory and the batch, as the plan
-    # does.
+    # Without --mem-fraction-static, SGLang derives it from the GPU's memory and the batch, as the plan does.
     if not {"mem_fraction_static", "gpu_memory_utilization"} <= plan.defaults:
         line += ["--mem-fraction-static", str(flags.mem_fraction_static)]
     if "max_num_seqs" not in plan.defaults:

@@ -1,10 +1,10 @@
 """SGLang's slots of recurrent states, in a pool separate from the token pool.
 
---mamba-full-memory-ratio divides the memory that weights leave between slots and tokens. The slots limit the
-number of running requests. The source is handle_max_mamba_cache and resolve_max_num_reqs in
-model_executor/model_runner.py (0.5.4), model_runner_kv_cache_mixin.py (0.5.9, 0.5.15),
-mem_cache/kv_cache_configurator.py (0.5.23) and configs/mamba_utils.py. tests/data/oracles/sglang_states.json
-holds outputs of these functions.
+--mamba-full-memory-ratio is the ratio of the pool of state slots to the token pool, which divide the memory
+left beside the weights. The slots limit the number of running requests. The source is handle_max_mamba_cache
+and resolve_max_num_reqs in model_executor/model_runner.py (0.5.4), model_runner_kv_cache_mixin.py (0.5.9,
+0.5.15), mem_cache/kv_cache_configurator.py (0.5.23) and configs/mamba_utils.py.
+tests/data/oracles/sglang_states.json holds outputs of these functions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from tonnage.planner.model.dtypes import DTYPE_BYTES
 from tonnage.planner.plans import Failure, Resolved
 from tonnage.planner.units import ceil_div
 
-_OLDEST = (0, 5, 4)  # first SGLang whose rules for recurrent states the planner knows
-_PADDED = (0, 5, 23)  # first known SGLang that subtracts a padding slot from the pool of states
-_BUFFERED = (0, 5, 15)  # first known SGLang with separate slots for prefix snapshots by default
+# Oldest SGLang release whose rules for recurrent states the planner knows.
+_OLDEST = (0, 5, 4)
+# Oldest SGLang release, of those whose source was read, that reserves a padding slot in the pool of states.
+_PADDED = (0, 5, 23)
+# Oldest SGLang release, of those whose source was read, that by default has separate slots for the snapshots of
+# recurrent states that prefix caching keeps.
+_BUFFERED = (0, 5, 15)
 
 # State slots of SGLang before 0.5.9, if prefix caching is off and --max-running-requests is not set.
 _WITHOUT_PREFIXES = 512
@@ -149,9 +153,10 @@ def verified_tokens(chosen: Resolved) -> int:
 
 
 def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
-    """Return the bytes of a pool of recurrent states: its slots, and the states that verify draft tokens.
+    """Return the bytes of a pool of recurrent states: its slots, and the extra states of speculative decoding.
 
-    ``count`` is the number of slots, ``slot`` the bytes of one, ``each`` the number of slots per request.
+    SGLang has one extra state for each token that a step verifies. ``count`` is the number of slots, ``slot``
+    the bytes of one slot, ``each`` the number of slots per request.
     """
     padded = padding(chosen.version)
     verified = min(most_asked(chosen) or count, count // each) + padded
@@ -159,7 +164,7 @@ def apart(count: int, slot: int, each: int, chosen: Resolved) -> int:
 
 
 def padding(version: Version) -> int:
-    """Return the number of state slots that hold no request's state; SGLang subtracts them from its budget."""
+    """Return the number of padding slots in the pool of recurrent states, which hold no request's state."""
     return int(version >= _PADDED)
 
 

@@ -17,8 +17,8 @@ from tonnage.planner.units import ceil_div
 
 _RATIO = 2.0  # SGLang's default of --hicache-ratio
 _GB = 10**9
-# First known SGLang that keeps MLA latents in the host memory of one rank only (mem_cache/mla_host_dedup.py),
-# and first whose default of --hicache-mem-layout is page_first.
+# Oldest SGLang releases, of those whose source was read, that keep MLA latents in the host memory of one rank
+# only (mem_cache/mla_host_dedup.py), and whose default of --hicache-mem-layout is page_first.
 _ONE_COPY, _PAGE_FIRST = (0, 5, 23), (0, 5, 23)
 
 
@@ -41,12 +41,13 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
     page, tokens = hosted.chosen.block_size, hosted.tokens
     windows = int(tokens * flags.swa_full_tokens_ratio) if full and sliding else tokens if sliding else 0
     slots = 0 if not slot else hosted.apart // slot - states.padding(hosted.chosen.version)
-    # (kind, slots in the device pool, bytes per slot, slots per page)
+    # For each pool: kind of its layers, slots in the device pool, bytes per slot, slots per page.
     pools = [
         pool for pool in (("full", tokens, full, page), ("sliding", windows, sliding, page),
                           ("state", slots, slot, 1)) if pool[2]
     ]  # fmt: skip
-    device = max(1, sum(count * size for _, count, size, _ in pools))  # 0 if the weights leave no token pool
+    # Bytes of all device pools. The sum is 0 if the weights leave no memory for them; 1 avoids a division by 0.
+    device = max(1, sum(count * size for _, count, size, _ in pools))
     held, rank, parts = {}, 0, []
     for kind, count, size, paged in pools:
         if flags.hicache_size is None:
@@ -60,7 +61,8 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
     once = latent and not slot and hosted.chosen.version >= _ONE_COPY
     ranks = 1 if once else len(hosted.ranks)
     low = high = rank
-    if flags.hicache_size is None and tokens:  # bounds of the device pool's tokens x ratio
+    # With --hicache-ratio, the host pools grow with the device pool, so they have the same relative bounds.
+    if flags.hicache_size is None and tokens:
         low, high = (rank * bound // tokens for bound in hosted.token_bounds)
     kept = held.get("full", held.get("sliding", 0))
     groups = tuple(
@@ -88,7 +90,8 @@ def _check(hosted: HostInputs, slot: int) -> None:
     flags = hosted.chosen.flags
     if flags.hicache_ratio is not None and flags.hicache_size is not None:
         raise DeploymentError(
-            f"{flags.hicache_size} GB per rank overrides --hicache-ratio {flags.hicache_ratio:g}; give one",
+            f"{flags.hicache_size} GB per rank overrides --hicache-ratio {flags.hicache_ratio:g}; "
+            "give one of them",
             field="--hicache-size",
         )
     if flags.hicache_ratio is not None and not 0 < flags.hicache_ratio < float("inf"):

@@ -201,7 +201,9 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
     for row in _rows("weights", engine, version):
         if scheme not in row["formats"]:
             continue
-        asked = row.get("asked")  # whether the row is for formats that a flag requests; None for both
+        # True if the row covers only formats that a flag requests, False if it covers only formats of the
+        # checkpoint, None if it covers both.
+        asked = row.get("asked")
         if method is None and asked is not False:
             return row
         if method is not None and asked is not True and (row["method"].startswith(method) or not row["method"]):

@@ -1,5 +1,5 @@
 """Memory besides weights and KV pool: framework (such as CUDA's context), activations of a step, CUDA graphs.
 
-Each term is an ``Estimate``: a value, its expected interval, its formula and its source.
-``Engine.runtime_terms`` returns the terms of an engine.
+Each of these three parts is an ``Estimate``: a value, its expected interval, its formula and its source.
+``Engine.runtime_terms`` returns the estimates for an engine.
 """

@@ -30,9 +30,10 @@ def framework(
     Args:
         processes: Bytes of all processes except the grammar compiler and the tokenizers.
         vocab_size: Tokens of the vocabulary.
-        interval: (low, high) bounds of the idle server's memory, as factors of its value.
-        terms: Names of the parts of ``processes``, for the formula.
-        source: Source of the figures.
+        interval: (low, high) factors. The idle server's estimated memory, times each factor, bounds its real
+            memory.
+        terms: Names of the parts of ``processes``, to be printed in the estimate's formula.
+        source: Where ``processes`` and ``interval`` were measured or stated, to be printed with the estimate.
     """
     resting = processes + GRAMMAR_PROCESS_BYTES + vocab_size * GRAMMAR_TOKEN_BYTES
     return Estimate(

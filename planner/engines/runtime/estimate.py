@@ -24,10 +24,11 @@ class Runtime:
         framework: Memory outside PyTorch's allocator, such as CUDA's context and NCCL's buffers.
         activation: Activations of one step.
         graphs: CUDA graphs.
-        sum_interval: (low, high) bytes of the sum of the three terms; None means to add the bounds of the
-            terms. On GPUs only the sum was compared with logs, so its bounds are tighter than the added ones.
-        beside: Memory that the engine allocates after it sized the KV pool, outside the plan's memory limit;
-            None without any.
+        sum_interval: (low, high) bounds in bytes of framework + activation + graphs. If it is None, the bounds
+            of the three estimates are added. On GPUs, only the sum was compared with logs, so the sum has
+            tighter bounds of its own.
+        beside: Memory that the engine allocates after it sized the KV pool, outside the plan's memory limit.
+            None if the engine allocates no such memory.
     """
 
     framework: Estimate
@@ -59,7 +60,7 @@ class Coefficients:
         non_torch: Memory outside PyTorch on a single GPU of 32 GiB or more before Hopper.
         non_torch_small: Memory outside PyTorch on a single GPU of less than 32 GiB.
         non_torch_hopper: Memory outside PyTorch on a single data centre GPU from Hopper on.
-        graph_profile: Additional memory where graphs were captured during profiling.
+        graph_profile: Additional memory outside PyTorch if the profile run captured CUDA graphs.
         non_torch_unified: Memory outside PyTorch where host and device share their memory.
         non_torch_parallel: Memory outside PyTorch with tensor parallelism, on GPUs before Hopper.
         non_torch_ranks: Memory outside PyTorch with two tensor-parallel ranks on Hopper.
@@ -68,10 +69,11 @@ class Coefficients:
         graph_first: Memory of the CUDA graphs of the largest batch, if it has at most 512 tokens.
         graph_each: Memory of the CUDA graph of each further batch size.
         graph_layer: Additional memory of each further batch size, per layer.
-        spread: Half-width of the sum's interval, as a share of the device's memory. In cross-validation, 90 %
-            of left-out sources stay within it.
-        spread_seen: The same half-width for plans of which logs measured every part.
-        spread_unified: The same half-width for devices that share their memory with the host.
+        spread: Half-width of the interval of framework + activations + graphs, as a fraction of the device's
+            memory. In cross-validation, 90 % of the left-out logs' sources stay within it.
+        spread_seen: Like ``spread``, for plans whose GPU, kind of model and engine version are covered by logs
+            that print every part of the sum.
+        spread_unified: Like ``spread``, for devices that share their memory with the host.
         capabilities: Compute capabilities of the measured GPUs, such as "8.6 9.0".
     """
 

@@ -1,8 +1,9 @@
 """Activation peak and non-torch memory on GPUs, for engines whose own rules the planner does not know.
 
-The activation peak is the widest layer of a forward pass of max_num_batched_tokens tokens. Non-torch memory is
-fitted to published start-up logs. Coefficients and intervals are in fitted.json, written by
-benchmarks/fit_runtime.py. vLLM's own rules are in engines/vllm/budget.py.
+The activation peak is the bytes of the tensors alive in the widest layer, in a forward pass of
+max_num_batched_tokens tokens. Non-torch memory is fitted to published start-up logs. The fitted coefficients
+and interval widths are in fitted.json, written by benchmarks/fit_runtime.py. vLLM's own rules are in
+engines/vllm/budget.py.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def coefficients() -> Coefficients:
 def activation(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> Estimate:
     """Estimate the activations of one engine step from the tensors alive in the forward pass of a layer.
 
-    These are the residual, the norm's output, the block's input and output (4 x hidden size), and the MLP's
-    gate, up and product.
+    These are four tensors of the hidden size (the residual, the norm's output, and the input and output of
+    attention or MLP), and the MLP's gate, up and product.
     """
     tokens = chosen.max_num_batched_tokens
     inner = architecture.intermediate_size // chosen.flags.tensor_parallel_size
@@ -55,8 +56,8 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients, ac
     held = fitted.non_torch_parallel if chosen.flags.tensor_parallel_size > 1 else fitted.non_torch
     framework = _bounded(held, chosen, fitted.spread, f"non-torch memory {held:,}")
     total = framework.value + activation.value
-    # The interval is wider than for vLLM, because other engines' logs print no memory terms with which the
-    # estimate could be compared.
+    # The interval around the estimate is wider than for vLLM, because other engines' logs print no activation
+    # or non-torch memory with which the estimate could be compared.
     more = 3 if has_towers(architecture) else 2
     below, above = reach((fitted.spread, more * fitted.spread), chosen.device_memory)
     return Runtime(framework, activation, NOTHING, (max(0, total - below), total + above))

@@ -1,8 +1,9 @@
 """Memory of structured-output grammars (server/engines/grammars), for every engine that uses llguidance.
 
-llguidance's tokenizer of the demo model takes 35 MiB, and the process that compiles grammars 11 MiB. The other
-constants are limits that the engine enforces: on all active grammars together, and on each grammar that is
-being compiled. The compiling process starts as a copy of the grammar process.
+llguidance's tokenizer of the demo model takes 35 MiB. The grammar process takes 11 MiB. It forks a process for
+each grammar, which compiles it within limits, before the engine itself compiles the grammar. The other
+constants are limits that the engine enforces: on the memory of all active grammars together, on the number of
+these forks at a time, and on the memory of each fork.
 """
 
 from __future__ import annotations

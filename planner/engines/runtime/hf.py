@@ -17,8 +17,8 @@ from tonnage.planner.units import MiB
 # transformers 5.19 and numba 0.65. The engine process has 321 MiB without weights and pool when ready, and at
 # most 356 MiB under load. About 30 MiB of these are activations, and about 45 MiB are numba's compiler. The API
 # process has 54 MiB with a vocabulary of 1,024 tokens, 67 MiB with SmolLM2's 49,152 and 149 MiB with Gemma's
-# 262,144 (benchmarks/memory_terms.py). 64 clients add 3 MiB, 256 clients add 8 MiB. The interval is wide enough
-# for other memory allocators.
+# 262,144 (benchmarks/memory_terms.py). 64 clients add 3 MiB, 256 clients add 8 MiB. HF_INTERVAL also covers
+# memory allocators other than glibc's.
 API_PROCESS_BYTES = 66 * MiB
 API_TOKEN_BYTES = 400
 HF_CHILD_BYTES = 328 * MiB
@@ -35,19 +35,22 @@ _LOW, _HIGH = 0.5, 2.0  # bounds of the activations, as factors of their estimat
 GATHERED_TOKENS = 16384
 
 # Temporary bytes of one LLM.int8 layer (bitsandbytes 0.50.2): per input value while the input is quantized, and
-# per input and output value while the int32 product is scaled.
+# per input and output value while the int32 product is scaled. Below, bytes per value are in brackets.
 #
-# On a CPU (backends/default/ops.py) the input is quantized from a float16 copy (2), with a mask of the outliers
-# (1) and float32 values before and after rounding (4 + 4). The product is scaled in float32: int32 (4), its
-# float32 copy (4), the product of both scales (4) and the result (4) exist at once, beside the int8 input (1).
-# torch's profiler measured 11.0 bytes per input value and 1 + 16.0 per output value without outliers, and up to
-# 40 % more with outliers in every column (512 tokens, layers of 576 x 1,536 and 1,536 x 576).
+# On a CPU (backends/default/ops.py), the input is quantized from a float16 copy (2), with a mask of the
+# outliers (1) and float32 values before and after rounding (4 + 4). The product is scaled in float32. Its int32
+# values (4), their float32 copy (4), the product of both scales (4) and the result (4) exist at once, beside
+# the int8 input (1). torch's profiler measured 11.0 bytes per input value during quantization, and 1 byte per
+# input value plus 16.0 bytes per output value during scaling. With outliers in every column it measured up to
+# 40 % more (512 tokens, layers of 576 x 1,536 and 1,536 x 576).
 #
-# On a GPU (backends/cuda/ops.py) kernels replace the float32 values: float16 copy (2), quantized input (1),
-# absolute values (2), mask (1); then int32 (4), float16 (2) and the model's dtype, at most float32 (4).
+# On a GPU (backends/cuda/ops.py), kernels need no float32 values to quantize the input: a float16 copy (2), the
+# quantized input (1), absolute values (2) and the mask (1) exist at once. While the product is scaled, its
+# int32 values (4), a float16 result (2) and the result in the model's dtype (at most 4) exist.
 _INT8_QUANTIZED = {"cpu": 11, "cuda": 6}
 _INT8_SCALED = {"cpu": (1, 16), "cuda": (1, 10)}
-# Without AVX-512, a CPU multiplies in float32: copies of input and weight, and the product.
+# Bytes per value of the input's copy, the weight's copy and the product, which a CPU without AVX-512 holds in
+# float32 while it multiplies.
 _INT8_FLOAT32 = 4
 
 # FlashInfer's workspace for partial results: 128 MiB, as in its documentation and in vLLM's attention backend
@@ -146,8 +149,8 @@ def _kernel_bytes(architecture: Architecture, chosen: Resolved) -> int:
     - On a CPU in bfloat16, the kernel needs none.
     - On a GPU, the result is the maximum over FlashInfer and FlexAttention, because the planner does not know
       which one is installed.
-    - In all other cases, such as a quantized KV cache, the result is the bytes of K and V that the reference
-      attention gathers.
+    - In all other cases, such as a quantized KV cache, the hf engine uses its reference attention in PyTorch.
+      The result is the bytes of K and V that it copies out of the KV pool, and of its mask.
     """
     flags = chosen.flags
     if flags.kv_cache_dtype != flags.dtype:
@@ -171,9 +174,9 @@ def _flex_bytes(architecture: Architecture, chosen: Resolved) -> int:
 def _gathered_bytes(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes of K and V that the reference attention copies out of the KV pool, and of its mask.
 
-    The copy holds one sequence of max_model_len tokens, or GATHERED_TOKENS tokens of several sequences. The
-    mask has shape [queries, query heads per KV head, max_model_len]. Each of its elements takes one byte plus
-    one value of the model's dtype.
+    The copy holds the larger of one sequence of max_model_len tokens and GATHERED_TOKENS tokens of several
+    sequences. The mask has shape [queries, query heads per KV head, max_model_len]. Each element of the mask
+    takes one byte plus the bytes of one value of the model's dtype.
     """
     flags = chosen.flags
     size = DTYPE_BYTES[flags.dtype]

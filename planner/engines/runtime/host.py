@@ -93,8 +93,8 @@ def reading(hosted: HostInputs, together: int = 1) -> list[HostPart]:
         value, low, high = low_file + tensor, low_file, high_file + tensor
         how = "a file of the checkpoint and a tensor of the one before"
     elif flags.safetensors_load_strategy == "eager":
-        # With this strategy, three copies exist at once: the bytes of a checkpoint file, its tensors, and the
-        # tensors of the file before (safetensors_weights_iterator).
+        # The strategy "eager" holds three copies at once: the bytes of a checkpoint file, its tensors, and the
+        # tensors of the file read before it (safetensors_weights_iterator).
         copies = 3 if hosted.checkpoint > low_file else 2
         value, low, high = copies * low_file, 2 * low_file, 3 * high_file
         how = f"{copies} x a file of the checkpoint"

@@ -94,9 +94,10 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     if flags.flash_attn == "off":
         moments["scores"] = row * architecture.heads * longest + mask + around
     widest = max(moments.values()) + mask + inputs
-    # Older releases of llama.cpp hold one residual less. Logs of Qwen2.5-3B, Qwen3-235B and Kimi-K2 print 4, 8
-    # and 14 MiB less than this formula (tests/data/field_reports.jsonl; n_ubatch x n_embd x 4 bytes). Without
-    # flash attention, older releases also hold no copy of the queries.
+    # Older releases of llama.cpp hold one residual tensor (n_ubatch x n_embd x 4 bytes) less in the compute
+    # buffer. Their logs of Qwen2.5-3B, Qwen3-235B and Kimi-K2 print 4, 8 and 14 MiB less than ``widest``
+    # (tests/data/field_reports.jsonl). Without flash attention, older releases also hold no copy of the
+    # queries.
     least = widest - residual - (queries if flags.flash_attn == "off" else 0)
     ranks = flags.tensor_parallel_size * flags.pipeline_parallel_size
     copies = _COPIES * (mask + residual) if ranks > 1 else 0

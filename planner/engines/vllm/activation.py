@@ -39,9 +39,9 @@ from tonnage.planner.units import MiB
 # 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, PyTorch 2.5 to 2.13).
 _CUBLAS, _CUBLAS_BEFORE_HOPPER = 32 * MiB, 8 * MiB + 128 * 1024
 # Inductor's autotuning flushes the L2 cache with a buffer of its size: 50 MiB on an H100
-# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). With this buffer, the first pipeline stages of
-# Llama-3.1-8B in 0.19 match the printed 1.10 GiB (1.05 without). Reports of 0.10.2 match without the buffer
-# (Qwen2.5-3B: 0.17 GiB).
+# (torch/_inductor/runtime/benchmarking.py, PyTorch 2.10). For the first pipeline stages of Llama-3.1-8B, vLLM
+# 0.19 prints an activation peak of 1.10 GiB. The planned peak is 1.10 GiB with this buffer, 1.05 GiB without.
+# Peaks in reports of 0.10.2 match the plan without the buffer (Qwen2.5-3B: 0.17 GiB).
 _L2 = 50 * MiB
 _TIMED_SINCE = (0, 15, 0)
 # The top-k/top-p kernel's buffer has one row per multiprocessor, 132 on an H100
@@ -138,7 +138,7 @@ def peak(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -> 
 
 
 def compiles(chosen: Resolved) -> bool:
-    """Return whether torch.compile times kernels on the GPU when vLLM compiles the model at its first start.
+    """Return whether torch.compile benchmarks kernels on the GPU when vLLM compiles a model at its first start.
 
     vLLM sets Inductor's option ``benchmark_combo_kernel`` with PyTorch 2.9 and later (config/compilation.py).
     On AMD GPUs, vLLM runs on nightly builds of PyTorch, so the result is True for every vLLM version that runs
@@ -152,13 +152,13 @@ def compiles(chosen: Resolved) -> bool:
 def compiling(architecture: Architecture, chosen: Resolved) -> int:
     """Return the bytes that torch.compile allocates at once in the profile run, 0 if the model is not compiled.
 
-    To time a kernel, Inductor allocates tensors of random values in the shapes of all its arguments
-    (get_args in torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The result is the
-    bytes of the largest argument (the embedding table), of that kernel's output, and of the buffer that flushes
-    the L2 cache. A start that finds the compiled model in its cache does not allocate them (vllm-project/vllm
-    issues 54122 and 54383).
+    To benchmark a kernel, Inductor allocates tensors of random values in the shapes of all its arguments
+    (get_args in torch/_inductor/codegen/triton.py and triton_combo_kernel.py, 2.10 to 2.13). The kernel with
+    the largest argument reads the embedding table. The result is the bytes of a copy of this table, of the
+    kernel's output, and of the buffer that flushes the L2 cache. A start that finds the compiled model in its
+    cache does not allocate them (vllm-project/vllm issues 54122 and 54383).
 
-    Start-up logs confirm the copy of the largest argument:
+    Start-up logs confirm the copy of the embedding table:
 
     - R9700: with Qwen3-14B-FP8 and gpt-oss-20b, the first start's pool is 1.06 and 0.47 GiB smaller than later
       ones. This function returns 1.12 and 0.64 GiB.
@@ -210,7 +210,7 @@ def _sampler(architecture: Architecture, chosen: Resolved, known: VersionRules, 
     buffer = min(_MULTIPROCESSORS, rows) * vocabulary * 4 if triton else 0
     if drafts:
         return rows * vocabulary * (_VERIFIER[0] * size + _VERIFIER[1] * 4) + sampled + buffer
-    if known.sampler == "probabilities":  # this sampler holds logits and probabilities in float32
+    if known.sampler == "probabilities":  # FlashInfer's kernel needs float32 logits and probabilities
         return rows * vocabulary * (size + 2 * 4) + sampled
     return rows * vocabulary * (size + 3 * 4) + sampled + buffer
 
@@ -242,7 +242,8 @@ def _forward(architecture: Architecture, chosen: Resolved) -> int:
     """
     flags, ranks = chosen.flags, chosen.flags.tensor_parallel_size
     size, tokens = DTYPE_BYTES[flags.dtype], chosen.max_num_batched_tokens
-    if predicts_tokens(architecture):  # logits of every token, and float32 copies for pooling
+    # A masked LM computes logits of every token. vLLM copies them to float32 for pooling.
+    if predicts_tokens(architecture):
         return tokens * architecture.vocab_size * (size + 4)
     q = architecture.heads * architecture.head_size // ranks
     kv = max(1, architecture.kv_heads // ranks) * architecture.head_size

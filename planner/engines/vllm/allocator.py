@@ -1,13 +1,13 @@
 """Bytes that PyTorch's CUDA allocator counts for weights beyond the tensors' own bytes.
 
 vLLM prints the allocator's total ("Model loading took", from ``torch.cuda.max_memory_allocated``) and subtracts
-it from its budget. The allocator rounds a request up to 512 bytes and serves it from a free block. It splits a
-larger block only if more than 1 MiB would remain. Otherwise the whole block counts: a down_proj of 47.5 MiB
-(Qwen3-4B) takes 48 MiB.
+it from the memory for the KV pool. The allocator rounds an allocation up to 512 bytes and serves it from a free
+block. It splits a larger block only if more than 1 MiB would remain. Otherwise the whole block counts: a
+down_proj of 47.5 MiB (Qwen3-4B) takes 48 MiB.
 
 Rules and sizes are from c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.5 to 2.13; HIP uses the same file).
-Requests above 1 MiB and below 10 MiB take a segment of 20 MiB. Larger requests take a segment of their size
-rounded up to 2 MiB. Logs that print four decimals differ from these rules by up to 0.2 MiB
+Allocations above 1 MiB and below 10 MiB come from segments of 20 MiB. A larger allocation takes a segment of
+its size rounded up to 2 MiB. Logs that print four decimals differ from these rules by up to 0.2 MiB
 (benchmarks/README.md).
 
 Tensor sizes are those of vLLM's merged modules: one tensor for queries, keys and values, and one for gate and
@@ -24,11 +24,11 @@ from tonnage.planner.model.tensor import TensorSpec
 from tonnage.planner.quantization.scheme import Quantization
 from tonnage.planner.units import MiB
 
-_ROUND = 512  # kMinBlockSize: requests are rounded up to a multiple of these bytes
-_SMALL = MiB  # kSmallSize: requests up to this size use a pool whose blocks are always split
-_LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: segment for requests below kMinLargeAlloc
-_MIN_LARGE = 10 * MiB  # kMinLargeAlloc: smallest request with a segment of its own
-_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one request is rounded up to a multiple of this size
+_ROUND = 512  # kMinBlockSize: allocations are rounded up to a multiple of these bytes
+_SMALL = MiB  # kSmallSize: allocations up to this size use a pool whose blocks are always split
+_LARGE_SEGMENT = 20 * MiB  # kLargeBuffer: size of a segment for allocations below kMinLargeAlloc
+_MIN_LARGE = 10 * MiB  # kMinLargeAlloc: smallest allocation with a segment of its own
+_SEGMENT_ROUND = 2 * MiB  # kRoundLarge: a segment for one allocation is rounded up to a multiple of this size
 
 _MERGED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -44,7 +44,7 @@ def unsplit_bytes(sizes: Iterable[int]) -> int:
 
     ``sizes`` are the bytes of tensors, in the order in which they are allocated.
     """
-    free: list[int] = []  # sizes of free blocks, sorted; the smallest sufficient block serves a request
+    free: list[int] = []  # sizes of free blocks, sorted; an allocation takes the smallest sufficient block
     extra = 0
     for size in sizes:
         if size <= _SMALL:

@@ -1,4 +1,4 @@
-"""Memory that vLLM subtracts from the KV pool's budget on a GPU, besides the weights, with intervals."""
+"""Estimates and intervals of the GPU memory that reduces vLLM's KV pool, besides the weights."""
 
 from __future__ import annotations
 
@@ -126,8 +126,9 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
 def _communication(chosen: Resolved) -> int:
     """Return the bytes that all-reduce buffers add to the upper bound of the memory outside PyTorch.
 
-    They are 0 for one rank. They cover ranks on GPUs other than Hopper's, which PCIe may connect, and vLLM
-    versions that set up NCCL after their first memory snapshot.
+    The result is 0 in two cases: with one rank, or if vLLM sets up NCCL before its first memory snapshot and
+    the GPUs are not connected by PCIe. Only data centre GPUs from Hopper on, and GPUs that share the host's
+    memory, are assumed not to be connected by PCIe.
     """
     flags = chosen.flags
     if flags.tensor_parallel_size == 1:
@@ -196,10 +197,10 @@ def spread(architecture: Architecture, chosen: Resolved, fitted: Coefficients) -
         return fitted.spread_unified, fitted.spread_unified
     if has_towers(architecture) and architecture.vision is None:
         return fitted.spread, 2 * fitted.spread
-    if chosen.flags.gpu is not None and capability_of(chosen.flags.gpu) is None:  # not an NVIDIA GPU
-        # Seven starts on an R9700 differ from the plan by at most 0.7 % of the GPU's memory, if the copies that
-        # compilation makes are counted. Memory that no source explains is added to the upper bound
-        # (_UNEXPLAINED_ON_AMD).
+    if chosen.flags.gpu is not None and capability_of(chosen.flags.gpu) is None:
+        # The GPU is not one of NVIDIA's. Seven starts on an R9700 differ from the plan by at most 0.7 % of the
+        # GPU's memory, if the copies that compilation makes are counted. Memory that no source explains is
+        # added to the upper bound (_UNEXPLAINED_ON_AMD).
         return fitted.spread, fitted.spread
     if not _is_known(chosen, fitted):
         return _UNKNOWN * fitted.spread, 2 * fitted.spread

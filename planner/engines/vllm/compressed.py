@@ -24,7 +24,8 @@ _ENTRY = 584  # bytes of an fp8_ds_mla entry: 448 fp8 values, 64 bf16 rotary val
 _HEAD, _INDEX = 512, 128  # the only head size and indexer key size of vLLM's kernels for DeepSeek-V4
 _ALIGNMENT = 576  # a page is rounded up to a multiple of these bytes
 
-# vLLM maps all these dtypes to fp8_ds_mla. A 16-bit dtype stands for auto, which the planner has resolved.
+# Values of --kv-cache-dtype that vLLM maps to fp8_ds_mla for DeepSeek-V4. A 16-bit dtype stands for auto, which
+# the planner has already resolved to the model's dtype.
 _DTYPES = ("bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla")
 
 

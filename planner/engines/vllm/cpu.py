@@ -1,8 +1,9 @@
-"""vLLM on a CPU: memory besides weights and pool, one framework term per process.
+"""Memory of vLLM's processes on a CPU, besides weights and KV pool.
 
-RssAnon in MiB after a full batch and a grammar-constrained answer (benchmarks/memory_terms.py, 2026-11-22):
-vLLM 0.32.0, torch 2.13.0, transformers 5.19, Python 3.11, x86_64 with 2 cores; bf16, enforce_eager, pool of 512
-MiB, max_model_len 4096. The worker's figures exclude weights and pool.
+The table shows the RssAnon of each process in MiB, measured after a full batch and a grammar-constrained answer
+(benchmarks/memory_terms.py, 2026-11-22). The system was vLLM 0.32.0, torch 2.13.0, transformers 5.19 and Python
+3.11 on x86_64 with 2 cores. The settings were bf16, enforce_eager, a pool of 512 MiB and max_model_len 4096.
+The worker's figures exclude weights and pool.
 
         model                            vocabulary   API   EngineCore   worker
         Llama of 4 layers, 256 wide           1,024   430          409      489
@@ -24,8 +25,8 @@ from tonnage.planner.units import MiB
 # multiprocessing resource tracker.
 VLLM_API_BYTES = 437 * MiB
 VLLM_API_TOKEN_BYTES = 1550
-# Memory of the EngineCore process without grammars. The three models of the table above have 408, 465 and
-# 757 MiB.
+# Memory of the EngineCore process without grammars, measured as 408 MiB with a vocabulary of 1,024 tokens, 465
+# MiB with 49,152 tokens and 757 MiB with 262,144 tokens.
 VLLM_CORE_BYTES = 408 * MiB
 VLLM_CORE_TOKEN_BYTES = 1400
 VLLM_WORKER_BYTES = 480 * MiB

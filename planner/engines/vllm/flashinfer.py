@@ -2,9 +2,9 @@
 
 vLLM's attention metadata builder allocates the workspace on first use (_get_workspace_buffer in
 v1/attention/backends/flashinfer.py). The profile run executes no attention. In vLLM's V1 model runner, the
-workspace is therefore allocated when vLLM captures a first full CUDA graph on trial, and vLLM counts it as CUDA
-graphs (vllm#50780). The V2 model runner allocates it together with the pool (init_attn_backend in
-v1/worker/gpu/attn_utils.py), where it is not counted.
+workspace is therefore allocated when vLLM captures the first full CUDA graph to estimate the memory of graphs,
+and vLLM counts it as CUDA graphs (vllm#50780). The V2 model runner allocates it together with the pool
+(init_attn_backend in v1/worker/gpu/attn_utils.py), and vLLM does not count it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.plans import Resolved
 from tonnage.planner.units import MiB
 
-_LEAST = 394 * MiB  # minimum bytes: VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE (envs.py, 0.25.1 to 0.33)
-_PER_VALUE = 16  # bytes per value: FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM
+# Minimum bytes of the workspace (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE in envs.py, 0.25.1 to 0.33).
+_LEAST = 394 * MiB
+# Bytes of the workspace per value of a step's queries (FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM).
+_PER_VALUE = 16
 _HEAD_SIZES = (64, 128, 256, 512)  # head sizes that FlashInfer supports (get_supported_head_sizes)
 _FORMATS = ("fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")  # cache formats that FlashAttention supports only on Hopper
 

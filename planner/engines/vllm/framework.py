@@ -1,15 +1,16 @@
-"""vLLM's GPU memory outside PyTorch that appears between its first memory snapshot and its pool.
+"""GPU memory outside PyTorch that vLLM allocates after its first memory snapshot, before it sizes the KV pool.
 
-vLLM counts memory allocated between the snapshot and the end of the profile run (init_device in
+vLLM counts memory allocated between this snapshot and the end of the profile run (init_device in
 worker/gpu_worker.py, memory_profiling in utils/mem_utils.py; 0.9.1 to 0.33). Memory allocated before the
 snapshot does not reduce the pool. It holds CUDA's context and NCCL's communicators: 0.51 GiB on an H100, and
 1.5 GiB with several ranks. V1 before 0.9.1 subtracted all memory in use, including the memory allocated
 before the snapshot (``_CONTEXT``). The counted memory has two parts:
 
-- The workspace of the fused all-reduce is derived: three allocations, each rounded up to the granularity of
-  multicast memory.
-- The remainder is fitted to logs: kernels loaded on first use, local memory, NCCL buffers allocated on first
-  use, and from 0.18 to 0.27 the memory that the trial capture of CUDA graphs leaves allocated.
+- The workspace of the fused all-reduce is computed from vLLM's and FlashInfer's source. It has three
+  allocations, each rounded up to the granularity of multicast memory.
+- The remainder is fitted to logs. It holds kernels loaded on first use, local memory, and NCCL buffers
+  allocated on first use. From 0.18 to 0.27, it also holds the memory that remains allocated after vLLM captures
+  CUDA graphs to estimate their size.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _CONTEXT, _CONTEXT_HOPPER, _COMMUNICATORS = GiB // 4, int(0.51 * GiB), GiB
 # GiB, logs of larger GPUs 0.07 to 0.11 GiB.
 SMALL = 32 * GiB
 # Memory outside PyTorch on AMD GPUs: vLLM 0.9.2 prints 0.66 GiB on an MI300X (tests/data/field_reports.jsonl).
-# No other log of an AMD GPU prints this term, so the value is assumed for all AMD GPUs, with one or several
-# ranks.
+# No other log of an AMD GPU prints non-torch memory, so the value is assumed for all AMD GPUs, with one or
+# several ranks.
 _ROCM = int(0.66 * GiB)
 
 

@@ -1,10 +1,11 @@
 """CUDA graphs of vLLM on a GPU, as vLLM estimates them before it sizes the pool.
 
-From 0.18 on, vLLM captures two graphs of each kind on trial: the largest, and one more that represents the
-others (profile_cudagraph_memory in v1/worker/gpu_model_runner.py). From 0.20 on, the estimate is subtracted
-from the pool. Earlier versions capture graphs outside the share of --gpu-memory-utilization. The number of
-graphs follows from the flags. The driver decides a graph's bytes, in steps of 2 MiB, so they are fitted: the
-estimate was 0.7 to 2.2 times the captured memory.
+From 0.18 on, vLLM captures two graphs of each kind to estimate the memory of all graphs: the largest, and one
+more that represents the others (profile_cudagraph_memory in v1/worker/gpu_model_runner.py). From 0.20 on, vLLM
+subtracts this estimate from the pool. Earlier versions capture graphs outside the share of
+--gpu-memory-utilization. The planner derives the number of graphs from the flags. A graph's bytes depend on the
+GPU driver, in steps of 2 MiB, so the planner fits them to logs. vLLM's estimates were 0.7 to 2.2 times the
+memory of the captured graphs.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
 
 def is_small(chosen: Resolved) -> bool:
-    """Return whether the largest CUDA graph is smaller than by default, a case without a fitted log."""
+    """Return whether the largest CUDA graph has fewer tokens than by default, which no fitted log has."""
     return max(capture_sizes(chosen), default=0) < _LARGEST
 
 

@@ -29,17 +29,18 @@ _PICTURES = GiB  # assumed bytes of images that the API process decodes at a tim
 
 # Bytes of vLLM's cache of compiled grammars (VLLM_XGRAMMAR_CACHE_MB in envs.py).
 _GRAMMARS = 512 * MiB
-# Bytes per block in the engine core's block pool: objects, and for a hashed block the prefix index (RssAnon of
-# v1/core/block_pool.py, benchmarks/host_memory.py).
+# Bytes per block in the engine core's block pool, for blocks without and with a hash. They are the block's
+# objects, and with a hash also its entry in the prefix index (RssAnon of v1/core/block_pool.py, measured by
+# benchmarks/host_memory.py).
 _BLOCK, _HASHED_BLOCK = 136, 282
 # Bytes of one token id of a request: an int of 28 bytes and its list entry of 8 (CPython 3.11), in the API
 # process and in the engine core. The engine core has a second list entry, for prompt and output together.
 _TOKEN = 2 * (28 + 8) + 8
 
-# Ring buffers in /dev/shm (distributed/device_communicators/shm_broadcast.py): ten chunks of
-# VLLM_MQ_MAX_CHUNK_BYTES_MB to all workers, ten of 24 MiB from each, six of 4 MiB within a tensor-parallel
-# group (parallel_state.py). check_shm_free_space requires their full size at creation; pages are allocated on
-# use.
+# Sizes of ring buffers in /dev/shm (distributed/device_communicators/shm_broadcast.py). One buffer for messages
+# to all workers has ten chunks of VLLM_MQ_MAX_CHUNK_BYTES_MB. Each worker has one for its replies, with ten
+# chunks of 24 MiB. Each tensor-parallel group has one with six chunks of 4 MiB (parallel_state.py).
+# check_shm_free_space requires their full size at creation, but pages are allocated on use.
 _CHUNKS, _TO_WORKERS, _FROM_WORKER = 10, 16 * MiB, 24 * MiB
 _GROUP_CHUNKS, _GROUP_CHUNK = 6, 4 * MiB
 # Without direct GPU-to-GPU access, ranks have NCCL buffers in host memory, with the size seen in a trace
@@ -66,7 +67,7 @@ def _processes(hosted: HostInputs) -> list[HostPart]:
     ranks, vocabulary = len(hosted.ranks), hosted.architecture.vocab_size
     low, high = cpu.VLLM_INTERVAL
     api = cpu.api_bytes(vocabulary)
-    # With one rank, the engine core is also the worker, and the worker's term already counts the imports.
+    # With one rank, the engine core is also the worker, and _WORKER already counts its imported modules.
     imports = cpu.VLLM_CORE_BYTES if ranks > 1 else 0
     core = imports + vocabulary * cpu.VLLM_CORE_TOKEN_BYTES
     blocks, tokens = hosted.num_blocks, hosted.tokens * _TOKEN
@@ -158,9 +159,10 @@ def _queues(hosted: HostInputs) -> list[HostPart]:
 def _pictures(hosted: HostInputs) -> list[HostPart]:
     """Return the host memory of vLLM's cache of processed images.
 
-    The engine core keeps the images and the API process only their hashes. With several API servers or
-    replicas, the API processes keep the images and the engine core only hashes (multimodal/cache/factories.py).
-    vLLM's documentation counts the images in both, so older versions are assumed to keep them in both.
+    With one API server and one replica, the engine core keeps the images and the API process only their hashes.
+    Otherwise the API processes keep the images and the engine core only their hashes
+    (multimodal/cache/factories.py). vLLM's documentation counts the images in both processes, so versions
+    before 0.30 are assumed to keep them in both.
     """
     size = hosted.chosen.flags.mm_processor_cache_bytes
     if not size or not has_towers(hosted.architecture):

@@ -1,6 +1,6 @@
 """vLLM's --kv-cache-dtype: the effective cache format, and the bytes of one token in one layer.
 
-Source files are from vLLM 0.32.0. Each layer's attention backend defines its packing (customize_spec):
+Source files are from vLLM 0.32.0. A layer's attention backend defines how its cache is packed (customize_spec):
 
 - Per-token-head and UltraQuant store their scales (v1/attention/backends/triton_attn.py,
   ops/ultraquant/format.py).
@@ -27,8 +27,8 @@ from tonnage.planner.units import ceil_div
 
 _FLAG = "--kv-cache-dtype"
 
-# Format -> bytes of one token's sparse latent with its scales (get_kv_cache_spec in
-# layers/attention/mla_attention.py). An fp8_ds_mla row has 512 fp8 values, 16 bytes of scales and 64 bf16
+# Format -> bytes of one token's latent and its scales in sparse MLA (get_kv_cache_spec in
+# layers/attention/mla_attention.py). In fp8_ds_mla, a token has 512 fp8 values, 16 bytes of scales and 64 bf16
 # rotary values. nvfp4_ds_mla, for Blackwell, has 4-bit values.
 ROW_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 
@@ -142,7 +142,7 @@ def _check(kv_dtype: str, flags: Deployment, architecture: Architecture, version
     layers = architecture.cache_layers
 
     def refuse(why: str) -> None:
-        raise DeploymentError(f"{kv_dtype}: {why}", field=_FLAG, hint="fp8, or leave it out")
+        raise DeploymentError(f"{kv_dtype}: {why}", field=_FLAG, hint="use fp8 or auto")
 
     since = _SINCE.get(kv_dtype, version)
     if version < since:
@@ -180,7 +180,8 @@ def packs_whole_layers(kv_dtype: str) -> bool:
 def boundary_layers(architecture: Architecture, kv_dtype: str) -> frozenset[int]:
     """Return the indices of layers cached in the model's dtype if ``kv_dtype`` is a packed format.
 
-    They are two layers at each end, at most half of all layers, and none in a model with recurrent states.
+    They are the first two and the last two layers, but at most half of all layers. A model with recurrent
+    states has no such layers.
     """
     layers = architecture.layers
     if not packs_whole_layers(kv_dtype) or any(layer.kind == "state" for layer in architecture.cache_layers):

@@ -1,8 +1,9 @@
 """Patterns of vLLM's start-up log, 0.5 to 0.33. "GB" in older versions means GiB.
 
-The sources are worker/worker.py (0.6 to 0.9, V0), and of 0.9.2 to 0.33 v1/worker/gpu_worker.py,
-gpu_model_runner.py, gpu/model_runner.py, cpu_worker.py, v1/core/kv_cache_utils.py (0.33: kv_cache_planning.py),
-utils/mem_utils.py and config/vllm.py. Some figures are corrected:
+The source of the patterns for the V0 engine is worker/worker.py (0.6 to 0.9). The sources for the V1 engine
+(0.9.2 to 0.33) are v1/worker/gpu_worker.py, gpu_model_runner.py, gpu/model_runner.py, cpu_worker.py,
+v1/core/kv_cache_utils.py (in 0.33 kv_cache_planning.py), utils/mem_utils.py and config/vllm.py. Some logged
+figures are corrected:
 
 - ``activation_bytes`` is the peak of the profile run besides the weights, up to 0.26. In lines with "consumed
   memory", "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
@@ -39,7 +40,7 @@ _LINES = (
     ("consumed_bytes", GiB, rf"total consumed \(from mem_get_info\): {NUMBER}GiB"),
     ("non_kv_bytes", GiB, rf"Total non KV cache memory: {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"Available KV cache memory: {NUMBER}GiB"),
-    # The reduced pool is what remains after vLLM subtracted the image encoder's memory.
+    # vLLM logs this reduced pool size after it subtracted the image encoder's memory from the pool.
     ("kv_pool_bytes", GiB, rf"KV cache memory reduced to {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"reserved for KV Cache is {NUMBER}GiB"),
     ("kv_pool_bytes", GiB, rf"available_kv_cache_memory {NUMBER}GiB"),

@@ -106,7 +106,7 @@ def check(architecture: Architecture, flags: Deployment) -> None:
             raise DeploymentError(
                 f"the planner does not know how large images of {architecture.class_name} are",
                 field=flags_of(Deployment)[unknown[0]].option,
-                hint="leave it out: the plan's interval has room for images",
+                hint="leave out the option: the plan's interval has room for images",
             )  # fmt: skip
 
 
@@ -265,7 +265,8 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
         seen = video
-        if vision.left:  # vision.left is the patches of a frame, which is square
+        # The processor scales frames down to at most vision.left pixels, as a square, before the tower.
+        if vision.left:
             seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
         found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}
         return found | others
@@ -274,9 +275,9 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
 
 
 def _most_square(most: int) -> int:
-    """Return the largest product height x width, at most ``most``, whose aspect ratio vLLM accepts.
+    """Return the most embeddings, up to ``most``, of an image whose aspect ratio vLLM accepts.
 
-    It is the number of embeddings of the largest image.
+    The number is a product height x width, both counted in embeddings.
     """
     for count in range(most, 0, -1):
         height = next(d for d in range(isqrt(count), 0, -1) if count % d == 0)
@@ -286,9 +287,10 @@ def _most_square(most: int) -> int:
 
 
 def _padded(vision: Vision, unit: int) -> int:
-    """Return the embeddings per side of a square image, scaled down to the patch limit and then padded.
+    """Return the embeddings per side of the largest square image; one covers ``unit`` x ``unit`` pixels.
 
-    The rule is get_num_image_tokens in models/kimi_vl.py.
+    An image with more patches than the model's limit is scaled down to the limit, and then padded to whole
+    embeddings. The rule is get_num_image_tokens in models/kimi_vl.py.
     """
     whole = (vision.side // vision.patch) ** 2
     side = vision.side

@@ -26,7 +26,9 @@ from tonnage.planner.units import ceil_div
 # Device -> tokens of the attention kernel's smallest block: CPU attention (v1/attention/backends/cpu_attn.py),
 # and FlashAttention on GPUs.
 KERNEL_BLOCK = {"cpu": 32, "cuda": 16}
-CPU_MLA_BLOCK = 16  # only block size of the CPU's MLA kernel without AMX (platforms/cpu.py; 128 with AMX)
+# Tokens per block of the CPU's MLA kernel on processors without AMX, the only size that it supports there. With
+# AMX, a block has 128 tokens (platforms/cpu.py).
+CPU_MLA_BLOCK = 16
 
 # Device -> default tokens per block (platforms/cpu.py, and DEFAULT_BLOCK_SIZE in config/cache.py).
 DEFAULT_BLOCK = {"cpu": 128, "cuda": 16}

@@ -4,8 +4,8 @@ MXFP4 experts (model_executor/layers/quantization/mxfp4.py and fused_moe/oracle/
 
 - Triton, on Hopper GPUs, rounds a rank's intermediate size up to 64. It pads the packed values to a multiple of
   256 along the reduced dimension (hidden for gate and up, intermediate for down).
-- TensorRT-LLM's, on data centre GPUs with Blackwell, pads values and scales: both the hidden and the
-  intermediate size to 256. From 0.30 on, it pads the intermediate size to 128.
+- TensorRT-LLM, on data centre GPUs with Blackwell, pads the hidden and the intermediate size to 256, for values
+  and scales. From 0.30 on, it pads the intermediate size to 128.
 - Triton, on AMD GPUs, pads the hidden and the intermediate size to 256, for values and scales
   (mxfp4_round_up_hidden_size_and_intermediate_size of 0.32; a log of gpt-oss-20b on an R9700 under 0.11.2).
 - Marlin, on all other GPUs, pads the hidden size to 256 and the intermediate size to 128, for values and
@@ -31,7 +31,7 @@ from tonnage.planner.units import ceil_div
 
 Kernel = Literal["triton", "rocm", "trtllm", "marlin"]
 
-# First vLLM whose TensorRT-LLM kernel pads the intermediate size to 128 instead of 256
+# First vLLM release whose TensorRT-LLM kernel pads the intermediate size to 128 instead of 256
 # (mxfp4_round_up_hidden_size_and_intermediate_size of 0.20.1 and 0.30.0 in fused_moe/oracle/mxfp4.py).
 _SMALLER_TILE = (0, 30, 0)
 _VALUE_BITS, _SCALE_BITS = 4, 0.25  # bits per value in MXFP4, where 32 values share one 8-bit scale

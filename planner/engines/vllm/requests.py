@@ -74,8 +74,8 @@ def _group(group: KVGroup, demand: Demand, caching: bool) -> GroupLaw:
     if group.kind == "state":
         if demand.fixed is None:
             raise _refused("the cache keeps a state for each block of tokens", "--mamba-cache-mode")
-        # Without prefix caching, a request has one recurrent state. With the cache, it has the running state,
-        # the state at the last block border and a checkpoint.
+        # Without prefix caching, a request has one recurrent state. With prefix caching, it has the running
+        # state, the state at the last block border and a checkpoint.
         return GroupLaw("state", size, blocks=1, aligned=caching, checkpoint=caching and demand.fixed > 2)
     if demand.fixed is not None:
         return GroupLaw("fixed", size, blocks=demand.fixed)

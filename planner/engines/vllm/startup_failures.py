@@ -1,12 +1,16 @@
 # ruff: noqa: E501 (vLLM's own messages are long)
 """Start-up failures of vLLM that a plan predicts: the cause of each, and the planned version's error message.
 
-The messages are from vLLM's sources, 0.8.5 to 0.33.0:
+The messages are from these files of vLLM 0.8.5 to 0.33.0, which check the following:
 
-- config/model.py: length, heads, dtype. config/vllm.py: dtype of the cache.
-- config/parallel.py and v1/worker/gpu_worker.py: GPUs. v1/worker/utils.py: memory in use.
-- v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py: the pool. config/compilation.py: states.
-- distributed/utils.py: sizes that ranks divide. model_executor/models/registry.py: classes.
+- config/model.py: the maximum length, the number of heads and the dtype.
+- config/vllm.py: the dtype of the KV cache.
+- config/parallel.py and v1/worker/gpu_worker.py: the number of GPUs.
+- v1/worker/utils.py: the GPU memory in use by other programs.
+- v1/core/kv_cache_utils.py, from 0.33 on kv_cache_planning.py: the size of the KV cache pool.
+- config/compilation.py: the number of recurrent states.
+- distributed/utils.py: sizes that the number of ranks must divide.
+- model_executor/models/registry.py: model classes.
 
 ``error_message`` returns vLLM's message for an error. ``predict_failure`` finds the first failure of a complete
 plan, in the order in which vLLM checks.
@@ -312,7 +316,8 @@ def class_of(architecture: Architecture, version: Version) -> str | None:
 def is_pooling_class(architecture: Architecture) -> bool:
     """Return whether vLLM runs a decoder as a pooling model by default, without --runner.
 
-    It does so for classifiers, pooled classes and model classes without an output head, such as LlamaModel.
+    It does so for classifiers, for classes that pool the hidden states themselves, and for model classes
+    without an output head, such as LlamaModel.
     """
     name = architecture.class_name
     if architecture.kind != "decoder" or architecture.is_classifier or architecture.pooled:
@@ -337,7 +342,8 @@ def _has_class(name: str, version: Version) -> bool:
     return last is None or version <= parse_version(last)
 
 
-# First vLLM that requires transformers 5, whose modules were checked for the classes in "by_transformers".
+# First vLLM release that requires transformers 5. The model classes that vLLM can run with transformers' modules
+# ("by_transformers") were determined with transformers 5.
 _FALLBACK = (0, 24, 0)
 
 
@@ -486,7 +492,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # before 0.9, a space ends this sentence instead of beginning it
+    if version < (0, 9, 0):  # before 0.9, the space is after this sentence instead of before it
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):

@@ -14,11 +14,12 @@ from tonnage.planner.families.registry import family_of
 from tonnage.planner.model.architecture import Architecture
 from tonnage.planner.model.tensor import TensorSpec
 
-# The table of vLLM's MRotaryEmbedding has this multiple of the maximum length as rows, because positions of
-# images and videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
+# The cos/sin table of vLLM's MRotaryEmbedding has this many rows per token of the maximum length, because
+# positions of images and videos may exceed the token count (model_executor/layers/rotary_embedding/mrope.py).
 _MROPE_FACTOR = 4
 
-# First vLLM that quantizes Gemma 4's towers (recursive_replace_linear in models/gemma4_mm.py, not in 0.22.1).
+# First vLLM release that quantizes Gemma 4's towers (recursive_replace_linear in models/gemma4_mm.py, which
+# 0.22.1 lacks).
 _QUANTIZED_TOWERS = (0, 23, 0)
 _KEYS = ".self_attn.k_proj.weight"
 _INDEX_KEY = ".indexer.wk.weight"
@@ -27,7 +28,7 @@ _NGRAMS = ".ngram_embeddings.embedders.weight"
 # Phi-3-vision reads the output of CLIP's last layer but one. vLLM does not build the tensors after that layer
 # (_init_img_processor in models/phi3v.py).
 _UNREAD = (".vision_model.encoder.layers.23.", ".vision_model.post_layernorm.")
-# BERT's bias of the output head, which vLLM loads as the bias of the head's module "decoder".
+# BERT's bias of the output head. vLLM loads it as the bias of the head's submodule "decoder".
 _SHARED_BIAS = "cls.predictions.bias"
 
 
@@ -50,9 +51,9 @@ def tensors_of(architecture: Architecture, flags: Deployment) -> tuple[TensorSpe
     held = merged_tensors(architecture, _position_factor(architecture, flags))
     # The checkpoint of MiMo has MTP layers, which vLLM loads only as a draft (model_executor/models/mimo.py).
     held = tuple(tensor for tensor in held if tensor.layer is not None or ".mtp_layers." not in tensor.name)
-    # The tensors of a pooled model's head have a dtype already. A classifier's head is float32
-    # (ModelConfig.head_dtype, 0.33). Other pooling models have no output head
-    # (model_executor/models/adapters.py).
+    # A classifier's output head is float32 (ModelConfig.head_dtype, 0.33). Other pooling models have no output
+    # head (model_executor/models/adapters.py). Neither applies to models whose class defines its own pooling
+    # (``architecture.pooled``), because their head's tensors already have the dtype that vLLM uses.
     if architecture.is_classifier and not architecture.pooled:
         held = tuple(replace(t, dtype="float32") if t.role == "head" else t for t in held)
     elif flags.runner == "pooling" and not architecture.pooled:
@@ -95,10 +96,10 @@ def _served(architecture: Architecture, version: Version, tensor: TensorSpec) ->
 def _unquantized_towers(architecture: Architecture, version: Version) -> frozenset[str]:
     """Return the roles of towers that vLLM builds without quantization, whatever --quantization says.
 
-    - Gemma 3n's and 4's are transformers' modules (AutoModel in models/gemma3n_mm.py, gemma4_mm.py). From 0.23
-      on, those of Gemma 4 are quantized if their widths are multiples of 64.
-    - Llama 4's and Kimi-VL's get no quant_config (models/mllama4.py, kimi_vl.py, 0.11 to 0.30), nor do the
-      audio towers of Qwen's Omni models (models/qwen2_5_omni_thinker.py).
+    - The towers of Gemma 3n and Gemma 4 are transformers' modules (AutoModel in models/gemma3n_mm.py,
+      gemma4_mm.py). From 0.23 on, vLLM quantizes Gemma 4's towers if their widths are multiples of 64.
+    - The vision towers of Llama 4 and Kimi-VL get no quant_config (models/mllama4.py, kimi_vl.py, 0.11 to
+      0.30), nor do the audio towers of Qwen's Omni models (models/qwen2_5_omni_thinker.py).
     """
     model, vision = architecture.model_type, architecture.vision
     if "omni" in model:
@@ -149,8 +150,8 @@ def _encoder_tensors(architecture: Architecture) -> tuple[TensorSpec, ...]:
 
     - Every embedding table is padded to 64 rows.
     - There is no pooler and no output head, except in classifiers, which have both in float32
-      (ModelConfig.head_dtype in config/model.py, 0.33). Only ModernBERT's dense layer before the labels of
-      tokens keeps the model's dtype.
+      (ModelConfig.head_dtype in config/model.py, 0.33). In ModernBertForTokenClassification, the prediction
+      head before the classifier layer keeps the model's dtype.
     - BertForMaskedLM keeps its output head. vLLM gives the head a separate matrix, even if the file ties it to
       the embedding, and one bias. RobertaForMaskedLM is loaded without its head.
     - Position ids are stored. Token types are not, because vLLM decodes them from the token ids.

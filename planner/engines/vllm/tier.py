@@ -23,13 +23,14 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk, index_bytes
 from tonnage.planner.units import GiB, ceil_div, gib, parse_size
 
-# First vLLM whose workers share one region in /dev/shm; older ones pin a tensor for each layer slot
+# First vLLM release whose workers share one region in /dev/shm. Older releases pin one tensor per layer slot
 # (v1/kv_offload/cpu/shared_offload_region.py; 0.26 pinned 24 tensors per rank, vllm-project/vllm#53042).
 SHARED_SINCE = (0, 30, 0)
-# First vLLM that keeps all layers of a model with one KV cache group in a single tensor for its connectors
-# (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).
+# First vLLM release that, with a KV connector, keeps all layers of a model with one KV cache group in a single
+# tensor (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).
 _ONE_TENSOR = (0, 12, 0)
-# First vLLM known to refuse to offload recurrent states if prefix caching is off (offloading/config.py).
+# Oldest vLLM release, of those whose source was read, that refuses to offload recurrent states if prefix
+# caching is off (offloading/config.py).
 _STATES_SINCE = (0, 32, 0)
 _PAGE = 4096  # bytes to which a chunk is rounded up (SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT)
 
@@ -123,8 +124,8 @@ def _region(hosted: HostInputs, connector: Connector, per_chunk: int) -> KVTier:
     if len(hosted.layout.groups) > 1:
         said += f", each for one of {len(hosted.layout.groups)} groups"
     said += f": {tokens:,} tokens of requests of {hosted.chosen.max_model_len:,}"
-    # Pipeline stages with different layers have blocks of different sizes, so the upper bound is the requested
-    # size.
+    # With pipeline parallelism, blocks differ in size between stages with different layers. The upper bound of
+    # the region's size is then the requested cpu_bytes_to_use.
     high = held if hosted.chosen.flags.pipeline_parallel_size == 1 else asked
     return KVTier(
         connector.name, "host", asked, held, held, high, None, len(hosted.ranks), True, True, chunk, chunks,
@@ -396,7 +397,7 @@ def _group_tokens(hosted: HostInputs, place: int) -> int:
 def _groups(hosted: HostInputs, per_chunk: int) -> tuple[TierGroup, ...]:
     """Return the number of offloaded chunks of a request of max_model_len tokens, per KV cache group.
 
-    Sliding layers keep their window, and recurrent states one chunk.
+    A group of sliding-window layers has the chunks of its window, a group of recurrent states one chunk.
     """
     found = []
     for place, group in enumerate(hosted.layout.groups):

@@ -35,7 +35,8 @@ class VersionRules:
     # kernel on probabilities if FlashInfer is installed (as in vLLM's image); "triton" uses one Triton kernel
     # with a buffer; "flashinfer" uses FlashInfer's kernel on logits.
     sampler: Literal["sort", "probabilities", "triton", "flashinfer"] = "sort"
-    # Whether FlashInfer's kernel on logits replaces the sort if FlashInfer is installed (as in vLLM's image).
+    # Whether vLLM samples with FlashInfer's kernel on logits instead of sorting them, if FlashInfer is
+    # installed (as in vLLM's image).
     unsorted_if_installed: bool = False
     # Model classes that run on the V2 model runner (v1/worker/gpu), ("*",) for all classes. runner_v2_dense
     # is whether all dense models without recurrent states run on the V2 model runner.
@@ -60,13 +61,15 @@ class VersionRules:
     fused_alone: bool = False  # all-reduce fusion is off with pipeline and data parallelism
     torch_2_8: bool = False  # vLLM's PyTorch is 2.8 or later
 
-    # The first start's compilation times kernels with copies of their arguments (PyTorch 2.10 and later).
+    # Compilation at the first start benchmarks kernels with copies of their arguments (PyTorch 2.10 and later).
     times_kernels: bool = False
     # How vLLM computes the logged tokens of the pool: "blocks" is num_blocks // groups x smallest block size,
     # "concurrency" is maximum concurrency x max_model_len.
     token_line: Literal["blocks", "concurrency"] = "blocks"
-    graphs_estimated: bool = False  # CUDA graphs are captured on trial before the pool is sized
-    graphs_within_profile: bool = False  # memory that the trial capture leaves counts as non-torch memory
+    # Before vLLM sizes the pool, it captures some CUDA graphs to estimate the memory of all graphs.
+    graphs_estimated: bool = False
+    # Memory that stays allocated after the capture that estimates CUDA graphs counts as non-torch memory.
+    graphs_within_profile: bool = False
 
     # NCCL and the buffers of custom all-reduce are set up after the first memory snapshot.
     late_communicators: bool = True
@@ -76,8 +79,8 @@ class VersionRules:
     runner_v2_graphs: bool = False  # the V2 runner's graphs are subtracted from the pool too
     sized_workspace: bool = False  # FlashInfer's attention workspace grows with max_num_batched_tokens
     default_utilization: float = 0.9
-    in_flight_batches: int = 1  # number of batches in flight whose tokens sliding layers hold
-    hybrid_prefix_caching: bool = False  # prefix caching of hybrids with recurrent state is on by default
+    in_flight_batches: int = 1  # number of batches in flight; sliding layers hold the tokens of all of them
+    hybrid_prefix_caching: bool = False  # prefix caching is on by default for models with recurrent states
     every_state: bool = False  # prefix caching keeps a Mamba state for each block of a prompt
 
     # Valid value of --mamba-cache-mode that keeps the most states; "inert" means that the flag has no effect.
@@ -87,21 +90,26 @@ class VersionRules:
     cpu_latents: bool = False  # MLA runs on a CPU
     sliding_kernel_block: bool = False  # sliding layers use the smallest block of their kernel
     padded_pages: bool = False  # attention pages that do not divide the largest page are padded to its size
-    cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so the pool is larger
+    cublas_first: bool = False  # cuBLAS is set up before the first memory snapshot, so vLLM does not count it
     draft_limits: bool = False  # the draft model's maximum length limits every sequence
 
     # The planner knows this version's cache rules of DeepSeek-V4, whose layers compress tokens.
     compressed_cache: bool = False
     marlin_beyond_hopper: bool = False  # MXFP4 experts use Marlin's kernel on GPUs from SM110 on
 
-    # The sparse indexer's key projection and its weights are one 16-bit matrix, in every quantization format.
+    # The sparse indexer's wk (key projection) and weights_proj are merged into one 16-bit matrix, whatever the
+    # quantization format.
     fused_index_key: bool = False
     stored_kv_dtype: bool = False  # --kv-cache-dtype auto follows the checkpoint's cache dtype
     sparse_default_fp8: bool = False  # DeepSeek-V3.2's cache is fp8_ds_mla by default
-    sparse_flashinfer: bool = False  # FlashInfer stores fp8 sparse latents on SM10x, as plain fp8
+
+    # On SM10x, FlashInfer's backend for sparse MLA stores fp8 latents as plain fp8, not as fp8_ds_mla.
+    sparse_flashinfer: bool = False
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
-    one_mrope_length: bool = False  # M-RoPE tables have no spare rows if no position exceeds the length
+
+    # M-RoPE tables have one row per token of max_model_len if no position exceeds it, without spare rows.
+    one_mrope_length: bool = False
     one_hot_positions: bool = True  # Gemma 4's tower multiplies one-hot positions instead of looking them up
     gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
     draft_graphs: bool = False  # the default largest CUDA graph grows with the drafted tokens per sequence
@@ -170,8 +178,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ((0, 14, 0), {"huge_batches": True}),
     # drops_towers: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
-    # times_kernels: PyTorch 2.10. First starts of 0.12.0, with PyTorch 2.9.0, on six kinds of NVIDIA GPUs have
-    # pools without the copy of the embedding (tests/data/startups/published.jsonl).
+    # times_kernels: this version requires PyTorch 2.10. First starts of 0.12.0 with PyTorch 2.9.0, on six kinds
+    # of NVIDIA GPUs, have pools that are not reduced by a copy of the embedding table
+    # (tests/data/startups/published.jsonl).
     ((0, 16, 0), {"times_kernels": True}),
     # sampler: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and 0.17.0 in
     # tests/data/startups have 5.64 and 2.23 GiB of activations. fused_all_reduce: enable_allreduce_rms_fusion
@@ -212,7 +221,8 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
         {
             "runner_v2": (*_V2_MOE, "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
             "padded_pages": True,
-            # transformers' pull request 46176, merged before this release (June 2026), looks positions up.
+            # Since transformers' pull request 46176, merged before this release (June 2026), Gemma 4's tower
+            # looks positions up instead of multiplying one-hot positions.
             "one_hot_positions": False,
         },
     ),
