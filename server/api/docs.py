@@ -72,7 +72,7 @@ def docs_router(title: str, app: FastAPI) -> APIRouter:
     # holds the OpenAPI document after its first request, serialized as JSON
     documents: list[bytes] = []
 
-    # fastapi_offline is looked up only here, so that a command can first name the extra that is missing.
+    # fastapi_offline is looked up only here and not at import, so that a command can report a missing extra.
     static = files(_FILES) / "static"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'

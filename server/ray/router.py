@@ -49,7 +49,7 @@ class PrefixMemory:
         self._owner: OrderedDict[int, str] = OrderedDict()
 
     def matched(self, hashes: list[int]) -> dict[str, int]:
-        """Return, by replica id, how many leading chunks of a prompt that replica has computed.
+        """Return, for each replica id, how many leading chunks of a prompt the replica has computed.
 
         `hashes` are the chunk hashes of the prompt. The count ends at the first chunk that no replica has
         computed.

@@ -247,7 +247,7 @@ class ByteDetokenizer:
 class Detokenizer:
     """Incremental detokenizer for tokenizers with any decoder; it never returns a part of a character.
 
-    The pieces of text, including that of ``flush``, give the text of all ids decoded at once. Each step
+    The returned pieces, including that of ``flush``, join to the text of all ids decoded at once. Each step
     decodes only the last few tokens. ``_ids`` begins where a piece began, because decoders treat their first
     token specially (SentencePiece strips its space).
 
