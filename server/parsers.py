@@ -185,7 +185,7 @@ examples:
     return p
 
 
-# The default URL of the commands that query a server; it equals Options.host and Options.port.
+# The default URL of the commands that query a server; its host and port are the defaults of Options.
 _HERE = "http://127.0.0.1:8000"
 
 

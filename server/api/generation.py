@@ -428,7 +428,7 @@ class Generator:
         return parsed, last
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters with the token ids of their ``bad_words``, which a thread encodes."""
+        """Encode the ``bad_words`` in a thread, and return ``params`` with their token ids added."""
         if not params.bad_words:
             return params
         vocabulary = self._state.plan.model.vocab_size

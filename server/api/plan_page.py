@@ -59,8 +59,8 @@ def plan_page_router() -> APIRouter:
         except PageError:
             raise ApiError(
                 ErrorCode.UNKNOWN_URL,
-                "unknown URL: this server has no planner page; run `tonnage page` once on the server's machine, "
-                "to download the files of the page",
+                "unknown URL: this server has no planner page; run `tonnage page` once on the server's "
+                "machine, to download the files of the page",
             ) from None
         path = folder / (name or "index.html")
         if path not in set(folder.rglob("*")) or path.is_dir():

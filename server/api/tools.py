@@ -22,8 +22,9 @@ from tonnage.server.text.chat_template import SHIPPED
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, Parsed, ToolDict, ToolUse, new_call_id
 
-# Maximum number of tools before those without effect are removed; 128 functions may remain, which is OpenAI's
-# limit. Codex, which declares most tools of other types, sends about ten.
+# Maximum number of tools in a request as it arrives. Tools without effect are then removed, and at most 128
+# functions may remain, which is OpenAI's limit. Codex, which declares more tools without effect than other
+# clients, sends about ten.
 MAX_TOOLS = 1024
 # JSON schema of the arguments of a function without parameters: only ``{}`` matches it
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

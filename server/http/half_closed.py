@@ -44,9 +44,9 @@ class HalfClosed:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """Start to probe whether the client of a request that waits for its answer has disconnected.
+        """Start the probe of a client whose request still waits for its answer.
 
-        ``cycle`` is uvicorn's object for the request whose answer comes next on the connection.
+        ``cycle`` is uvicorn's object for that request, whose answer comes next on the connection.
         """
         self._cycle = cycle
         self._begun = None

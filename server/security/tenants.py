@@ -49,8 +49,8 @@ class Tenant:
 
         A priority better than the tenant's own would let its requests overtake those of tenants that the
         operator ranked higher. One step of priority outweighs some seconds of waiting
-        (`tonnage.cache.admission.types.AGEING_SECONDS`), so -1000 outweighs hours. Without keys there are no
-        tenants to rank, so a request may have any priority.
+        (`tonnage.cache.admission.types.AGEING_SECONDS`), so a priority of -1000 outweighs hours. Without keys
+        there are no tenants to rank, so a request may have any priority.
 
         Raises:
             ApiError: The priority is better than the tenant's own.

@@ -75,7 +75,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        By default they include the special tokens that the model's own tokenizer adds, such as the begin token.
+        By default they include the special tokens that the model's own tokenizer adds, such as BOS.
         """
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids

@@ -89,7 +89,7 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
         raise invalid_value(
-            f"chat_template_kwargs: {name} is set by the server; leave it out", "chat_template_kwargs"
+            f"chat_template_kwargs: {name} is set by the server; remove {name}", "chat_template_kwargs"
         )
 
 

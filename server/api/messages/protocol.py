@@ -121,7 +121,7 @@ class OutputConfig(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Anthropic's ``thinking``: ``type`` sets ``enable_thinking`` of chat templates, other fields do nothing."""
+    """Anthropic's ``thinking``: ``type`` sets ``enable_thinking`` of chat templates, the rest has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, Dropped] = None
