@@ -204,7 +204,7 @@ def _dotted(location: Sequence[int | str]) -> str:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # In Python bool is a subclass of int, and a field's value 0 must not equal False, nor 1 True.
+    # In Python 0 == False and 1 == True, but as values of a field they are different.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 

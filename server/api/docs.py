@@ -41,8 +41,8 @@ _STARTS = {
 class _CountedFile(FileResponse):
     """A response with a documentation file, or with an error while too many such files are being sent.
 
-    The semaphore ``sending`` limits the number of files, and thus the server's memory. For a client that does
-    not read, the server keeps some hundred kilobytes of a file for a minute
+    The semaphore ``sending`` limits how many files are sent at the same time. This bounds the server's memory:
+    for a client that does not read, the server keeps some hundred kilobytes of a file for a minute
     (`tonnage.server.http.protocol.WRITE_SECONDS`).
     """
 

@@ -279,7 +279,8 @@ class ForcedReader:
     def _next_value(self, text: str, deltas: list[CallDelta]) -> _JsonValue | None:
         """Return a reader of the next call's arguments, and append the call's name to ``deltas``.
 
-        Returns None if no call begins in ``text``, the newest text. The call's arguments begin after a colon.
+        ``text`` is the newest piece of the answer. Returns None if no call's arguments begin in it; in an array
+        of calls they begin after a colon.
         """
         if self._function is not None:
             name = self._function

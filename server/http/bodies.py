@@ -49,7 +49,7 @@ class BodyBytes:
         if self.held + more > self.most:
             raise ApiError(
                 ErrorCode.SERVER_OVERLOADED,
-                f"the server holds {self.held} bytes of request bodies, and at most {self.most} at once",
+                f"the server holds {self.held} bytes of request bodies; at most {self.most} are allowed",
             )
         self.held += more
 

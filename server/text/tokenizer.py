@@ -138,8 +138,8 @@ class Tokenizer:
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each bad word, as encoded at the beginning of a text and after a space.
 
-        The encoding after a space is included only if its first token differs and its number of tokens is
-        equal, as in vLLM 0.32 (sampling_params.py: update_from_tokenizer).
+        The encoding after a space is included only if it has another first token and as many tokens as the
+        encoding at the beginning, as in vLLM 0.32 (sampling_params.py: update_from_tokenizer).
         """
         found: list[tuple[int, ...]] = []
         for word in words:
