@@ -140,7 +140,7 @@ def create_app(
     if settings.request_log is not None and not operations_only:
         request_log = RequestLog(settings.request_log, state.plan.kv_cache.layout.block_size)
         state.accounts.on_finish.append(request_log.write)
-    # The access log has a line for every request, so failed requests get a line of their own only without it.
+    # The access log has a line for every request. If it is off, failed requests are logged by ``refusals``.
     state.accounts.on_finish.append(log_access if settings.access_log else refusals.finished)
     _add_middleware(app, settings, keys, refusals, operations_only=operations_only)
     return app

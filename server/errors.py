@@ -40,7 +40,7 @@ class ErrorCode(StrEnum):
     retryable: bool
 
     def __new__(cls, value: str, status: int = 400, retryable: bool = False) -> ErrorCode:
-        """Return the code with the text ``value`` and these attributes."""
+        """Return the code with the text ``value``, the HTTP status ``status`` and the flag ``retryable``."""
         code = str.__new__(cls, value)
         code._value_, code.status, code.retryable = value, status, retryable
         return code
@@ -207,12 +207,13 @@ def anthropic_envelope(error: ApiError, request_id: str) -> dict[str, Any]:
 def anthropic_error(code: str, message: str, param: str | None, request_id: str) -> dict[str, Any]:
     """Return Anthropic's JSON object for an error with this code and message about the field ``param``."""
     if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
-        # Clients recognise by these words that the prompt is too long, and then shorten the conversation.
+        # Clients search an error message for "prompt is too long", and shorten the conversation if it is there.
         message = f"prompt is too long: {message}"
     kind = _ANTHROPIC_TYPES.get(ErrorCode(code).status, "invalid_request_error")
     error: dict[str, Any] = {"type": kind, "message": message}
     if param == "thread":
-        # This server does not store threads. At this error code the anthropic package sends the whole
+        # A request may name a conversation that the server stores (a thread), but this server stores none.
+        # After an error with the code thread_unsupported_request, the anthropic package sends the whole
         # conversation instead (2.14, lib/threads/_thread_state.py).
         error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": error, "request_id": request_id}

@@ -1,4 +1,4 @@
-"""``Options``: the settings of a server that are not flags of the plan.
+"""``Options``: the settings of a server that are not flags of ``tonnage plan``.
 
 Each option is declared once, in this module. ``tonnage serve --help``, the environment variables ``TONNAGE_*``,
 the keys of ``--config`` and ``tonnage.server.settings.Settings`` are generated from these declarations
@@ -52,7 +52,7 @@ def _endpoint(text: str, field: str) -> str:
 
 @dataclass(slots=True)
 class Options:
-    """Settings of one server other than the plan's flags; sizes are int bytes, and times are float seconds."""
+    """Settings of a server without the flags of ``tonnage plan``; sizes are int bytes, times float seconds."""
 
     backend: str = flag(
         "hf", "engine; auto: vllm where it can run the model, else hf; fake: runs no model", group=_ENGINE,

@@ -20,7 +20,7 @@ _MODEL = "demo, a folder with config.json, a .gguf file, or a hub id (org/name o
 
 
 def _add_settings(p: Parser, names: tuple[str, ...] | None = None) -> None:
-    """Add the model, the plan's flags and options of the server to the parser ``p``.
+    """Add the model, the flags that ``tonnage plan`` shares with a server, and a server's options to a parser.
 
     Args:
         p: The parser of a command.
@@ -185,7 +185,7 @@ examples:
     return p
 
 
-# The default URL of the commands that query a server; it equals Options.host and Options.port.
+# The default URL of the commands that query a server; its host and port are the defaults of Options.
 _HERE = "http://127.0.0.1:8000"
 
 

@@ -1,7 +1,7 @@
 """Settings of a server, read from flags, ``TONNAGE_*`` environment variables, a TOML file or Python arguments.
 
-Fields have the names of vLLM's flags where vLLM has one. ``tonnage.planner.deployment.Deployment`` declares the
-fields of the plan, and ``tonnage.server.options.Options`` the others.
+Fields have the names of vLLM's flags where vLLM has one. Fields that are also flags of ``tonnage plan`` are
+declared in ``tonnage.planner.deployment.Deployment``, and the others in ``tonnage.server.options.Options``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _setting(flag: Flag) -> tuple[Any, Any]:
 
     def read(value: Any, info: ValidationInfo) -> Any:
         if flag.kind == "KVEventsConfig" and isinstance(value, dict):
-            value = json.dumps(value)  # a TOML file has a table here instead of JSON text
+            value = json.dumps(value)  # a TOML file may give kv_events_config as a table instead of JSON text
         if isinstance(value, str):
             return flag.read(value, info.field_name)
         if isinstance(value, list):
@@ -87,9 +87,9 @@ else:
 
 
 class Settings(_Declared):
-    """The settings of one server: the plan's flags named in PLANNED, and the fields of Options.
+    """The settings of one server: the flags of ``tonnage plan`` named in PLANNED, and the fields of Options.
 
-    A flag of the plan that is None has the engine's own default. Sizes are int bytes.
+    For a flag of ``tonnage plan``, None means the engine's own default. Sizes are int bytes.
     """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True)

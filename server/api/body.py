@@ -204,7 +204,7 @@ def _dotted(location: Sequence[int | str]) -> str:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # In Python bool is a subclass of int, and a field's value 0 must not equal False, nor 1 True.
+    # In Python 0 == False and 1 == True, but as values of a field they are different.
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -242,9 +242,10 @@ def _drop_unknown(error: ValidationError, document: dict[str, Any], most: int) -
 
 
 def _places(value: Any, path: Sequence[int | str]) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Yield (exact path, value) for each value in a JSON document that ``path`` leads to.
+    """Yield the path and the value of each place in the JSON document ``value`` that matches ``path``.
 
-    An index in ``path`` stands for every item of its list.
+    A list index in ``path`` matches every item of the list, so several places may match. Each yielded path has
+    the actual indices.
     """
     if not path:
         yield (), value

@@ -41,8 +41,8 @@ _STARTS = {
 class _CountedFile(FileResponse):
     """A response with a documentation file, or with an error while too many such files are being sent.
 
-    The semaphore ``sending`` limits the number of files, and thus the server's memory. For a client that does
-    not read, the server keeps some hundred kilobytes of a file for a minute
+    The semaphore ``sending`` limits how many files are sent at the same time. This bounds the server's memory:
+    for a client that does not read, the server keeps some hundred kilobytes of a file for a minute
     (`tonnage.server.http.protocol.WRITE_SECONDS`).
     """
 
@@ -72,7 +72,7 @@ def docs_router(title: str, app: FastAPI) -> APIRouter:
     # holds the OpenAPI document after its first request, serialized as JSON
     documents: list[bytes] = []
 
-    # fastapi_offline is looked up only here, so that a command can first name the extra that is missing.
+    # fastapi_offline is looked up only here and not at import, so that a command can report a missing extra.
     static = files(_FILES) / "static"
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
     head += '<meta name=viewport content="width=device-width"><link rel=icon href="docs/favicon.png">'

@@ -1,7 +1,7 @@
-"""The HTTP part that all endpoints of the engine share; each request gets exactly one counted outcome.
+"""The HTTP part that all endpoints with requests to the engine share.
 
-It reads bodies, detects disconnects, applies the time limit, and sends streams, errors and headers. A
-``Service`` holds the logic of one endpoint.
+It records exactly one outcome for each request, reads bodies, detects disconnects, applies the time limit, and
+sends streams, errors and headers. A ``Service`` holds the logic of one endpoint.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Endpoint(Generic[Body]):
         except Exception as exception:
             error = from_exception(exception)
         ticket.fail(error, outcome_of(error))
-        # This frame and the error's traceback refer to each other, so the request's body would live until the
-        # garbage collector runs (benchmarks/abuse.py arguments: three rejected bodies of 8 MB).
+        # Remove the traceback: it and this stack frame refer to each other, and would keep the request's body
+        # in memory until the garbage collector runs (benchmarks/abuse.py arguments: 3 rejected bodies of 8 MB).
         return render(error.with_traceback(None))
 
     async def _answer(self, request: Request, ticket: Ticket) -> Response:

@@ -30,13 +30,13 @@ from tonnage.server.text.stop_strings import StopStrings
 from tonnage.server.text.tokenizer import ByteDetokenizer, Detokenizer, detokenizer
 from tonnage.server.text.tool_calls import Parsed, ToolUse
 
-# Encoding takes about one microsecond per character. A longer text is encoded in a thread, in slices of about
-# this size. Each slice blocks the event loop for at most about ten milliseconds, and a disconnect stops the
-# work.
+# Texts of at most this many characters are encoded on the event loop; encoding takes about one microsecond per
+# character. A longer text is encoded in a thread, in slices of about this size. Each slice blocks the event
+# loop for at most about ten milliseconds, and a disconnect stops the work after the current slice.
 _ENCODE_INLINE_CHARACTERS = 16_384
 
-# Converting an item of a conversation (a block, a call) takes about ten microseconds. More items than this are
-# converted in a thread.
+# Converting an item of a conversation (a content block, a tool call) takes about ten microseconds. More items
+# than this are converted in a thread.
 _ITEMS_INLINE = 100
 
 # Encoding a text in one piece takes 100 (English) to 210 (emoji, combining marks) bytes of memory per byte of
@@ -44,8 +44,8 @@ _ITEMS_INLINE = 100
 # than this limit and than _BYTES_A_TOKEN per token of the context is therefore first encoded in slices, to
 # count its tokens. Ordinary prompts have three to five bytes per token, fewer than _BYTES_A_TOKEN.
 _ENCODE_WHOLE_BYTES = 2**17
-# At most this many requests encode long texts at once, because each needs memory and holds the interpreter's
-# lock while it builds the list.
+# At most this many requests encode long texts at once, because each needs memory and holds the GIL while its
+# list of token ids is built.
 _ENCODED_AT_ONCE = 2
 _BYTES_A_TOKEN = 8
 
@@ -99,9 +99,10 @@ class Generator:
 
     @property
     def ordinary_bytes(self) -> int:
-        """Upper bound of the UTF-8 bytes of an ordinary text whose tokens fit into the context.
+        """Maximum size, in bytes of UTF-8, of a text that is encoded without counting its tokens first.
 
-        Longer texts are encoded in slices first, to count their tokens with little memory.
+        An ordinary text that fits into the context is smaller. The tokens of a larger text are first counted
+        in slices, which takes little memory, because the text may exceed the context.
         """
         return max(_ENCODE_WHOLE_BYTES, _BYTES_A_TOKEN * self._state.max_model_len)
 
@@ -127,7 +128,10 @@ class Generator:
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool = True
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        """Return the token ids of each pair of texts, and the index of the first token of the second text."""
+        """Return the token ids of each pair of texts, and the index of the first token of the second text.
+
+        The index is None if the tokenizer has no token types.
+        """
         encode = self._state.tokenizer.encode_pairs
         found: list[tuple[tuple[int, ...], int | None]] = []
         one: dict[int, int] = {}  # equal ids share one int object: 8 bytes per token instead of 40
@@ -424,7 +428,7 @@ class Generator:
         return parsed, last
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters with the token ids of their ``bad_words``, which a thread encodes."""
+        """Encode the ``bad_words`` in a thread, and return ``params`` with their token ids added."""
         if not params.bad_words:
             return params
         vocabulary = self._state.plan.model.vocab_size

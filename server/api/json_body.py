@@ -295,9 +295,9 @@ def _path(place: _Place | None) -> str:
 def _check_size(document: dict[str, Any], names: Collection[str]) -> Generator[None, None, None]:
     """Raise ApiError when the document has too many objects and lists, or an object with too many members.
 
-    The generator yields after each ``_CHECKED_AT_ONCE`` objects and lists. pydantic keeps a record of about one
-    kilobyte for each invalid item. A list whose first item is a scalar is skipped: the models validate it with
-    ``fail_fast``, so they stop at its first invalid item.
+    The generator yields after each ``_CHECKED_AT_ONCE`` objects and lists. The limits bound the memory of
+    pydantic, which keeps a record of about one kilobyte for each invalid item. A list whose first item is a
+    scalar is not checked: the models validate it with ``fail_fast``, so they stop at its first invalid item.
     """
     _check_keys(document, "the request", None)
     count = checked = 0

@@ -9,8 +9,8 @@ from typing import Any
 from tonnage.server.engines.chunk import TokenLogprobs
 from tonnage.server.text.tokenizer import Tokenizer
 
-# JSON has no infinity, so this value stands for it, as in vLLM's API; a grammar or a bias excludes tokens with
-# a log probability of minus infinity.
+# JSON has no infinity, so this value stands for minus infinity, as in vLLM's API. That is the log probability
+# of a token that a grammar or a bias excludes.
 LOWEST = -9999.0
 
 

@@ -54,12 +54,13 @@ def plan_page_router() -> APIRouter:
     def file(name: str) -> Response:
         try:
             folder = written().folder
-        # The original error names folders of the server and flags of a command, so the client gets another
-        # one.
+        # The client gets a different error, because the original one names folders of the server and flags of
+        # a command.
         except PageError:
             raise ApiError(
                 ErrorCode.UNKNOWN_URL,
-                "unknown URL: this server has no planner page; tonnage page downloads its files once",
+                "unknown URL: this server has no planner page; run `tonnage page` once on the server's "
+                "machine, to download the files of the page",
             ) from None
         path = folder / (name or "index.html")
         if path not in set(folder.rglob("*")) or path.is_dir():

@@ -17,7 +17,7 @@ class EmbeddingUsage(BaseModel):
 
     @classmethod
     def of(cls, counts: TokenCounts) -> EmbeddingUsage:
-        """Return the token usage of a request to a pooling model, which has prompt tokens only."""
+        """Return the token usage of a request to a pooling model; all of its tokens are prompt tokens."""
         return cls(prompt_tokens=counts.prompt, total_tokens=counts.prompt)
 
 

@@ -85,7 +85,8 @@ class PoolingRun:
         Args:
             prompts: Token ids of each prompt.
             pooling: Parameters of all prompts.
-            second_texts: For each prompt of two texts, the index of the first token of the second.
+            second_texts: For each prompt, the index of the first token of the second of its two texts, or
+                None for a model without token types; empty if each prompt is a single text.
 
         Raises:
             ApiError: A prompt is too long, or the results of all tokens are too large.

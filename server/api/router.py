@@ -43,7 +43,7 @@ class Route:
     answer: type[BaseModel]
     name: str
     description: str
-    # the route's errors in the OpenAPI document, where they do not have OpenAI's form
+    # entries of the OpenAPI document for the route's errors, if these errors do not have OpenAI's form
     errors: dict[int | str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -122,7 +122,7 @@ ROUTES = (
 
 
 def engine_router(state: ServerState, generator: Generator) -> APIRouter:
-    """Return a FastAPI router of the endpoints that use the engine, served by one app's state and generator."""
+    """Return a router of the endpoints that use the engine, for an app with this state and generator."""
     router = APIRouter()
     for route in ROUTES:
         endpoint = Endpoint(route.path, state, route.service(state, generator))

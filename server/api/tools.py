@@ -22,8 +22,9 @@ from tonnage.server.text.chat_template import SHIPPED
 from tonnage.server.text.grammar import Grammar
 from tonnage.server.text.tool_calls import CallDelta, Parsed, ToolDict, ToolUse, new_call_id
 
-# Maximum number of tools before those without effect are removed; 128 functions may remain, which is OpenAI's
-# limit. Codex, which declares most tools of other types, sends about ten.
+# Maximum number of tools in a request as it arrives. Tools without effect are then removed, and at most 128
+# functions may remain, which is OpenAI's limit. Codex, which declares more tools without effect than other
+# clients, sends about ten.
 MAX_TOOLS = 1024
 # JSON schema of the arguments of a function without parameters: only ``{}`` matches it
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -278,7 +279,8 @@ class ForcedReader:
     def _next_value(self, text: str, deltas: list[CallDelta]) -> _JsonValue | None:
         """Return a reader of the next call's arguments, and append the call's name to ``deltas``.
 
-        Returns None if no call begins in ``text``, the newest text. The call's arguments begin after a colon.
+        ``text`` is the newest piece of the answer. Returns None if no call's arguments begin in it; in an array
+        of calls they begin after a colon.
         """
         if self._function is not None:
             name = self._function

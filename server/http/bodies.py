@@ -11,8 +11,9 @@ from typing import TypeVar, cast
 from tonnage.server.errors import ApiError, ErrorCode
 from tonnage.server.http.turns import Turns
 
-# These first bytes of each body are not counted, so that large bodies never cause the rejection of a small one.
-# uvicorn buffers as many bytes per connection anyway (0.54, protocols/http/flow_control.py: HIGH_WATER_LIMIT).
+# This many bytes at the beginning of each body are not counted, so that large bodies never cause the rejection
+# of a small one. uvicorn buffers as many bytes per connection anyway (0.54, protocols/http/flow_control.py:
+# HIGH_WATER_LIMIT).
 FREE_BYTES = 65_536
 # Number of bodies of the maximum size that may arrive at once. By default these are 24 MiB in total, which the
 # plan for a CPU includes (planner/engines/runtime/api.py).
@@ -48,7 +49,7 @@ class BodyBytes:
         if self.held + more > self.most:
             raise ApiError(
                 ErrorCode.SERVER_OVERLOADED,
-                f"the server holds {self.held} bytes of request bodies, and at most {self.most} at once",
+                f"the server holds {self.held} bytes of request bodies; at most {self.most} are allowed",
             )
         self.held += more
 

@@ -20,7 +20,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientDisconnected(Exception):
-    """Error that a client closed its connection before its answer was complete."""
+    """Error raised when a client closes its connection before its answer is complete."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

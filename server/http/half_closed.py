@@ -24,7 +24,8 @@ START = b"HTTP/1.1 "  # uvicorn's STATUS_LINE begins with these bytes for every 
 # byte is due. A disconnected client is detected by the second byte, 0.15 s after the FIN (later on a connection
 # with a long round trip).
 FIRST_SECONDS = 0.05
-# Seconds after which the probe has detected a disconnected client: two bytes, and the reset after the second.
+# Seconds after the FIN within which the probe detects a disconnected client. The probe sends its second byte
+# after 3 x FIRST_SECONDS, and the rest of the time is for the reset that follows the second byte.
 PROBED_SECONDS = 4 * FIRST_SECONDS
 
 
@@ -43,9 +44,9 @@ class HalfClosed:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """Start to probe whether the client of a request that waits for its answer has disconnected.
+        """Start the probe of a client whose request still waits for its answer.
 
-        ``cycle`` is uvicorn's object for the request whose answer comes next on the connection.
+        ``cycle`` is uvicorn's object for that request, whose answer comes next on the connection.
         """
         self._cycle = cycle
         self._begun = None

@@ -31,7 +31,7 @@ class Buffer(Protocol):
 
 
 class Outboxes:
-    """The buffers (outboxes) of all streams of one server, and of all answers that are sent when complete.
+    """The buffers (outboxes) of all answers of one server, both streamed and unstreamed.
 
     When all buffers together exceed OUTBOX_BYTES, the largest is discarded, and its client gets an error or is
     disconnected.
@@ -39,13 +39,13 @@ class Outboxes:
 
     def __init__(self) -> None:
         self.held = 0
-        self.idle = asyncio.Event()  # set while no client has unsent events
+        self.idle = asyncio.Event()  # set while no answer has unsent bytes
         self.idle.set()
         self._behind: set[Buffer] = set()
 
     @property
     def behind(self) -> int:
-        """Number of streams with events that are not yet sent to their clients."""
+        """Number of answers with bytes that are not yet sent to their clients."""
         return len(self._behind)
 
     def hold(self, outbox: Buffer, size: int) -> None:

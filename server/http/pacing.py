@@ -30,10 +30,11 @@ _UNPACED = frozenset({"/health", "/ready", "/ping"})
 
 
 class RequestPacing:
-    """ASGI middleware that starts requests in order of arrival, except probes.
+    """ASGI middleware that starts requests in order of arrival, a few in each round of the event loop.
 
-    At most ``STARTS_PER_ROUND`` requests start in one round of the event loop, and fewer while rounds are long.
-    A request whose client disconnects before its turn never starts.
+    At most ``STARTS_PER_ROUND`` requests start in one round, and fewer while rounds are long. Health probes
+    (/health, /ready, /ping) start without waiting. A request whose client disconnects before its turn never
+    starts.
     """
 
     def __init__(self, app: ASGIApp) -> None:

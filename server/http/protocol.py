@@ -218,7 +218,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
-            assert self._answering is not None  # set when the unanswered request was started
+            assert self._answering is not None  # _start_asgi_task has set it for the unanswered request
             self._half_closed.watch(self._answering)
         return True
 

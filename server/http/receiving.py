@@ -13,8 +13,9 @@ from collections import deque
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-# Reads of at most this many bytes are parsed at once. The head of a probe by Kubernetes has about 110: the
-# request line, Host, User-Agent, Accept and Connection (pkg/probe/http/request.go).
+# Received data of at most this many bytes is parsed immediately, without pacing. The head of a health probe by
+# Kubernetes has about 110 bytes: the request line, Host, User-Agent, Accept and Connection
+# (pkg/probe/http/request.go).
 UNPACED_BYTES = 512
 # Seconds for which waiting bytes are parsed in one round of the event loop. Eight requests take as long to
 # start (pacing.py), and clients do not notice such a delay.

@@ -36,7 +36,11 @@ class Handshakes:
         return TlsHandshake(self, lambda: BoundedHttpProtocol(**arguments), arguments["server_state"])
 
     def make_room(self, connections: int) -> None:
-        """Close the oldest handshakes when handshakes and ``connections`` together exceed the limit."""
+        """Close the oldest handshakes if there are too many connections.
+
+        ``connections`` is the number of connections whose handshake is complete. The limit holds for these and
+        the handshakes together.
+        """
         if len(self.waiting) + connections <= max_connections():
             return
         for oldest in list(self.waiting)[: min(CLOSED_AT_ONCE, len(self.waiting) - 1)]:

@@ -101,7 +101,10 @@ class EngineReplica:
         )
 
     async def record_routing_stats(self) -> dict[str, float]:
-        """Return this replica's unreserved KV blocks, its tokens per block, and this report's number."""
+        """Return this replica's unreserved KV blocks, its tokens per block, and the number of calls so far.
+
+        The router recognises a new report by the number of calls.
+        """
         self._reports += 1
         headroom = self._engine.stats().pool.headroom
         return {"headroom_blocks": headroom, "block_size": self._block_size, "number": self._reports}

@@ -49,7 +49,7 @@ class PrefixMemory:
         self._owner: OrderedDict[int, str] = OrderedDict()
 
     def matched(self, hashes: list[int]) -> dict[str, int]:
-        """Return, by replica id, how many leading chunks of a prompt that replica has computed.
+        """Return, for each replica id, how many leading chunks of a prompt the replica has computed.
 
         `hashes` are the chunk hashes of the prompt. The count ends at the first chunk that no replica has
         computed.
@@ -124,8 +124,9 @@ class PrefixHeadroomRouter(RequestRouter):  # type: ignore[misc]
         """Create the router's state; Ray calls this method once."""
         self._memory = PrefixMemory()
         self._headroom = Headroom()
-        # The replica of each unfinished request, by Ray's internal request id. A request counts as soon as its
-        # replica is chosen: Ray chooses for a whole burst before its first request has reached a replica.
+        # The replica of each unfinished request, by Ray's internal request id. A request is entered as soon as
+        # its replica is chosen, because Ray chooses replicas for all requests of a burst before the first one
+        # has reached its replica.
         self._replica: dict[str, str] = {}
 
     async def choose_replicas(

@@ -15,7 +15,7 @@ class Submission:
         prompts: Token ids of each prompt.
         params: Sampling parameters.
         n: Number of completions per prompt.
-        stop: Strings that end a completion; they are not part of its text.
+        stop: Strings that end a completion; its text includes them only if ``shows_stop`` is set.
         cache_salt: A salt from the request, which limits prefix cache hits to requests with the same salt.
         priority: The requested priority; None uses the tenant's default.
         special_tokens: Whether the text includes special tokens, which some parsers of tool calls need.
@@ -23,7 +23,8 @@ class Submission:
         lora: Name of the LoRA adapter; empty for the base model.
         field: Field of the request's body that has the prompt, for errors.
         shows_stop: Whether the text ends with the stop string that ended it.
-        second_texts: For each prompt of two texts, the index of the first token of the second; empty otherwise.
+        second_texts: For each prompt, the index of the first token of the second of its two texts, or None for
+            a model without token types; empty if each prompt is a single text.
     """
 
     prompts: tuple[tuple[int, ...], ...]

@@ -41,7 +41,8 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app if the request's header Host is allowed; otherwise reject the request."""
         if scope["type"] == "http":
-            # A request of HTTP/1.0 may have no Host; no browser sends one.
+            # A request of HTTP/1.0 may lack the header Host. Such a request is accepted, because no browser
+            # sends it.
             name = _name(Headers(scope=scope).get("host", "localhost"))
             if name not in self._hosts and "." in name:
                 error = ApiError(

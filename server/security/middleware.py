@@ -51,7 +51,8 @@ class RequestId:
         given = Headers(scope=scope).get("x-request-id", "")
         scope["tonnage.request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         # A stream sends its chunks through ``tonnage.send`` and so bypasses the middleware, which needs only
-        # the start of a response. Passing each token through all middleware would take a twentieth of its time.
+        # the start of a response. Passing a token through all middleware would take a twentieth of the time
+        # that the server spends on the token.
         scope["tonnage.send"] = send
 
         async def named(message: Message) -> None:

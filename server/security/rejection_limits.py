@@ -8,8 +8,8 @@ import time
 from starlette.types import Scope
 
 # Rejecting a request takes about a millisecond of the thread that serves all clients. A client's rejections may
-# use a fifth of that thread's time. Without the limit, 64 clients that retried at once were rejected 617 times
-# a second, and /health answered only after 340 ms (benchmarks/abuse.py priority, load 5).
+# use a fifth of that thread's time. Without the limit, 64 clients that retried immediately were rejected 617
+# times a second in total, and /health answered only after 340 ms (benchmarks/abuse.py priority, load 5).
 REJECTIONS_PER_SECOND = 200
 # After a quiet time, this many rejections are sent without delay, so that a few mistakes are answered at once.
 BURST = 50

@@ -16,7 +16,8 @@ class Tenant:
         name: Name of the tenant in the key file; empty on a server without keys.
         priority: Default priority of the tenant's requests, and the best priority that they may request. Lower
             values run first.
-        weight: Weight of the key's share of the engine, relative to other keys whose requests wait.
+        weight: Weight of the tenant, relative to other tenants whose requests wait. The engine's sequences and
+            KV blocks are divided among these tenants in proportion to their weights.
         cache_salt: Salt that separates the tenant's cached prefixes from other tenants'; empty to share
             prefixes.
         max_num_seqs: Limit of the tenant's sequences in flight; None for no limit.
@@ -48,8 +49,8 @@ class Tenant:
 
         A priority better than the tenant's own would let its requests overtake those of tenants that the
         operator ranked higher. One step of priority outweighs some seconds of waiting
-        (`tonnage.cache.admission.types.AGEING_SECONDS`), so -1000 outweighs hours. Without keys there are no
-        tenants to rank, so a request may have any priority.
+        (`tonnage.cache.admission.types.AGEING_SECONDS`), so a priority of -1000 outweighs hours. Without keys
+        there are no tenants to rank, so a request may have any priority.
 
         Raises:
             ApiError: The priority is better than the tenant's own.
@@ -104,8 +105,8 @@ class Quotas:
             drain_seconds: Estimated seconds until a place is free, for Retry-After.
 
         Raises:
-            ApiError: The request exceeds the tenant's fair share of the queue (status 429). There is no
-                Retry-After when it would exceed the share of an empty queue too.
+            ApiError: The request exceeds the tenant's fair share of the queue (status 429). The error has no
+                Retry-After if the request would exceed the tenant's share even when the queue is empty.
         """
         if self.tenants < 2 or tenant.max_num_seqs is not None:
             return

@@ -146,7 +146,7 @@ class ChatTemplate:
 
 
 def _read(file: Path) -> str:
-    """Return the source of a chat template, read from a file or from the shipped template with this name."""
+    """Return the source of a chat template; ``file`` is a path, or the name of a shipped template."""
     if str(file) in SHIPPED and not file.exists():
         file = _SHIPPED / f"{file}.jinja"
     try:
@@ -180,7 +180,8 @@ def _to_json(
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    # Indentation multiplies the size of deeply nested values. Without it, size is proportional to the body.
+    # Indentation multiplies the size of deeply nested values, so only indented JSON is checked for its size.
+    # Without indentation, its size is proportional to that of the request's body, which is limited.
     return encoder.encode(value) if indent is None else _joined(encoder.iterencode(value))
 
 

@@ -68,7 +68,7 @@ def _make(given: Path, made: Path) -> None:
 
 def main(gguf: Path, folder: Path) -> None:
     """Convert the tokenizer of the .gguf file ``gguf`` and save it with its EOS token ids in ``folder``."""
-    # imported here, because transformers imports torch, and only the converting process may
+    # imported here, because transformers imports torch, which only the process that converts may load
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

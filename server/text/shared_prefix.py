@@ -38,6 +38,6 @@ def shared_prefix(
         raise DeploymentError(
             f"{path} makes {len(common)} tokens, less than a KV block of {block_size}",
             field=field,
-            hint="sharing needs at least one full block: leave the file out",
+            hint="only full blocks are shared: remove the file from --shared-system-prompt",
         )
     return tuple(common)

@@ -75,7 +75,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        By default they include the special tokens that the model's own tokenizer adds, such as the begin token.
+        By default they include the special tokens that the model's own tokenizer adds, such as BOS.
         """
         ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -138,8 +138,8 @@ class Tokenizer:
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each bad word, as encoded at the beginning of a text and after a space.
 
-        The encoding after a space is included only if its first token differs and its number of tokens is
-        equal, as in vLLM 0.32 (sampling_params.py: update_from_tokenizer).
+        The encoding after a space is included only if it has another first token and as many tokens as the
+        encoding at the beginning, as in vLLM 0.32 (sampling_params.py: update_from_tokenizer).
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -247,7 +247,7 @@ class ByteDetokenizer:
 class Detokenizer:
     """Incremental detokenizer for tokenizers with any decoder; it never returns a part of a character.
 
-    The pieces of text, including that of ``flush``, give the text of all ids decoded at once. Each step
+    The returned pieces, including that of ``flush``, join to the text of all ids decoded at once. Each step
     decodes only the last few tokens. ``_ids`` begins where a piece began, because decoders treat their first
     token specially (SentencePiece strips its space).
 

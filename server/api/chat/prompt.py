@@ -36,7 +36,7 @@ async def chat_prompt(
 ) -> tuple[int, ...]:
     """Return the token ids of a conversation, formatted by the model's chat template.
 
-    The template writes special tokens such as the begin token itself, so by default the tokenizer adds none.
+    The template itself writes special tokens, such as BOS, so by default the tokenizer adds none.
 
     Raises:
         ApiError: The conversation is invalid, or too long for the context.
@@ -89,13 +89,14 @@ def check_template_arguments(arguments: Mapping[str, Any]) -> None:
     if taken := _RESERVED & arguments.keys():
         name = sorted(taken)[0]
         raise invalid_value(
-            f"chat_template_kwargs: {name} is set by the server; leave it out", "chat_template_kwargs"
+            f"chat_template_kwargs: {name} is set by the server; remove {name}", "chat_template_kwargs"
         )
 
 
 def _up_to_final_message(text: str, message: Message) -> str:
     """Return the prompt ``text`` up to the end of its final message, which the answer continues."""
-    # After the message the template writes an end-of-turn token, which must not be a part of the prompt.
+    # After the final message the template writes an end-of-turn token. It is cut off, because the answer
+    # continues the message.
     last = message.text().strip()
     at = text.rfind(last)
     if not last or at < 0:

@@ -63,7 +63,8 @@ class ToolCall(StrictModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: int | None = Unread  # sent by clients that built the message from the deltas of a stream
+    # clients that built the message from the deltas of a stream send this field, too
+    index: int | None = Unread
 
 
 class Message(StrictModel):

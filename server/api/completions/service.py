@@ -106,7 +106,7 @@ class CompletionService(StreamingService[CompletionRequest]):
     def _builders(self, request: CompletionRequest, echo: Sequence[str]) -> list[CompletionLogprobs]:
         """Return one builder of ``logprobs`` per choice, or an empty list for a request without logprobs.
 
-        ``echo`` has, for each choice, the prompt's text with which it begins, or an empty string.
+        ``echo`` has one string per choice: the prompt text with which the choice begins, or an empty string.
         """
         if request.logprobs is None:
             return []
@@ -254,7 +254,10 @@ class CompletionService(StreamingService[CompletionRequest]):
         return tuple(self._generator.truncated(prompt, cut, request.max_tokens) for prompt in prompts)
 
     def _filled_in(self, request: CompletionRequest) -> list[str] | list[list[int]]:
-        """Return the request's prompts, with any ``suffix`` in the model's fill-in-the-middle format."""
+        """Return the request's prompts, as text or token ids.
+
+        If the request has a ``suffix``, each prompt is text in the model's fill-in-the-middle format.
+        """
         items = prompt_list(request.prompt)
         if not request.suffix:
             return items

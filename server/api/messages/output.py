@@ -41,7 +41,10 @@ def message(request_id: str, model: str, counts: TokenCounts) -> dict[str, Any]:
 
 
 def blocks(text: str, calls: Sequence[Call], thought: str = "") -> list[dict[str, Any]]:
-    """Return the content blocks of a complete answer; without calls it has a text block, even an empty one."""
+    """Return the content blocks of a complete answer: its reasoning, its text and its tool calls.
+
+    An answer without reasoning and calls has a text block even if the text is empty.
+    """
     found: list[dict[str, Any]] = []
     if thought:
         found.append({"type": "thinking", "thinking": thought, "signature": ""})

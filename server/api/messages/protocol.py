@@ -18,7 +18,8 @@ from tonnage.server.api.tools import drop_tools
 
 # Anthropic's rule for names of tools.
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-# Marks of the prompt cache. The server's prefix cache needs none, so they have no effect.
+# Type of the field cache_control, which marks prefixes for Anthropic's prompt cache. The server's prefix cache
+# needs no such marks, so the field has no effect.
 CacheControl = Annotated[dict[str, Any] | None, Dropped]
 
 
@@ -120,7 +121,7 @@ class OutputConfig(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Anthropic's ``thinking``, which sets ``enable_thinking`` of chat templates; a budget has no effect."""
+    """Anthropic's ``thinking``: ``type`` sets ``enable_thinking`` of chat templates, the rest has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, Dropped] = None

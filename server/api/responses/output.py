@@ -182,7 +182,7 @@ class OutputEvents:
 
     @property
     def _text_id(self) -> str:
-        assert self._kind is not None  # callers use this id only while a message or reasoning item is open
+        assert self._kind is not None  # callers read _text_id only while a message or reasoning item is open
         return _numbered(f"{self._kind.prefix}_{self._request_id}", len(self.items))
 
     @property

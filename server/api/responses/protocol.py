@@ -86,7 +86,8 @@ ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_ITEMS, fail
 class ReasoningItem(StrictModel):
     """The assistant's reasoning before its next message or call; only ``content`` has an effect.
 
-    The ``summary`` is meant for users, and only the server that encrypted ``encrypted_content`` can read it.
+    The ``summary`` is meant for users. ``encrypted_content`` must be null, because only the server that
+    encrypted it could read it.
     """
 
     type: Literal["reasoning"]

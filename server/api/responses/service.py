@@ -295,7 +295,8 @@ def _text(content: str | Sequence[InputText | RefusalPart]) -> str:
 
 def _shown_text(text: TextOptions | None) -> dict[str, Any]:
     shown: dict[str, Any] = {} if text is None else text.model_dump(by_alias=True, exclude_none=True)
-    # The response repeats the format with ``strict`` true, because the answer always matches the schema.
+    # The response repeats the request's ``format``. ``strict`` is true unless the request sets it, because the
+    # answer always matches the schema.
     if shown.get("format", {}).get("type") == "json_schema":
         shown["format"] = {"description": None, "schema": {}, "strict": True} | shown["format"]
     return {"format": {"type": "text"}} | shown
