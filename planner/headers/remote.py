@@ -22,6 +22,7 @@ from typing import IO, Any
 from urllib.parse import quote, urlsplit
 
 from tonnage.planner.errors import CheckpointError, HubUnreachable, ModelNotFound
+from tonnage.planner.headers.config_files import add_config_files
 from tonnage.planner.headers.hub import endpoint, modelscope, token, tokens_page
 from tonnage.planner.headers.index import (
     INDEX,
@@ -298,15 +299,12 @@ def fetch_config(remote: Remote) -> dict[str, Any] | None:
     if data is None:
         return None
     config = parse_config(data, "config.json")
-    if config.get("quantization_config") is None:
-        beside = remote.read("hf_quant_config.json", MAX_CONFIG_BYTES)
-        found = parse_config(beside, "hf_quant_config.json").get("quantization") if beside else None
-        if isinstance(found, dict):
-            config["quantization_config"] = {"quant_method": "modelopt", **found}
-    # files of the image processor, which limit image sizes
-    for name in ("preprocessor_config", "video_preprocessor_config"):
-        if "vision_config" in config and (beside := remote.read(f"{name}.json", MAX_CONFIG_BYTES)):
-            config[name] = parse_config(beside, f"{name}.json")
+
+    def read(name: str) -> dict[str, Any] | None:
+        content = remote.read(name, MAX_CONFIG_BYTES)
+        return parse_config(content, name) if content else None
+
+    add_config_files(config, read)
     return config
 
 

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
+from tonnage.planner.errors import CheckpointError, ModelNotFound
 from tonnage.planner.families.registry import family_of
+from tonnage.planner.headers.config_files import add_config_files
 from tonnage.planner.headers.index import INDEX, read_folder
 from tonnage.planner.model.fields import load_config
 from tonnage.planner.source.model import ModelSource as ModelSource
@@ -134,20 +135,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     which limit image sizes.
     """
     config = load_config(folder / "config.json")
-    beside = folder / "hf_quant_config.json"
-    if config.get("quantization_config") is None and beside.is_file():
-        found = load_config(beside).get("quantization")
-        if not isinstance(found, dict):
-            raise ConfigError("the field `quantization` is missing or not an object", field=beside.name)
-        config["quantization_config"] = {"quant_method": "modelopt", **found}
+
+    def read(name: str) -> dict[str, Any] | None:
+        return load_config(folder / name) if (folder / name).is_file() else None
+
+    add_config_files(config, read)
     if "max_seq_length" not in config and family_of(config.get("model_type")).files.sentence_length:
         for beside in sorted(folder.glob("sentence_*_config.json")):
             config["max_seq_length"] = load_config(beside).get("max_seq_length")
             break
-    # The image processor's files limit image sizes.
-    for name in ("preprocessor_config", "video_preprocessor_config"):
-        if "vision_config" in config and (beside := folder / f"{name}.json").is_file():
-            config[name] = load_config(beside)
     return config
 
 

@@ -13,7 +13,7 @@ import pytest
 from hub_server import FileAnswers
 
 from tonnage.planner.command import run
-from tonnage.planner.errors import CheckpointError, ModelNotFound
+from tonnage.planner.errors import CheckpointError, ConfigError, ModelNotFound
 from tonnage.planner.headers.names import HubModel
 from tonnage.planner.headers.remote import Remote, fetch_checkpoint, fetch_config
 from tonnage.planner.source.hub import shipped_models
@@ -91,6 +91,18 @@ def test_sharded_hub_model_is_planned_from_headers_only(hub, tiny_llama):
     plan = plan_source(source, Deployment(device_memory=1 << 34))
     assert plan.model.via == "headers"
     assert all(span is not None for path, span in hub.asked if path.endswith(".safetensors"))
+
+
+def test_hub_model_with_a_modelopt_file_without_quantization_is_rejected_like_a_local_one(
+    hub, tmp_path, tiny_llama
+):
+    files = {"config.json": json.dumps(tiny_llama).encode(), "hf_quant_config.json": b'{"producer": {}}'}
+    hub.files = files
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    for model in ("org/tiny", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"hf_quant_config\.json: the field `quantization` is missing"):
+            resolve_model(model)
 
 
 def test_long_safetensors_header_takes_two_range_requests(hub):
