@@ -49,21 +49,22 @@ def _signature(node: ast.AST) -> str:
 
 
 def comments() -> list[Text]:
-    """Return the comments, with adjacent comment lines joined."""
+    """Return the comments; adjacent lines that are comments only are one comment."""
     found: list[Text] = []
     for name, source in sources(*PACKAGES):
-        last = -2
+        lines, last = source.splitlines(), -2  # ``last`` is the last line that is a comment only
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type != tokenize.COMMENT or token.string.startswith(
                 ("# fmt", "# type", "# noqa", "#!", "# --")
             ):
                 continue
             line, text = token.start[0], token.string.lstrip("# ")
-            if line == last + 1 and not source.splitlines()[line - 1][: token.start[1]].strip():
+            alone = not lines[line - 1][: token.start[1]].strip()
+            if alone and line == last + 1:
                 found[-1] = (found[-1][0], f"{found[-1][1]} {text}")
             else:
                 found.append((f"{name}:{line}", text))
-            last = line
+            last = line if alone else last
     return found
 
 
