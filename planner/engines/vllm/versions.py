@@ -145,15 +145,16 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # V1 has a hybrid KV cache manager from this version on.
     ((0, 9, 2), {"hybrid_groups": True}),
     # AMD GPUs ran on vLLM's V0 engine before (reports of 0.9.2 on an MI300X in tests/data/field_reports.jsonl).
-    # unsorted_if_installed: TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py of 0.10.0, 0.10.1.1, 0.10.2
-    # and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 requires that the variable is set.
+    # Source of `unsorted_if_installed`: TopKTopPSampler in v1/sample/ops/topk_topp_sampler.py of 0.10.0,
+    # 0.10.1.1, 0.10.2 and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 requires that the variable
+    # is set.
     ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
-    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. sparse_default_fp8: pull
-    # request 25988, a cherry-pick of 0.11.0 that a later release reverted.
-    # marlin_beyond_hopper: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
-    # formatted_videos: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0 and 0.13.0.
-    # padded_embeddings: profile_run in v1/worker/gpu_model_runner.py of the same. late_communicators:
-    # init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
+    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. Source of
+    # `sparse_default_fp8`: pull request 25988, a cherry-pick of 0.11.0 that a later release reverted. Source of
+    # `marlin_beyond_hopper`: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
+    # Source of `formatted_videos`: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0
+    # and 0.13.0. Source of `padded_embeddings`: profile_run in v1/worker/gpu_model_runner.py of the same.
+    # Source of `late_communicators`: init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
     (
         (0, 11, 0),
         {
@@ -167,34 +168,35 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     ),
     ((0, 11, 1), {"sparse_default_fp8": False, "unsorted_if_installed": False}),
     ((0, 12, 0), {"padded_embeddings": "item"}),
-    # expert_buffer: v1/worker/workspace.py first appears in the sources of 0.13.0. draft_graphs, and in later
-    # rows step_graph, wide_graphs and uniform_graphs: _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2,
-    # 0.28.0 and 0.29.0.
+    # Source of `expert_buffer`: v1/worker/workspace.py first appears in the sources of 0.13.0. Source of
+    # `draft_graphs`, `step_graph`, `wide_graphs` and `uniform_graphs` (this row and later ones):
+    # _set_cudagraph_sizes in config/vllm.py of 0.13.0, 0.20.2, 0.28.0 and 0.29.0.
     (
         (0, 13, 0),
         {"expert_buffer": True, "draft_graphs": True, "formatted_videos": False, "padded_embeddings": ""},
     ),
     # In 0.9.2 to 0.13, an MI300X (192 GiB) had the batch defaults of devices with 70 GiB.
     ((0, 14, 0), {"huge_batches": True}),
-    # drops_towers: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in 0.14.1's.
+    # Source of `drops_towers`: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in
+    # 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
-    # times_kernels: this version requires PyTorch 2.10. First starts of 0.12.0 with PyTorch 2.9.0, on six kinds
-    # of NVIDIA GPUs, have pools that are not reduced by a copy of the embedding table
+    # Source of `times_kernels`: this version requires PyTorch 2.10. First starts of 0.12.0 with PyTorch 2.9.0,
+    # on six kinds of NVIDIA GPUs, have pools that are not reduced by a copy of the embedding table
     # (tests/data/startups/published.jsonl).
     ((0, 16, 0), {"times_kernels": True}),
-    # sampler: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and 0.17.0 in
-    # tests/data/startups have 5.64 and 2.23 GiB of activations. fused_all_reduce: enable_allreduce_rms_fusion
-    # in config/vllm.py first appears in 0.17.0.
+    # Source of `sampler`: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and
+    # 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations. Source of `fused_all_reduce`:
+    # enable_allreduce_rms_fusion in config/vllm.py first appears in 0.17.0.
     ((0, 17, 0), {"sampler": "triton", "fused_all_reduce": "trtllm", "fused_alone": True}),
-    # graphs_estimated: profile_cudagraph_memory first appears in 0.18.0. expert_chunk: 0.18.0 has no
-    # VLLM_FUSED_MOE_CHUNK_SIZE, so experts process a whole step at once.
+    # Source of `graphs_estimated`: profile_cudagraph_memory first appears in 0.18.0. Source of `expert_chunk`:
+    # 0.18.0 has no VLLM_FUSED_MOE_CHUNK_SIZE, so experts process a whole step at once.
     ((0, 18, 0), {"graphs_estimated": True, "graphs_within_profile": True, "expert_chunk": 1 << 40}),
-    # sparse_flashinfer: vLLM's pull request 37252 (March 2026).
+    # Source of `sparse_flashinfer`: vLLM's pull request 37252 (March 2026).
     ((0, 19, 0), {"sparse_flashinfer": True}),
-    # graphs_subtracted and default_utilization: vLLM's pull request 38284, envs.py and config/cache.py of
-    # 0.19.0 and 0.20.0. every_state: MambaModelConfig in model_executor/models/config.py of 0.20.1 (not known
-    # for older versions). fused_index_key: wk_weights_proj in model_executor/models/deepseek_v2.py of 0.20.1,
-    # which 0.19.0 lacks.
+    # Source of `graphs_subtracted` and `default_utilization`: vLLM's pull request 38284, envs.py and
+    # config/cache.py of 0.19.0 and 0.20.0. Source of `every_state`: MambaModelConfig in
+    # model_executor/models/config.py of 0.20.1 (not known for older versions). Source of `fused_index_key`:
+    # wk_weights_proj in model_executor/models/deepseek_v2.py of 0.20.1, which 0.19.0 lacks.
     (
         (0, 20, 0),
         {
@@ -205,17 +207,18 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "fused_index_key": True,
         },
     ),
-    # token_line: vLLM's pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of 0.20.0 and
-    # 0.20.1.
+    # Source of `token_line`: vLLM's pull request 38364; _report_kv_cache_config in v1/core/kv_cache_utils.py of
+    # 0.20.0 and 0.20.1.
     ((0, 20, 1), {"token_line": "concurrency"}),
-    # sampler: VLLM_USE_FLASHINFER_SAMPLER is on in envs.py. fused_alone: all-reduce is fused with pipeline and
-    # data parallelism too. cpu_states: update_block_size_for_backend in platforms/cpu.py.
+    # Source of `sampler`: VLLM_USE_FLASHINFER_SAMPLER is on in envs.py. Source of `fused_alone`: all-reduce is
+    # fused with pipeline and data parallelism too. Source of `cpu_states`: update_block_size_for_backend in
+    # platforms/cpu.py.
     ((0, 21, 0), {"sampler": "flashinfer", "fused_alone": False, "cpu_states": True}),
-    # runner_v2, in this and all later rows: DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and use_v2_model_runner in
-    # config/vllm.py. gemma4_batches: _encoder_chunk in model_executor/models/gemma4_mm.py of 0.22.1, which
-    # 0.21.0 lacks.
+    # Source of `runner_v2` (this row and later ones): DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES and
+    # use_v2_model_runner in config/vllm.py. Source of `gemma4_batches`: _encoder_chunk in
+    # model_executor/models/gemma4_mm.py of 0.22.1, which 0.21.0 lacks.
     ((0, 22, 0), {"runner_v2": ("Qwen3ForCausalLM",), "gemma4_batches": True}),
-    # padded_pages: unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py.
+    # Source of `padded_pages`: unify_kv_cache_spec_page_size in v1/core/kv_cache_utils.py.
     (
         (0, 24, 0),
         {
@@ -226,9 +229,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "one_hot_positions": False,
         },
     ),
-    # fused_all_reduce: _resolve_fi_ar_backend of 0.24.0 and 0.25.1. sliding_kernel_block:
-    # _largest_kernel_block_within in model_executor/layers/attention/attention.py of 0.24.0, 0.25.1, 0.29.0,
-    # 0.30.0.
+    # Source of `fused_all_reduce`: _resolve_fi_ar_backend of 0.24.0 and 0.25.1. Source of
+    # `sliding_kernel_block`: _largest_kernel_block_within in model_executor/layers/attention/attention.py of
+    # 0.24.0, 0.25.1, 0.29.0, 0.30.0.
     (
         (0, 25, 0),
         {
@@ -238,22 +241,24 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "sliding_kernel_block": True,
         },
     ),
-    # in_flight_batches: vLLM's pull request 47728 (July 2026; not yet in 0.25.1's logs). sized_workspace:
-    # _get_workspace_buffer in v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0.
+    # Source of `in_flight_batches`: vLLM's pull request 47728 (July 2026; not yet in 0.25.1's logs). Source of
+    # `sized_workspace`: _get_workspace_buffer in v1/attention/backends/flashinfer.py of 0.25.1 and 0.26.0.
     ((0, 26, 0), {"in_flight_batches": 2, "sized_workspace": True}),
-    # graphs_within_profile and counts_consumed: worker/gpu_worker.py, and total_consumed in utils/mem_utils.py,
-    # which first appears in 0.27.0. runner_v2_encodes: profile_run in v1/worker/gpu/model_runner.py.
+    # Source of `graphs_within_profile` and `counts_consumed`: worker/gpu_worker.py, and total_consumed in
+    # utils/mem_utils.py, which first appears in 0.27.0. Source of `runner_v2_encodes`: profile_run in
+    # v1/worker/gpu/model_runner.py.
     ((0, 27, 0), {"graphs_within_profile": False, "counts_consumed": True, "runner_v2_encodes": True}),
-    # hybrid_prefix_caching: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0),
-    # default_prefix_caching in engine/arg_utils.py. every_state: "align" instead of "all" in MambaModelConfig
-    # (model_executor/models/config.py). pixels_as_bytes: mm_device_do_normalize in config/multimodal.py.
+    # Source of `hybrid_prefix_caching`: pull request 50991 (August 2026; off in 0.25.1's logs, on in 0.32.0),
+    # default_prefix_caching in engine/arg_utils.py. Source of `every_state`: "align" instead of "all" in
+    # MambaModelConfig (model_executor/models/config.py). Source of `pixels_as_bytes`: mm_device_do_normalize in
+    # config/multimodal.py.
     (
         (0, 28, 0),
         {"hybrid_prefix_caching": True, "every_state": False, "pixels_as_bytes": True, "wide_graphs": True},
     ),
-    # cpu_latents: v1/attention/backends/mla/prefill/cpu_sdpa.py. pixtral_mask: models/pixtral.py.
-    # runner_v2_graphs: profile_cudagraph_memory in v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28
-    # (pull request 53306).
+    # Source of `cpu_latents`: v1/attention/backends/mla/prefill/cpu_sdpa.py. Source of `pixtral_mask`:
+    # models/pixtral.py. Source of `runner_v2_graphs`: profile_cudagraph_memory in
+    # v1/worker/gpu/cudagraph_utils.py, which returns 0 in 0.28 (pull request 53306).
     (
         (0, 29, 0),
         {
@@ -264,15 +269,16 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "uniform_graphs": True,
         },
     ),
-    # stored_kv_dtype: resolve_kv_cache_dtype_string in utils/torch_utils.py of 0.30 (older: unknown).
-    # sliding_kernel_block: model_executor/layers/attention/attention.py of 0.30. compressed_cache:
-    # models/deepseek_v4 runs on a CPU from 0.30 on, with the rules of 0.32
+    # Source of `stored_kv_dtype`: resolve_kv_cache_dtype_string in utils/torch_utils.py of 0.30 (older:
+    # unknown). Source of `sliding_kernel_block`: model_executor/layers/attention/attention.py of 0.30. Source
+    # of `compressed_cache`: models/deepseek_v4 runs on a CPU from 0.30 on, with the rules of 0.32
     # (tests/data/oracles/vllm_versions.json).
     ((0, 30, 0), {"stored_kv_dtype": True, "sliding_kernel_block": False, "compressed_cache": True}),
-    # glm_sparse_fp8: GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31). prefill_checkpoint:
-    # num_prefill_checkpoint_blocks in model_executor/layers/mamba/mamba_mixer2.py. one_mrope_length:
-    # mrope_positions_factor in models/qwen3_vl.py (pull request 44738 measured four times the length for
-    # Qwen3-VL in June 2026). cache_mode: MambaCacheMode in config/cache.py.
+    # Source of `glm_sparse_fp8`: GlmMoeDsaForCausalLM in model_executor/models/config.py (not in 0.31). Source
+    # of `prefill_checkpoint`: num_prefill_checkpoint_blocks in model_executor/layers/mamba/mamba_mixer2.py.
+    # Source of `one_mrope_length`: mrope_positions_factor in models/qwen3_vl.py (pull request 44738 measured
+    # four times the length for Qwen3-VL in June 2026). Source of `cache_mode`: MambaCacheMode in
+    # config/cache.py.
     (
         (0, 32, 0),
         {
@@ -282,9 +288,10 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "cache_mode": "align",
         },
     ),
-    # same_kv_dtype and draft_limits: _reject_mismatched_float_kv_cache and _limit_max_model_len_to_draft in
-    # config/vllm.py. cublas_first: init_device in v1/worker/gpu_worker.py. get_batch_defaults in
-    # engine/arg_utils.py was read too. The pool's rules moved to v1/core/kv_cache_planning.py without a change.
+    # Source of `same_kv_dtype` and `draft_limits`: _reject_mismatched_float_kv_cache and
+    # _limit_max_model_len_to_draft in config/vllm.py. Source of `cublas_first`: init_device in
+    # v1/worker/gpu_worker.py. get_batch_defaults in engine/arg_utils.py was read too. The pool's rules moved to
+    # v1/core/kv_cache_planning.py without a change.
     (
         (0, 33, 0),
         {
