@@ -14,7 +14,7 @@ from tonnage.planner.training.states import States
 # Default sizes of DeepSpeed 0.19 (runtime/zero/config.py, offload_config.py)
 PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
 MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
-NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2
+NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2.
 # Number of buffers for optimizer states on NVMe (offload_optimizer.buffer_count). Each buffer is as large as
 # the states of the largest tensor.
 NVME_OPTIMIZER_BUFFERS = 4

@@ -15,7 +15,7 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.units import ceil_div
 
 REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # an A100's 312 TFLOP/s in bf16 x 40 %, usual in training
-PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction
+PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction.
 # NVMe bytes per second of one fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per
 # DGX-2 node of 16 GPUs.
 NVME = 6 * 10**9

@@ -56,7 +56,8 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
         part = states.largest
     if setup.strategy == "zero3":
         part = min(part, SUB_GROUP_ELEMENTS)
-    adapters = setup.method in ("lora", "qlora", "ia3")  # Adapters have one dtype.
+    # Weight, gradient and optimizer states of an adapter have the same dtype.
+    adapters = setup.method in ("lora", "qlora", "ia3")
     size, width = (adapter_bytes(setup),) * 2 if adapters else (convention.state, convention.gradients)
     kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size, states.projected)
     cast = _FP32 * part if convention.master and width < _FP32 else 0
