@@ -136,7 +136,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
 
 
 def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
-    """Return a note on how many engine starts of the --calibration file apply to this plan, if there is one."""
+    """Return a note on how many starts in the --calibration file apply to the plan; none without --calibration."""
     flags = chosen.flags
     if flags.calibration is None:
         return ()

@@ -1,9 +1,9 @@
 """Draft layers stored in the model's own checkpoint: multi-token prediction (MTP), as vLLM 0.32.0 builds it.
 
 An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix maps the concatenated
-hidden state and embedding of the last drafted token to the layer's input. config.json states how many such
-layers there are, not their tensors. The planner gives them the names of the checkpoints, so that the exclusion
-list of a quantization matches them.
+hidden state and embedding of the last drafted token to the layer's input. config.json states the number of MTP
+layers, but not their tensors. The planner gives these tensors the names that they have in checkpoints, so that
+a quantization's list of excluded modules matches them.
 
 The draft layers use the model's embedding and output head (v1/worker/gpu/spec_decode/eagle/utils.py), with two
 exceptions. In some families the draft layers have heads of their own. Under pipeline parallelism the draft has

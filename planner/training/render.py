@@ -170,8 +170,8 @@ _SHOWN = 6  # number of combinations of tricks that a terminal shows
 def combination_lines(found: Combinations) -> list[str]:
     """Return text lines with the combinations of memory-saving tricks that fit.
 
-    The last line names the smallest change that suffices: the fastest single trick, if one suffices alone, or
-    the fastest combination.
+    The last line names the smallest change that suffices, if any does: the fastest single trick that suffices
+    alone, else the fastest combination.
     """
     out = []
     if found.rows:

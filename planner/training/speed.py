@@ -24,12 +24,12 @@ QLORA_SLOWDOWN = 1.3  # QLoRA is about 30 % slower than LoRA: each use dequantiz
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The FLOPs and transfers of one optimizer step of training on one rank.
+    """The FLOPs and transfers of one optimizer step of training.
 
     Attributes:
-        flops: floating-point operations.
+        flops: floating-point operations of one rank.
         pcie: bytes over one GPU's PCIe link.
-        nvme: bytes from and to NVMe.
+        nvme: bytes that one node reads from and writes to NVMe.
         network: seconds of communication, None if no network speed was given.
         extra: factor on the compute time, 1.3 for QLoRA and 1 otherwise.
     """
@@ -64,7 +64,7 @@ def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) 
 
 
 def work_of(planner: Planner, plan: TrainingPlan) -> Work:
-    """Return the FLOPs and transfers of one optimizer step of a training plan, on one rank."""
+    """Return the FLOPs and transfers of one optimizer step of a training plan."""
     setup, trained = plan.setup, planner.trained(plan.setup)
     tokens = setup.micro_batch * plan.length
     layers, head, scores = forward_flops(planner, trained, tokens, plan.length)
@@ -99,6 +99,6 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
-    """Return the bytes that offload reads from and writes to NVMe in an optimizer step."""
+    """Return the bytes that offload reads from and writes to one node's NVMe in an optimizer step."""
     size = 2 * plan.line("optimizer states", "nvme")  # Each step reads and writes the offloaded states once.
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

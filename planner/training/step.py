@@ -37,8 +37,8 @@ class StepMemory(NamedTuple):
 def kernel_of(setup: TrainingSetup) -> str:
     """Return the requested optimizer kernel (`fused` or `foreach`), or the training framework's default.
 
-    The default is `fused` under DeepSpeed, with an fp32 copy of the weights, and for a training stack's AdamW.
-    Otherwise it is torch's default `foreach`.
+    The default is `fused` under DeepSpeed, with an fp32 copy of the weights, and for AdamW with --stack (a
+    training library such as torchtune). Otherwise it is torch's default, `foreach`.
     """
     if setup.optimizer_kernel is not None:
         return setup.optimizer_kernel
