@@ -136,7 +136,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
 
 
 def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
-    """Return a note on how many starts in the --calibration file apply to the plan; none without --calibration."""
+    """Return a note on how many engine starts of the --calibration file apply to the plan, if one is given."""
     flags = chosen.flags
     if flags.calibration is None:
         return ()

@@ -69,7 +69,8 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
         where = "nvme" if setup.offload_optimizer == "nvme" else "cpu"
         size = states.optimizer + states.master
         if not setup.is_fsdp and not states.master and convention.weights != 4:
-            size += 4 * size // max(1, 2 * convention.state)  # DeepSpeed's CPU optimizer adds fp32 weights.
+            # DeepSpeed's CPU optimizer adds an fp32 copy of the weights.
+            size += 4 * size // max(1, 2 * convention.state)
         line("optimizer states", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-optimizer")
         share = states.trainable * states.gradients // max(1, states.full_gradients)
         line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",
