@@ -21,7 +21,7 @@ class Combinations:
 
     Attributes:
         rows: the combinations that fit, fastest first.
-        smallest: the fastest single trick with which the setup fits. If no single trick suffices, the first
+        smallest: the fastest single trick with which the setup fits. If no single trick suffices, the fastest
             combination in `rows`; None if there is none.
         tried: number of combinations planned.
         complete: whether the last search (of pairs, triples or quadruples) planned all of its combinations.

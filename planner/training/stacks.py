@@ -228,8 +228,8 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     method = given.get("method", "full")
     taken = {d.flag: d.value for d in stack.defaults if not d.methods or method in d.methods}
     alone = given.get("gpus", 1) * given.get("nodes", 1) == 1 and given.get("strategy", "ddp") == "ddp"
-    # torchtune's recipe for several GPUs (recipes/configs/llama3_1/8B_full.yaml) uses torch's AdamW, which has no
-    # 8-bit states.
+    # torchtune's recipe for several GPUs (recipes/configs/llama3_1/8B_full.yaml) uses torch's AdamW, which has
+    # no 8-bit states.
     if not alone:
         taken.pop("optimizer", None)
     if not alone or given.get("gradient_accumulation", 1) > 1:
