@@ -1,7 +1,8 @@
 """Deployment settings computed from a plan, for `--emit helm-values | compose-env | k8s-resources`.
 
-The settings contain the memory that the plan needs. If a container has less memory, rendering the chart or
-starting the server fails. Without this check, the kernel would kill the server later, under load.
+The settings contain the memory that the plan needs. Rendering the Helm chart and starting the server compare it
+with the container's memory, and fail if the container has less. Without this check, the kernel would kill the
+server later, under load.
 """
 
 from __future__ import annotations

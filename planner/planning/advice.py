@@ -147,7 +147,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # Values in between hardly change the memory.
+    for seqs in (256, 64, 16):  # Values between these hardly change the memory.
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (

@@ -127,7 +127,8 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
     after = (changed.framework, changed.activation, changed.graphs)
     if runtime.sum_interval is None or after == before:
         return changed
-    # Narrow the interval of the sum by the same factor as the total width of the terms' intervals.
+    # Calibration narrows the interval of each term. The interval of their sum is narrowed by the same factor as
+    # the total width of the terms' intervals.
     width = sum(e.high - e.low for e in before)
     share = sum(e.high - e.low for e in after) / width if width else 1.0
     low, high = (int((bound - runtime.total) * min(share, 1.0)) for bound in runtime.sum_interval)
@@ -135,7 +136,7 @@ def calibrated(runtime: Runtime, architecture: Architecture, chosen: Resolved) -
 
 
 def calibration_notes(chosen: Resolved) -> tuple[str, ...]:
-    """Return a note on how many engine starts of the --calibration file apply to this plan, if there is one."""
+    """Return a note on how many engine starts of the --calibration file apply to the plan, if one is given."""
     flags = chosen.flags
     if flags.calibration is None:
         return ()

@@ -35,8 +35,8 @@ def deployment_of(given: Mapping[str, Any], model: str = "") -> Deployment:
     """Return the `Deployment` of the given fields, which also determine the default engine.
 
     The engine defaults to llama.cpp for a GGUF file on a GPU or on the hub, and for a GGUF type as
-    --quantization. Otherwise it defaults to vllm if a GPU or an engine version is given, else to hf. With a
-    draft model, the default is one drafted token per step. `model` is the name of the model, if it is known.
+    --quantization. Otherwise it defaults to vllm if a GPU or an engine version is given, else to hf. If a draft
+    model is given, `num_speculative_tokens` defaults to 1. `model` is the name of the model, if it is known.
 
     Raises:
         DeploymentError: the fields contradict each other (see `check_given`).

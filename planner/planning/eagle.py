@@ -64,7 +64,10 @@ class Eagle:
 
 
 def is_eagle(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether a model is an EAGLE or EAGLE-3 draft, by its config or, for a plain class, by its name."""
+    """Return whether a model is an EAGLE or EAGLE-3 draft, by its config.
+
+    If the config has the class of a plain model, such as LlamaForCausalLM, the model's name decides.
+    """
     if config.get("speculators_model_type") in ("eagle", "eagle3"):
         return True
     listed = config.get("architectures")

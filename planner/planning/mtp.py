@@ -1,9 +1,9 @@
 """Draft layers stored in the model's own checkpoint: multi-token prediction (MTP), as vLLM 0.32.0 builds it.
 
 An MTP layer is a decoder layer of the model plus a joining matrix and norms. The matrix maps the concatenated
-hidden state and embedding of the last drafted token to the layer's input. config.json states how many such
-layers there are, not their tensors. The planner gives them the names of the checkpoints, so that the exclusion
-list of a quantization matches them.
+hidden state and embedding of the last drafted token to the layer's input. config.json states the number of MTP
+layers, but not their tensors. The planner gives these tensors the names that they have in checkpoints, so that
+a quantization's list of excluded modules matches them.
 
 The draft layers use the model's embedding and output head (v1/worker/gpu/spec_decode/eagle/utils.py), with two
 exceptions. In some families the draft layers have heads of their own. Under pipeline parallelism the draft has
@@ -140,7 +140,7 @@ def mtp_draft(
         raise DeploymentError(
             f"the checkpoint holds no tensors of its own draft layers ({first})",
             field=FIELD,
-            hint="leave the flag out",
+            hint=f"leave out {FIELD}",
         )
     if family.pattern:
         return _patterned(architecture, family, _parts(config), stages)
@@ -189,13 +189,13 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
         why = "is not planned" if stated else f"does not exist in {architecture.model_type} models"
         raise DeploymentError(
             f"multi-token prediction {why}: config.json states {stated or 'no'} draft layers",
-            field=FIELD, hint="leave it out, or name a draft model",
+            field=FIELD, hint=f"leave out {FIELD}, or name a draft model",
         )  # fmt: skip
     count = known.default_count if stated is None else stated
     if not count:
         raise DeploymentError(
             f"the model has no multi-token prediction layers: {known.count} in config.json is missing or 0",
-            field=FIELD, hint="leave it out, or name a draft model",
+            field=FIELD, hint=f"leave out {FIELD}, or name a draft model",
         )  # fmt: skip
     return min(count, known.max_count or count)
 
@@ -211,7 +211,7 @@ def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
     if (compress and not family.plain) or not like:
         raise DeploymentError(
             f"the attention of the draft layers of {architecture.model_type} is not supported",
-            field=FIELD, hint="leave it out",
+            field=FIELD, hint=f"leave out {FIELD}",
         )  # fmt: skip
     return [layer for layer in like if layer.index_size == max(every.index_size for every in like)][-1]
 
@@ -250,7 +250,7 @@ def _parts(config: Mapping[str, Any]) -> str:
     if not isinstance(listed, (str, list)) or not all(str(kind) in _KINDS for kind in listed):
         raise DeploymentError(
             f"{listed!r:.40} is not supported: vLLM builds only attention and experts",
-            field="mtp_hybrid_override_pattern", hint="leave the draft out",
+            field="mtp_hybrid_override_pattern", hint=f"leave out {FIELD}",
         )  # fmt: skip
     return "".join(_KINDS[kind] for kind in listed)
 
@@ -262,7 +262,7 @@ def _patterned(architecture: Architecture, family: DraftFamily, parts: str, stag
     if (attention is None and "*" in parts) or (routed is None and "E" in parts):
         raise DeploymentError(
             "the draft has a kind of layer that the model lacks, so its widths are unknown", field=FIELD,
-            hint="leave it out",
+            hint=f"leave out {FIELD}",
         )  # fmt: skip
     found, cache = [], []
     for i, kind in enumerate(parts):
@@ -326,7 +326,7 @@ def _mlp_of(architecture: Architecture, family: DraftFamily) -> int:
     if not plain:
         raise DeploymentError(
             "the draft layers are dense but no layer of the model is, so their width is unknown", field=FIELD,
-            hint="leave it out",
+            hint=f"leave out {FIELD}",
         )  # fmt: skip
     return plain[0]
 

@@ -84,14 +84,15 @@ def _with_capacities(plan: Plan, found: tuple[RequestCapacity, ...]) -> Plan:
 def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Plan:
     """Return the plan with the number of requests of a trace that its KV pool holds at once.
 
-    Capacities are given for a request with the trace's mean number of blocks, and for the requests at four
-    quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold` if no request is
-    within max_model_len, or if the number of blocks of a request is not known.
+    Capacities are given for a request with the mean number of blocks (weighted by output tokens), and for the
+    requests at four quantiles of the number of blocks (50, 90, 99 and 100 %). Raises the errors of `Plan.hold`
+    if no request is within max_model_len, or if the number of blocks of a request is not known.
     """
     limit = plan.deployment.max_model_len or 0
     within = {pair: count for pair, count in Counter(lengths).items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        plan.hold(*lengths[0])  # raises the error: blocks per request unknown, or all requests too long
+        # This raises an error: a request's blocks are not known, or all requests are too long.
+        plan.hold(*lengths[0])
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None
     held = sorted((law.blocks(*pair).fullest, pair, count) for pair, count in within.items())

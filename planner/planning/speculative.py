@@ -94,7 +94,8 @@ _FETCHED: dict[tuple[str, str], ModelSource] = {}
 def _draft_source(name: str) -> ModelSource:
     """Return the source (config and tensor headers) of the draft model `name`, cached for hub models.
 
-    Without the cache, one plan would fetch the draft's files twice, and a table of plans again for each row.
+    Without the cache, one plan would fetch the draft's files twice, and a table of plans would fetch them again
+    for each plan.
     """
     known = name, endpoint()
     if known in _FETCHED:

@@ -61,7 +61,7 @@ class Stage:
     def runtime_terms(self) -> list[Term]:
         """Return the estimates of framework, activation and CUDA graph bytes as memory terms of the plan."""
         found = self._estimates()
-        # The plan reports these CUDA graphs, but does not count them as used bytes.
+        # CUDA graphs that the engine does not count in its memory budget are reported, but not as used bytes.
         if self.runtime.beside is not None:
             found["cuda_graphs_beside_bytes"] = self.runtime.beside
         return [Term(name, e.value, e.formula, e.source) for name, e in found.items()]
@@ -124,7 +124,7 @@ def rank_architecture(architecture: Architecture, flags: Deployment, stage: int)
         raise DeploymentError(
             f"it is not known how {flags.engine} stores the KV cache of {architecture.model_type}: its keys "
             "and values have different sizes, so it may store a latent",
-            field="--engine", hint="--engine hf is planned",
+            field="--engine", hint="use --engine hf, which the planner supports",
         )  # fmt: skip
     if flags.tensor_parallel_size == flags.pipeline_parallel_size == flags.data_parallel_size == 1:
         return architecture

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from tonnage.planner.headers.remote import Remote  # imported here, because it loads an HTTP client
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_FIRST_BYTES = 1 << 20  # enough for a header with 32,000 tokens; larger headers take more requests
+# Bytes of a file that the first request fetches. A header with a vocabulary of 32,000 tokens fits into them. A
+# larger header takes more requests.
+_FIRST_BYTES = 1 << 20
 _MOST_BYTES = 100 << 20
 
 
@@ -43,7 +45,7 @@ def as_gguf(source: ModelSource, kind: str) -> ModelSource:
     field = "--quantization"
     if source.kind == "gguf":
         raise DeploymentError(
-            f"{source.id} is a GGUF file, whose tensor types are fixed", field=field, hint="leave it out"
+            f"{source.id} is a GGUF file, whose tensor types are fixed", field=field, hint=f"leave out {field}"
         )
     if source.config.get("quantization_config") is not None:
         raise DeploymentError(

@@ -102,7 +102,7 @@ class ShapeSum(NamedTuple):
         layers: number of equal layers.
         heads: query heads of one layer.
         linear: elements per token of the inputs and outputs of all linear layers.
-        routed: elements per token of the inputs and outputs of the token's routed experts.
+        routed: elements per token of the inputs and outputs of the routed experts that process the token.
         norms: elements per token of the norms.
         weights: elements of the matrices that autocast casts to 16 bits. Experts are excluded: torch's
             grouped_mm runs in their own dtype.
@@ -194,7 +194,7 @@ class ActivationSetup:
         cuda: whether the step runs on a GPU.
         explicit_mask: whether every layer receives an explicit attention mask.
         single: whether a micro-batch is one sequence.
-        kernels: differences of the training stack's modules from transformers' modules.
+        kernels: how the training library's modules differ from transformers' in the tensors that they keep.
     """
 
     attention: str
@@ -306,7 +306,8 @@ def _taped(
 ) -> tuple[tuple[tuple[LayerKind, int, Kept], ...], list[Value]]:
     """Run one layer of each kind on a `Tape`, the symbolic forward pass.
 
-    Returns the kept bytes of each layer kind, and the tables that all layers share.
+    Returns the kept bytes of each layer kind, and the shared tensors (rotary tables, attention mask) that any
+    layer keeps.
     """
     mask = Value(Extent(mask=1), 1, False)
     tables = {**tables, MASK: (mask, mask)}

@@ -25,7 +25,8 @@ from tonnage.planner.training.values import Kernels
 from tonnage.planner.training.verdict import judge, notes_of
 from tonnage.planner.units import ceil_div
 
-DEFAULT_LENGTH = 2048  # tokens per sequence without --sequence-length; a shorter model limit replaces it
+# Tokens per sequence without --sequence-length, unless the model's maximum is shorter
+DEFAULT_LENGTH = 2048
 
 
 _METHOD = attrgetter(
@@ -186,8 +187,8 @@ class Planner:
         kernels = kernels_of(setup)
         low = high = kernels
         if kernels.compiled == "least":
-            # The plan already assumes the fewest kept tensors. The upper bound is what torch.compile's default
-            # partitioner keeps.
+            # The plan already assumes that torch.compile keeps as few tensors as possible. For the upper bound,
+            # it keeps the tensors that its default partitioner selects.
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")

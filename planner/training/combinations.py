@@ -21,8 +21,8 @@ class Combinations:
 
     Attributes:
         rows: the combinations that fit, fastest first.
-        smallest: the fastest single trick that fits; if no single trick does, the fastest combination in
-            `rows`. None if nothing fits.
+        smallest: the fastest single trick with which the setup fits. If no single trick suffices, the fastest
+            combination in `rows`; None if there is none.
         tried: number of combinations planned.
         complete: whether the last search (of pairs, triples or quadruples) planned all of its combinations.
     """

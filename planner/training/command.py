@@ -116,7 +116,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Plan one setup, search for the largest value, or sweep, by the parsed flags; return the exit code."""
+    """Plan one setup, a sweep (--sweep) or the largest setup that fits (--find), and return the exit code."""
     _check_outputs(args)
     setup = setup_from(args)
     planner = Planner(load_training_model(args.model))

@@ -45,7 +45,7 @@ def check_device(setup: TrainingSetup) -> None:
     if setup.attention == "flash" and capability < FLASH:
         raise DeploymentError(
             f"FlashAttention needs compute capability 8.0 (Ampere), {has}", field="--attention",
-            hint="--attention sdpa, whose memory-efficient kernel keeps as little",
+            hint="use --attention sdpa, whose memory-efficient kernel needs no more memory",
         )  # fmt: skip
     if setup.precision == "fp8" and capability < FP8:
         raise DeploymentError(

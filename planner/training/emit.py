@@ -148,7 +148,7 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
     """Return the keyword arguments of `transformers.TrainingArguments` for a training setup."""
     if setup.stack == "torchtune":
         raise DeploymentError(
-            "torchtune takes recipes, not TrainingArguments",
+            "torchtune is configured by the YAML file of a recipe, not by TrainingArguments",
             field="--emit",
             hint="tune run with its YAML files",
         )
@@ -193,7 +193,10 @@ def trainer(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def peft(setup: TrainingSetup, model_type: str) -> dict[str, Any]:
-    """Return a setup's fields of `peft.LoraConfig` or `IA3Config`; QLoRA adds a BitsAndBytesConfig."""
+    """Return a setup's `peft.LoraConfig` or `IA3Config` as a dict of its fields.
+
+    For QLoRA, the dict also has the fields of a BitsAndBytesConfig, under `quantization_config`.
+    """
     if setup.method not in ("lora", "qlora", "ia3"):
         raise DeploymentError(
             f"--method {setup.method} trains no adapters", field="--emit", hint="--method lora"

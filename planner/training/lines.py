@@ -28,8 +28,9 @@ LOSS = {
 def paged(setup: TrainingSetup, lines: list[Line]) -> list[Line]:
     """Return the plan's lines, with paged optimizer states limited to the GPU memory that is left.
 
-    bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so the
-    excess leaves the GPU. This is how torchtune's published full training of an 8B model fits on an RTX 4090.
+    bitsandbytes keeps paged states in managed memory (functional.py get_paged: cudaMallocManaged), so states
+    that exceed the GPU's memory are in host memory. This is how torchtune's published full training of an 8B
+    model fits on an RTX 4090.
     """
     on_gpu = [line for line in lines if line.place == "gpu"]
     states = next((line for line in on_gpu if line.name == "optimizer states"), None)
@@ -104,7 +105,7 @@ def peak_lines(
         peak: the peak of a training step, None if activations are not planned.
         length: sequence length in tokens.
         estimated: whether the activations are estimated from tensor shapes.
-        bounds: bytes by which the activations may be (lower, higher).
+        bounds: bytes by which the activations may be (lower, higher) than planned.
     """
     if peak is None:
         return []
@@ -117,7 +118,8 @@ def peak_lines(
         source = "estimated: inputs and outputs of every linear layer, norms in fp32"
     out = [Line("activations", "gpu", kept, low, high, at, source)]
     if peak.logits:
-        # The lower bound is for a caller that drops the 16-bit logits: 12 of 14 bytes per logit.
+        # The lower bound of logits and loss is for a training loop that drops the 16-bit logits, which are 2 of
+        # the 14 bytes per logit.
         formula = LOSS[setup.loss if setup.stack is None or setup.loss != "full" else "dropped"]
         out.append(
             Line(
@@ -158,7 +160,10 @@ def peak_lines(
 
 
 def host_lines(setup: TrainingSetup, placed: HostBytes, peak: Peak | None, states: States) -> list[Line]:
-    """Return a training plan's lines of CPU and NVMe memory: offloaded states and activations, counters."""
+    """Return a training plan's lines of CPU and NVMe memory.
+
+    They are offloaded model states, offloaded activations, and the optimizer's step counters.
+    """
     node = setup.gpus
     out = list(placed.lines)
     if peak is not None and peak.cpu:

@@ -9,7 +9,7 @@ NETWORKS = {
     "nvlink3": 300 * 10**9,  # A100 data sheet: 600 GB/s both directions
     "nvlink4": 450 * 10**9,  # H100 data sheet: 900 GB/s both directions
     "nvlink5": 900 * 10**9,  # B200 data sheet: 1,800 GB/s both directions
-    "pcie3": 16 * 10**9,  # a link of 16 lanes, by PCI-SIG
+    "pcie3": 16 * 10**9,  # PCI-SIG's figure for PCIe 3.0 with 16 lanes
     "pcie4": 32 * 10**9,
     "pcie5": 64 * 10**9,
 }

@@ -13,9 +13,9 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.training.stacks import stack_of
 from tonnage.planner.units import GiB, ceil_div
 
-# Source: _CE_BYTES_PER_LOGIT and _CE_TARGET_GB_CAP in unsloth_zoo 2026.10.9,
-# fused_losses/cross_entropy_loss.py. unsloth computes the loss in chunks that fit into half of the free memory,
-# so the loss never decides whether a step fits.
+# Upper bounds of the bytes of unsloth's loss: per logit, and in total (_CE_BYTES_PER_LOGIT and
+# _CE_TARGET_GB_CAP in unsloth_zoo 2026.10.9, fused_losses/cross_entropy_loss.py). unsloth computes the loss in
+# chunks that fit into half of the free memory, so the loss never decides whether a step fits.
 UNSLOTH_LOGIT, UNSLOTH_MOST = 16, 4 * GiB
 
 

@@ -225,6 +225,7 @@ def _adapter_shapes(tensor: TensorSpec, setup: TrainingSetup) -> list[tuple[str,
     if setup.method == "ia3":
         feed_forward = tensor.module.endswith(IA3_FEED_FORWARD)
         return [("ia3_l", (1, into) if feed_forward else (out, 1))]
-    if tensor.module_class == "Embedding":  # a table [rows, width] has A [rank, rows] and B [width, rank]
+    # For an embedding [vocabulary, hidden], LoRA has A [rank, vocabulary] and B [hidden, rank].
+    if tensor.module_class == "Embedding":
         out, into = into, out
     return [("lora_A.weight", (setup.rank, into)), ("lora_B.weight", (out, setup.rank))]

@@ -1,6 +1,6 @@
 """Training memory that is neither state nor activation: buckets, library workspaces, the CUDA context.
 
-Each overhead is a plan line with its own interval and source.
+Each overhead is a plan line with its own bounds and source.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ on an A6000 (benchmarks/training_accuracy.py).
 - `embedding gradient`: the two gradients of a tied embedding before they are summed.
 - `optimizer step`: copies of the gradients and the temporaries of the multi-tensor kernels (step.py), no
   activations.
-- `first layer backward`: one layer's tensors and all gradients, for stacks that free the gradients in each
-  step.
+- `first layer backward`: one layer's tensors and all gradients, for training loops that free the gradients
+  after each step.
 
 Some training loops free the model's output early or set gradients to None, which lowers the peak (stacks.py).
 loss.py lists the tensors of the loss.
@@ -322,7 +322,7 @@ def peak_of(
             moments.append(_Moment("first layer backward", first + ends, loss.alive, casts, work, rest))
     worst = max(moments, key=lambda moment: (moment.bytes, -MOMENTS.index(moment.name)))
     name = worst.name
-    # With the chunked loss, a third gradient of the head's weight may be alive.
+    # The plan counts two gradients of the head's weight for the chunked loss. A third may be alive.
     more = head_gradient if setup.loss == "chunked" and name == "head gradient" else 0
     if name in ("loss forward", "loss backward") and stage.head:
         more = max(0, loss.most - max(loss.forward, loss.backward))

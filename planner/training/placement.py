@@ -14,7 +14,7 @@ from tonnage.planner.training.states import States
 # Default sizes of DeepSpeed 0.19 (runtime/zero/config.py, offload_config.py)
 PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
 MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
-NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2
+NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2.
 # Number of buffers for optimizer states on NVMe (offload_optimizer.buffer_count). Each buffer is as large as
 # the states of the largest tensor.
 NVME_OPTIMIZER_BUFFERS = 4
@@ -69,7 +69,8 @@ def place(setup: TrainingSetup, states: States, convention: Convention, trained:
         where = "nvme" if setup.offload_optimizer == "nvme" else "cpu"
         size = states.optimizer + states.master
         if not setup.is_fsdp and not states.master and convention.weights != 4:
-            size += 4 * size // max(1, 2 * convention.state)  # DeepSpeed's CPU optimizer adds fp32 weights.
+            # DeepSpeed's CPU optimizer adds an fp32 copy of the weights.
+            size += 4 * size // max(1, 2 * convention.state)
         line("optimizer states", where, size * node, f"{node} ranks of {size:,} bytes", "--offload-optimizer")
         share = states.trainable * states.gradients // max(1, states.full_gradients)
         line("gradients", "cpu", 4 * share * node, f"fp32, 4 x {share:,} elements x {node} ranks",

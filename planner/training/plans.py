@@ -1,6 +1,6 @@
 """Result types of training planning: a `TrainingPlan` and its lines.
 
-A plan has the bytes of one rank on GPU, CPU and NVMe, the verdict, and the traffic of a step.
+A plan has the bytes of one rank on GPU, CPU and NVMe, whether they fit, and the network traffic of a step.
 `tonnage.planner.training.build.Planner` makes plans.
 """
 

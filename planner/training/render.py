@@ -21,7 +21,7 @@ _PLACES = (("gpu", "GPU, per rank"), ("cpu", "CPU, per node"), ("nvme", "NVMe, p
 def plan_to_dict(plan: TrainingPlan, explain: bool = False) -> dict[str, Any]:
     """Return the training plan as a JSON object, with sizes as integers in bytes.
 
-    Later versions of Tonnage may add keys, and never remove or rename one.
+    Later versions of Tonnage may add keys, but never remove or rename a key.
     """
     setup, convention, traffic = plan.setup, plan.convention, plan.communication
     left_out = () if explain else ("formula", "source")
@@ -168,7 +168,11 @@ _SHOWN = 6  # number of combinations of tricks that a terminal shows
 
 
 def combination_lines(found: Combinations) -> list[str]:
-    """Return the combinations of memory-saving tricks that fit, and the smallest change, as text lines."""
+    """Return text lines with the combinations of memory-saving tricks that fit.
+
+    The last line names the smallest change that suffices, if any does: the fastest single trick that suffices
+    alone, else the fastest combination.
+    """
     out = []
     if found.rows:
         out += ["", "Together they fit, the quickest first:", *_trick_rows(found.rows[:_SHOWN])]

@@ -54,7 +54,7 @@ def largest(planner: Planner, setup: TrainingSetup, field: str) -> Largest:
     if not best.fits:
         raise DoesNotFit(
             f"not even {field.replace('_', ' ')} 1 fits: {best.reasons[0]}", field="--find",
-            hint="--tricks shows what would",
+            hint="--tricks shows changes that make it fit",
         )  # fmt: skip
     low, high = 1, 2
     while high <= ceiling and (found := planned(high)).fits:

@@ -78,7 +78,7 @@ class TrainingSetup:
         None, "modules with adapters, or all-linear (default: PEFT's modules for the family)", group=_METHOD,
         metavar="A,B", hint="leave it out for PEFT's default, or all-linear",
     )  # fmt: skip
-    trainable_layers: int = flag(  # 2 is LLaMA-Factory's default
+    trainable_layers: int = flag(  # LLaMA-Factory trains the last 2 layers by default
         2, "number of last layers that --method freeze trains", group=_METHOD, most=_MOST
     )
     base_quantization: str = flag(
@@ -249,7 +249,7 @@ def check_setup(setup: TrainingSetup) -> None:
         raise DeploymentError(
             f"--method {setup.method} adds no adapters to modules",
             field="--target-modules",
-            hint=f"with --method {', '.join(ADAPTERS)}",
+            hint=f"choose a --method with adapters: {', '.join(ADAPTERS)}",
         )
     _check_precision(setup)
     _check_ranks(setup)
@@ -262,7 +262,7 @@ def _check_precision(setup: TrainingSetup) -> None:
         raise DeploymentError(
             f"{setup.precision} keeps no master weights, so there is no convention to choose",
             field="--convention",
-            hint="leave it out, or choose --precision bf16-mixed",
+            hint="leave out --convention, or choose --precision bf16-mixed",
         )
     if setup.precision in ("fp16", "fp16-mixed") and not setup.loss_scaling:
         raise DeploymentError(
@@ -311,9 +311,9 @@ def _check_ranks(setup: TrainingSetup) -> None:
         size = hybrid_group(setup)
         if setup.shard_ranks % size:
             raise DeploymentError(
-                f"groups of {size} do not divide the {setup.shard_ranks} data-parallel ranks",
+                f"the {setup.shard_ranks} data-parallel ranks cannot be divided into groups of {size}",
                 field="--shard-size",
-                hint="a divisor, usually the GPUs of one node",
+                hint="choose a divisor, usually the number of GPUs of one node",
             )
     elif setup.shard_size is not None:
         raise DeploymentError("this flag is only for --strategy fsdp-hybrid", field="--shard-size")
@@ -372,9 +372,10 @@ def _check_offload(setup: TrainingSetup) -> None:
         )
     if setup.shard_ranks % setup.hpz_partition_size:
         raise DeploymentError(
-            f"groups of {setup.hpz_partition_size} do not divide the {setup.shard_ranks} data-parallel ranks",
+            f"the {setup.shard_ranks} data-parallel ranks cannot be divided into groups of "
+            f"{setup.hpz_partition_size}",
             field="--hpz-partition-size",
-            hint="a divisor, usually the GPUs of one node",
+            hint="choose a divisor, usually the number of GPUs of one node",
         )
 
 

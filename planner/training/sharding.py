@@ -127,7 +127,7 @@ def split(held: TensorGroup, setup: TrainingSetup) -> tuple[int, ...]:
 
 
 def shard_elements(shape: tuple[int, ...], ranks: int, by_row: bool) -> int:
-    """Return the number of elements in the largest shard of a tensor that `ranks` ranks shard.
+    """Return the number of elements in the largest shard of a tensor that is sharded among `ranks` ranks.
 
     FSDP2 shards whole rows (torch.chunk along dim 0). The flat buffers of DeepSpeed and FSDP1 are cut into
     equal padded parts.

@@ -15,7 +15,7 @@ from tonnage.planner.training.setup import TrainingSetup
 from tonnage.planner.units import ceil_div
 
 REFERENCE_FLOPS = 312 * 10**12 * 2 // 5  # an A100's 312 TFLOP/s in bf16 x 40 %, usual in training
-PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction
+PCIE = 32 * 10**9  # PCIe 4.0 x16, bytes per second and direction.
 # NVMe bytes per second of one fast drive. ZeRO-Infinity (arXiv 2104.07857) measured about 25 GB/s of reads per
 # DGX-2 node of 16 GPUs.
 NVME = 6 * 10**9
@@ -24,12 +24,12 @@ QLORA_SLOWDOWN = 1.3  # QLoRA is about 30 % slower than LoRA: each use dequantiz
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The FLOPs and transfers of one optimizer step of training on one rank.
+    """The FLOPs and transfers of one optimizer step of training.
 
     Attributes:
-        flops: floating-point operations.
+        flops: floating-point operations of one rank.
         pcie: bytes over one GPU's PCIe link.
-        nvme: bytes from and to NVMe.
+        nvme: bytes that one node reads from and writes to NVMe.
         network: seconds of communication, None if no network speed was given.
         extra: factor on the compute time, 1.3 for QLoRA and 1 otherwise.
     """
@@ -64,7 +64,7 @@ def forward_flops(planner: Planner, trained: Trained, tokens: int, length: int) 
 
 
 def work_of(planner: Planner, plan: TrainingPlan) -> Work:
-    """Return the FLOPs and transfers of one optimizer step of a training plan, on one rank."""
+    """Return the FLOPs and transfers of one optimizer step of a training plan."""
     setup, trained = plan.setup, planner.trained(plan.setup)
     tokens = setup.micro_batch * plan.length
     layers, head, scores = forward_flops(planner, trained, tokens, plan.length)
@@ -99,6 +99,6 @@ def _pcie(setup: TrainingSetup, plan: TrainingPlan) -> int:
 
 
 def _nvme(setup: TrainingSetup, plan: TrainingPlan) -> int:
-    """Return the bytes that offload reads from and writes to NVMe in an optimizer step."""
+    """Return the bytes that offload reads from and writes to one node's NVMe in an optimizer step."""
     size = 2 * plan.line("optimizer states", "nvme")  # Each step reads and writes the offloaded states once.
     return size + 2 * setup.gradient_accumulation * plan.line("weights", "nvme")

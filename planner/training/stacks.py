@@ -16,12 +16,12 @@ from tonnage.planner.training.values import Kernels
 
 
 class StackDefault(NamedTuple):
-    """A flag value that a training stack sets if the user does not give the flag.
+    """A flag value that a training library (--stack) sets if the user does not give the flag.
 
     Attributes:
         flag: field of `TrainingSetup`.
-        value: the value that the stack sets.
-        source: file of the stack that has the default.
+        value: the value that the library sets.
+        source: the library's file that has the default.
         methods: training methods to which the default applies; empty means all methods.
     """
 
@@ -39,7 +39,7 @@ class Stack:
         name: name of the stack, empty for a plain loop.
         version: version of the stack whose sources were read.
         sources: (subject, behaviour with its source file) pairs.
-        kernels: differences of the stack's modules from transformers' modules.
+        kernels: how the library's modules differ from transformers' in the tensors that they keep.
         adapter: bytes of one value of an adapter's weight, gradient and states; 0 means the model's dtype.
         keeps_logits: whether the training loop holds the model's output until the backward pass ends.
         frees_gradients: whether zero_grad sets gradients to None. Without gradient accumulation, no gradients
@@ -51,7 +51,8 @@ class Stack:
             norm).
         upcasts: whether the unquantized weights of a quantized model become fp32.
         nf4: the package whose NF4 packing the stack uses.
-        dequantized: temporary bytes per weight while a quantized matrix is unpacked; torch.compile needs 2.
+        dequantized: temporary bytes per weight while a quantized matrix is unpacked. With torch.compile,
+            every library needs 2.
         states_in_fp32: whether the stack's 8-bit optimizers may compute in fp32 copies of a whole tensor.
         model_types: model types for which the stack has modules of its own; empty means transformers' modules.
         defaults: flag values that the stack sets.
@@ -227,7 +228,9 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     method = given.get("method", "full")
     taken = {d.flag: d.value for d in stack.defaults if not d.methods or method in d.methods}
     alone = given.get("gpus", 1) * given.get("nodes", 1) == 1 and given.get("strategy", "ddp") == "ddp"
-    if not alone:  # torchtune's multi-GPU recipe (recipes/configs/llama3_1/8B_full.yaml) runs plain AdamW
+    # torchtune's recipe for several GPUs (recipes/configs/llama3_1/8B_full.yaml) uses torch's AdamW, which has
+    # no 8-bit states.
+    if not alone:
         taken.pop("optimizer", None)
     if not alone or given.get("gradient_accumulation", 1) > 1:
         taken.pop("optimizer_in_backward", None)

@@ -159,7 +159,8 @@ def states_on_rank(
             per_layer_trained += each if held.trainable else 0
             layer_gathered += gathered * held.count // len(set(held.layers))
         w = _sharded(piece, piece.ranks.weights, setup) * count
-        if not held.trainable and held.frozen_bytes < n:  # fewer bytes than elements: a quantized weight
+        # A weight with fewer bytes than elements is quantized.
+        if not held.trainable and held.frozen_bytes < n:
             packed = max(packed, n)
         if not held.trainable:
             # The packed bytes of a quantized tensor are sharded in proportion to its elements.

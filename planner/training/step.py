@@ -37,8 +37,8 @@ class StepMemory(NamedTuple):
 def kernel_of(setup: TrainingSetup) -> str:
     """Return the requested optimizer kernel (`fused` or `foreach`), or the training framework's default.
 
-    The default is `fused` under DeepSpeed, with an fp32 copy of the weights, and for a training stack's AdamW.
-    Otherwise it is torch's default `foreach`.
+    The default is `fused` under DeepSpeed, with an fp32 copy of the weights, and for AdamW with --stack (a
+    training library such as torchtune). Otherwise it is torch's default, `foreach`.
     """
     if setup.optimizer_kernel is not None:
         return setup.optimizer_kernel
@@ -56,7 +56,8 @@ def step_of(setup: TrainingSetup, convention: Convention, states: States) -> Ste
         part = states.largest
     if setup.strategy == "zero3":
         part = min(part, SUB_GROUP_ELEMENTS)
-    adapters = setup.method in ("lora", "qlora", "ia3")  # Adapters have one dtype.
+    # Weight, gradient and optimizer states of an adapter have the same dtype.
+    adapters = setup.method in ("lora", "qlora", "ia3")
     size, width = (adapter_bytes(setup),) * 2 if adapters else (convention.state, convention.gradients)
     kernel = step_workspace(setup.optimizer, kernel_of(setup), part, states.largest, size, states.projected)
     cast = _FP32 * part if convention.master and width < _FP32 else 0

@@ -59,7 +59,7 @@ class Tape:
         method: training method.
         rank: LoRA rank.
         fp8: whether Transformer Engine keeps the inputs of linear layers in fp8.
-        kernels: differences of the training stack's modules from transformers' modules.
+        kernels: how the training library's modules differ from transformers' in the tensors that they keep.
         trainable: whether the layer's own weights are trained, as they are by the methods `full` and `freeze`.
         saved: saved tensors by the `id` of the tensor that owns the storage.
         weight_casts: (module, bytes, whether the weight is frozen) of each cast weight.
@@ -103,7 +103,7 @@ class Tape:
         return Value(Extent(token=token), width, grad, split)
 
     def like(self, value: Value, width: int | None = None, grad: bool | None = None) -> Value:
-        """Return a new symbolic tensor of the size of `value`, by default with its width and gradient."""
+        """Return a new symbolic tensor of the size of `value`, by default also with its `width` and `grad`."""
         return Value(
             value.size,
             value.width if width is None else width,
@@ -234,7 +234,10 @@ class Tape:
         return self._weighted(self.like(wide), x, size, kind)
 
     def _compiled_norm(self, x: Value, moments: Value) -> Value:
-        """Record a compiled norm on the tape and return its output; the norm keeps its input and `moments`."""
+        """Record a compiled norm on the tape and return its output.
+
+        The norm keeps its input and `moments`, the statistics (such as 1 / standard deviation) of each token.
+        """
         if x.grad or self.trainable:
             self._keep(x if x.instead is None else x.instead)
             self.save(moments)
@@ -347,7 +350,7 @@ class Tape:
         grouped_mm runs in the dtype of the weights, because autocast does not cast its operands.
         """
         if biased and self.trainable:
-            self.save(self.new(chosen, 8, False))  # autograd keeps the indices of the biases
+            self.save(self.new(chosen, 8, False))  # autograd keeps the expert indices that select the biases
         width = self.weight if self.trainable else self.frozen
         grad = x.grad or self.trainable
         for _ in range(3):  # three index tensors: the sort's permutation, its inverse, the tokens
@@ -390,7 +393,7 @@ class Tape:
             if x.grad and self.kernels.tables == "taken":
                 self.save(
                     Value(Extent(token=tables[0].size.position), 4, False)
-                )  # cos and sin of dim / 2 pairs of dimensions
+                )  # cos and sin, with dim / 2 values each per token
             return self.like(x)
         if x.grad:
             for table in tables:
@@ -426,7 +429,8 @@ class Tape:
         """
         width = self.compute if self.autocast else q.width
         sizes = heads * head, heads * (head if value is None else value)
-        repeat = kv_heads != heads and not (self.single and kv_heads == 1)  # expand() suffices for one KV head
+        # A single KV head of a single sequence is repeated by expand(), which makes no copy.
+        repeat = kv_heads != heads and not (self.single and kv_heads == 1)
         if self.attention == "eager":
             if upcast or sinks:
                 width = self.compute if self.autocast else v.width
@@ -437,7 +441,7 @@ class Tape:
                 sinks=sinks,
             )  # fmt: skip
         if broadcast and kv_heads != heads and self.attention == "sdpa":
-            # Here SDPA runs its math kernel, which repeats K and V and computes in fp32.
+            # For broadcast KV heads, SDPA runs its math kernel, which repeats K and V and computes in fp32.
             q = self.new(heads * head, 4, q.grad, split=True)
             k, v = self._repeated(k, v, sizes) if repeat else (self.like(k), v)
             k, v = self.cast(k, 4), self.cast(v, 4)

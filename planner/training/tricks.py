@@ -101,8 +101,8 @@ def tricks(planner: Planner, setup: TrainingSetup) -> tuple[Trick, ...]:
     """Return every memory-saving trick that applies to the training setup, with its planned effect.
 
     Tricks with which the setup fits come first. Tricks are then sorted by relative step time and by memory. If
-    no single trick makes the setup fit, the first row is a combination of the fastest tricks that does. A trick
-    that contradicts the setup is left out.
+    no single trick makes the setup fit, the first entry is a combination of the fastest tricks that does. A
+    trick that contradicts the setup is left out.
     """
     base = planner.plan(setup)
     reference = work_of(planner, base).seconds
@@ -159,7 +159,8 @@ def _flags(changes: dict[str, Any]) -> str:
 def _data_loader(plan: TrainingPlan) -> Trick:
     """Return a row for the table of tricks: the CPU memory of the data loader's pinned batches.
 
-    4 workers hold 2 batches each (prefetch_factor). A batch has ids, labels and mask of 8 bytes per token.
+    4 workers hold 2 batches each (prefetch_factor). For each token, a batch has an id, a label and a
+    mask value of 8 bytes each.
     """
     size = 4 * 2 * 3 * 8 * plan.setup.micro_batch * plan.length * plan.setup.gpus
     return Trick(
