@@ -221,7 +221,7 @@ def test_vllm_version_decides_how_many_mamba_states_are_kept_per_cached_block(fo
     asked = compared(capsys, model, "0.28.0", "0.31.0", *flags, "--mamba-cache-mode", "all")
     assert asked["terms"]["bytes_per_sequence"]["from"] > 2 * out["terms"]["bytes_per_sequence"]["from"]
     assert run([model, "--gpu", "h100-80g", "--engine-version", "0.32.0", "--mamba-cache-mode", "all"]) == 2
-    assert "not know the value all from 0.32 on" in capsys.readouterr().err
+    assert "does not accept the value 'all' from 0.32 on" in capsys.readouterr().err
 
 
 def test_vllm_0_33_changes_cublas_memory_and_mamba_cache_mode(folder, capsys):
