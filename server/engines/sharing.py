@@ -33,9 +33,10 @@ class Sharing:
 
 
 def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Return how many whole KV blocks the longest of ``prefixes`` fills with which ``prompt`` begins.
+    """Return the number of whole KV blocks with which ``prompt`` and one of ``prefixes`` both begin.
 
-    Returns 0 if the prompt begins with none of the prefixes.
+    A prefix matches only if the prompt begins with all its whole blocks; tokens after the last whole block are
+    ignored. If several prefixes match, the longest counts; if none matches, the result is 0.
     """
     most = 0
     for prefix in prefixes:
