@@ -43,8 +43,8 @@ _BUILDING = threading.Event()  # set while a grammar compiles: memory growth is 
 class CompiledGrammar:
     """A compiled grammar, from which a matcher is created for each output sequence.
 
-    ``held`` is its memory in bytes. It is the sum of two increases in a process's memory: during the trial, and
-    while masks were computed.
+    ``held`` is its memory in bytes: the memory that compiling it took in the trial process, plus the growth of
+    this process while its masks were computed.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int, held: int = 0) -> None:

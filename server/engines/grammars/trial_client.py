@@ -31,17 +31,18 @@ from tonnage.server.text.grammar import Grammar
 
 log = logging.getLogger("tonnage.server")
 
-# Upper bound of concurrent trials. A tenant has at most one, so that slow grammars of one tenant do not block
-# the other tenants.
+# Upper bound of the grammars that the trial process compiles at the same time. A tenant has at most one of
+# them, so that slow grammars of one tenant do not block the other tenants.
 PLACES = GRAMMAR_TRIALS
-# Upper bound of the texts with cached results, in bytes; above it, the least recently used are evicted.
+# Upper bound of the bytes of all grammars whose results are cached; above it, the least recently used are
+# evicted.
 KNOWN_BYTES = 4 << 20
 _PATIENCE = 5.0  # seconds in which the trial process must end after its connection was closed
 
 
 @dataclass(slots=True)
 class _Job:
-    """A trial of one grammar for one tenant, with the requests that wait for its result."""
+    """A grammar of one tenant for the trial process to compile, with the requests that wait for its result."""
 
     grammar: Grammar
     tenant: str
@@ -70,11 +71,11 @@ class TrialClient:
 
     @property
     def pid(self) -> int:
-        """Process id of the child process that compiles grammars in trials."""
+        """Process id of the trial process, the child process that compiles each grammar within limits."""
         return self._trial.process.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """Queue a trial of the request's grammar; its result is passed to the callback ``told``."""
+        """Queue the request's grammar for the trial process; its result is passed to the callback ``told``."""
         self._say(request)
 
     def cancel(self, request_id: str) -> None:
@@ -82,7 +83,7 @@ class TrialClient:
         self._say(request_id)
 
     def close(self) -> None:
-        """End this client's thread, and the process that compiles grammars in trials."""
+        """End this client's thread and the trial process."""
         self._say(None)
 
     def _say(self, said: GenerationRequest | str | None) -> None:
@@ -125,9 +126,9 @@ class TrialClient:
                     self._trial.connection.send(Try(number, job.grammar))
 
     def _hear(self, running: dict[int, _Job]) -> None:
-        """Receive the result of a running trial and report it to the requests that wait for it.
+        """Receive a result of the trial process, and report it to the requests that wait for it.
 
-        ``running`` has the running trials by number.
+        ``running`` has the grammars that the trial process is compiling, by message number.
         """
         try:
             tried: Tried = self._trial.connection.recv()
@@ -181,9 +182,9 @@ class TrialClient:
                     return
 
     def _lost(self, running: dict[int, _Job]) -> None:
-        """Replace a trial process that has ended, and report None to the requests that waited for its trials.
+        """Replace a trial process that has ended, and report None to the requests that waited for its results.
 
-        ``running`` has the trials that ran in the old process, by number.
+        ``running`` has the grammars that the old process was compiling, by message number.
         """
         log.error("the process that tries grammars ended; starting another")
         time.sleep(1.0)  # limit the rate of restarts; the sleep delays only this thread
@@ -195,7 +196,7 @@ class TrialClient:
 
 
 def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
-    """Return the error to report to the client if the trial of ``grammar`` failed, else None.
+    """Return the error to report to the client if ``grammar`` did not compile within limits, else None.
 
     ``tried`` is the result of the trial; None means that the trial process ended.
     """
@@ -210,7 +211,7 @@ def _size(known: tuple[Grammar, Tried]) -> int:
 
 
 class _Trial:
-    """A child process that compiles grammars in trials, and the connection to it."""
+    """The trial process, a child process that compiles grammars within limits, and the connection to it."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()

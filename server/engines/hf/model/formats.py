@@ -88,7 +88,7 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
         raise DeploymentError(f"{quantization} needs optimum", field="--quantization", hint=install)
 
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # as named by transformers 5.19
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # names in transformers 5.19
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
