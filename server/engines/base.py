@@ -34,7 +34,7 @@ class Capabilities:
 
 
 def common(each: Iterable[Capabilities]) -> Capabilities:
-    """Return the capabilities that every engine in ``each`` has; if ``each`` is empty, only ``BASIC_PARAMS``."""
+    """Return the capabilities that every engine in ``each`` has; only ``BASIC_PARAMS`` without engines."""
     first, *others = tuple(each) or (Capabilities(),)
     for other in others:
         first = Capabilities(

@@ -23,7 +23,8 @@ from tonnage.cache.prefix.events import AllBlocksCleared, BlockStored, KVEvent
 from tonnage.server.engines.sharing import KVEventsConfig
 
 END = (-1).to_bytes(8, "big", signed=True)
-# Value of ``medium`` in each event. vLLM uses it for the KV pool that attention reads, on a CPU, too.
+# Value of ``medium`` in each event. It is vLLM's name for the KV pool that attention reads, even if the pool is
+# not on a GPU.
 MEDIUM = "GPU"
 
 

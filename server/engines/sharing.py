@@ -33,10 +33,10 @@ class Sharing:
 
 
 def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Return the number of whole KV blocks with which ``prompt`` and one of ``prefixes`` both begin.
+    """Return the number of whole KV blocks of the longest prefix in ``prefixes`` with which ``prompt`` begins.
 
-    A prefix matches only if the prompt begins with all its whole blocks; tokens after the last whole block are
-    ignored. If several prefixes match, the longest counts; if none matches, the result is 0.
+    Only whole blocks are compared, so the tokens of a prefix after its last whole block are ignored. Returns 0
+    if the prompt begins with none of the prefixes.
     """
     most = 0
     for prefix in prefixes:

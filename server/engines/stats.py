@@ -111,8 +111,8 @@ class AutoStats:
 
     Attributes:
         cost: learned cost model, which gives the seconds of an engine step; None until enough steps have run.
-        share: parameter of the learned rule, a share of the outputs between 0 and 1
-            (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule is used.
+        share: parameter of the learned rule, described at `tonnage.cache.admission.policy.Rule`; None while
+            vLLM's own rule is used.
         gain: tokens/s with the learned rule divided by tokens/s with vLLM's rule, both simulated; None before a
             simulation.
         fallbacks: how often low measured throughput, or an exception, made the mode return to vLLM's rule.

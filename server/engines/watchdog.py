@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 from tonnage.server.engines.process_memory import process_tree, stat_fields
 
-# Seconds between two checks. The limits are numbers of checks, because no check is made while the API process
-# is stopped or the machine sleeps.
+# Seconds between two checks. The limits below are numbers of checks, not seconds, because no check is made
+# while the API process is stopped or the machine sleeps.
 CHECK_SECONDS = 1.0
 # Checks without progress, one per second, after which a process counts as hung. A process with niceness 5
 # beside eight busy processes on its only core gets 4 % of the core (weights 335 and 1024, kernel/sched/core.c).

@@ -147,7 +147,7 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
         elif isinstance(node, dict):
             schema = node.get("json_schema")
             if isinstance(schema, dict | bool):
-                # llguidance compiles no schema that is true (any value), which has the same meaning as {}
+                # llguidance cannot compile the schema ``true`` (any value), which means the same as {}
                 found.append(Grammar("json_schema", json.dumps({} if schema is True else schema)))
             level += [value for key, value in node.items() if key != "json_schema"]
     return found

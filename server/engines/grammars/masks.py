@@ -191,7 +191,7 @@ def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int
         else:
             try:
                 matcher.fill()
-            except Exception as error:  # xgrammar's errors too, because no request may end the engine
+            except Exception as error:  # also catch xgrammar's errors, because no request may end the engine
                 errors[at] = library.first_line(str(error))
             taken[tenant] += matcher.seconds
         if queues[tenant]:

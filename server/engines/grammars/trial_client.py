@@ -1,7 +1,7 @@
-"""The client of the process that tries grammars: queues per tenant, cancellation, cached results.
+"""The client of the trial process, which compiles each new grammar once to check it against limits.
 
-The client runs in a thread of its own, so that an engine's step loop or an event loop can use it without
-waiting.
+The client has a queue per tenant, cancels grammars whose requests are cancelled, and caches results. It runs in
+a thread of its own, so that an engine's step loop or an event loop can use it without waiting.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class TrialClient:
 def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
     """Return the error to report to the client if ``grammar`` did not compile within limits, else None.
 
-    ``tried`` is the result of the trial; None means that the trial process ended.
+    ``tried`` is the result of the trial process; None means that the trial process ended without a result.
     """
     if tried is None:
         return EngineDead("the process that tries grammars ended", hint="try again")

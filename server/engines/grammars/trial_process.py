@@ -1,4 +1,4 @@
-"""The process that tries grammars: each trial runs in a fork, which the kernel kills if it exceeds its limits.
+"""The trial process: it compiles each grammar in a fork, which the kernel kills if the fork exceeds its limits.
 
 It is started as ``python -m tonnage.server.engines.grammars.trial_process FD FOLDER`` and ends when its parent
 ends. It holds llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some
@@ -96,7 +96,8 @@ def main(descriptor: int, folder: str) -> None:
 def _special_tokens(folder: str) -> list[str]:
     """Return the texts of the model's special tokens.
 
-    A fork reads them, because a parsed tokenizer.json takes ten times its bytes.
+    A forked process parses tokenizer.json and then ends, because the parsed content takes ten times as much
+    memory as the file has bytes.
     """
     reader, writer = Pipe(duplex=False)
     if not (pid := os.fork()):

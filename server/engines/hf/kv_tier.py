@@ -75,9 +75,9 @@ class KVTier:
         blocks: number of blocks that the host memory holds.
         store: the disk tier (a folder) behind the host memory, or None.
         most_waiting: upper bound of the bytes that wait to be written; further blocks are dropped.
-        learned: whether host memory evicts the block with the lowest forecast reuse (`LearnedBlocks`) instead
-            of the least recently used block. It should be False if there is a folder, because all blocks of the
-            folder pass through host memory.
+        learned: whether host memory evicts in an order learned from the blocks' reuse (`LearnedBlocks`) instead
+            of LRU order. It should be False if there is a folder, because all blocks of the folder pass through
+            host memory.
     """
 
     def __init__(

@@ -23,7 +23,8 @@ from tonnage.server.engines.hf.kernels import linear, small
 # to 2^-9, and a gated MLP rounds four times. A different formula (another activation, or a norm with weight
 # instead of 1 + weight) changes the result by more than 0.1.
 _SAME = 0.02
-_SAME_NORM = 2**-8  # a norm rounds its result once, and in some families also an intermediate value
+# The same for norms, which round their result once, and in some families also an intermediate value.
+_SAME_NORM = 2**-8
 
 
 def fuse(model: nn.Module) -> Counter[str]:
@@ -101,7 +102,7 @@ def _try(
     because they differ by less than a rounding.
     """
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
-    x[2:4] *= 10  # larger values, because activation functions are nearly equal close to 0
+    x[2:4] *= 10  # scale some rows up, because activation functions are nearly equal close to 0
     x[4:] *= 100
     x = x.bfloat16()
     own = module(x).float()
