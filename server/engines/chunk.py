@@ -45,5 +45,5 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     pooled: Pooled = ()  # result of a pooling request, which has only one chunk
-    queued_seconds: float | None = None  # from submission to admission; None if the engine does not report it
+    queued_seconds: float | None = None  # seconds from submission to admission; None if not reported
     refused: bool = False  # whether the request, not the engine, caused ``error``

@@ -70,7 +70,7 @@ class SupervisedEngine(Engine):
         self._watch: asyncio.Task[None] | None = None
         self._between = False
         self._since: float | None = None  # last change of ``ready``, in seconds since the epoch
-        self._capacity: Capacity | None = None  # of the last engine that loaded; all engines have equal plans
+        self._capacity: Capacity | None = None  # capacity of the last engine that loaded; all have equal plans
         self._stopping = False
 
     @property

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 # Limits of one matcher; llguidance reports an error if one is exceeded. With llguidance's defaults, one mask of
 # a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's vocabulary). With these limits the
-# slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
+# slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms. A schema of 1,000 optional
+# properties has 10,000 grammar symbols.
 LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,  # llguidance's default is 50,000
-    # Number of symbols; llguidance's default is 500,000. A schema of 1,000 optional properties has 10,000.
-    "max_grammar_size": 12_000,
+    "max_grammar_size": 12_000,  # grammar symbols; llguidance's default is 500,000
     "max_lexer_states": 10_000,  # llguidance's default is 250,000; one state takes 1 to 2 KB
     "verbose_errors": False,  # verbose errors would include the parser's state
 }

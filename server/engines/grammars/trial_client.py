@@ -93,7 +93,7 @@ class TrialClient:
     # -- methods that run in the client's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        # Waiting trials by tenant; the tenant that has waited longest comes first.
+        # Grammars that wait for the trial process, by tenant; the tenant that has waited longest comes first.
         waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         running: dict[int, _Job] = {}
         number = 0

@@ -93,7 +93,7 @@ class GrammarCompiler:
             self._tell(request_id, error)
             return
         assert tried is not None
-        if grammar.kind == "structural_tag":  # another thread, because xgrammar may take long
+        if grammar.kind == "structural_tag":  # in a thread, because xgrammar may take long
             self._tag_thread.submit(self._compile, request_id, grammar, tried)
         else:
             self._compile(request_id, grammar, tried)

@@ -44,7 +44,8 @@ WAITING_BYTES = 256 << 20
 # A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
 MOST_SECONDS = 10.0
-_BLOCKS_PER_READ = 8  # number of blocks that one job of a reader thread reads
+# Number of blocks that one job of a reader thread reads.
+_BLOCKS_PER_READ = 8
 # Seconds that `KVTier.close` waits for writes. The API process kills an engine process that does not end within
 # 5 seconds (HFEngine.stop).
 _SECONDS_TO_CLOSE = 3.0

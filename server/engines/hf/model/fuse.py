@@ -23,7 +23,8 @@ from tonnage.server.engines.hf.kernels import linear, small
 # to 2^-9, and a gated MLP rounds four times. A different formula (another activation, or a norm with weight
 # instead of 1 + weight) changes the result by more than 0.1.
 _SAME = 0.02
-# The same for norms, which round their result once, and in some families also an intermediate value.
+# Relative difference (L2) up to which the results of two norms count as equal. A norm rounds its result once,
+# and in some families also an intermediate value.
 _SAME_NORM = 2**-8
 
 
