@@ -64,8 +64,8 @@ def self_check(runner: ModelRunner) -> float:
         logits = runner.forward(batch).float()
         if runner.attention_calls != layers:
             raise UnsupportedArchitecture(
-                f"{config.model_type!r} called the paged attention {runner.attention_calls} times in a step, "
-                f"but has {layers} layers that must each call it once",
+                f"{config.model_type!r} called the paged attention in {runner.attention_calls} of its "
+                f"{layers} layers",
                 field="model_type",
                 hint="use --backend vllm",
             )
