@@ -34,7 +34,7 @@ class Capabilities:
 
 
 def common(each: Iterable[Capabilities]) -> Capabilities:
-    """Return the capabilities that every engine in ``each`` has; without engines, the mandatory ones."""
+    """Return the capabilities that every engine in ``each`` has; only ``BASIC_PARAMS`` without engines."""
     first, *others = tuple(each) or (Capabilities(),)
     for other in others:
         first = Capabilities(
@@ -93,7 +93,7 @@ class Engine(ABC):
     def ready(self) -> bool:
         """Whether the engine can serve requests now.
 
-        An engine overrides this property if its statistics are slow to make.
+        The value is taken from `stats`. An engine whose `stats` is slow overrides this property.
         """
         return self.stats().ready
 

@@ -53,9 +53,10 @@ def limits_of(plan: Plan) -> Limits:
 def held_to(plan: Plan, source: ModelSource, deployment: Deployment) -> Plan:
     """Return the memory plan of ``source`` with a KV pool size that still fits a GPU after the model's load.
 
-    The plan forecasts an interval of pool sizes that fit. The returned plan has the lower end of the interval
-    as its pool size, if a pool of that size holds at least one sequence. So the engine need not measure free
-    memory. A plan for a CPU, or with a pool size set by a flag, is returned unchanged.
+    The plan forecasts an interval of pool sizes that may fit. The returned plan has the lower end of the
+    interval as its pool size, so the engine need not measure free memory before it allocates the pool. A plan
+    is returned unchanged if a pool of that size would not hold one sequence, if the device is a CPU, or if a
+    flag sets the pool size.
     """
     if plan.deployment.device == "cpu" or "kv_pool_bytes" not in plan.intervals:
         return plan

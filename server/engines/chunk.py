@@ -44,7 +44,6 @@ class Chunk:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    pooled: Pooled = ()  # result of a pooling request, in its only chunk.
-    # Seconds from submission to admission; None if the engine does not report it.
-    queued_seconds: float | None = None
-    refused: bool = False  # if ``error`` is set: whether the request caused the error, not the engine
+    pooled: Pooled = ()  # result of a pooling request, which has only one chunk
+    queued_seconds: float | None = None  # seconds from submission to admission; None if not reported
+    refused: bool = False  # whether the request, not the engine, caused ``error``

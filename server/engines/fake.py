@@ -285,7 +285,7 @@ class FakeEngine(Engine):
                 owner.inbox.put_nowait(chunk)
 
     def step(self) -> Step[_Sequence]:
-        """Run one step: compute the scheduled tokens, then draw a token for each fully computed sequence."""
+        """Run one step: mark the scheduled tokens as computed, then draw a token for each complete sequence."""
         scheduler, begun = self.scheduler, time.perf_counter()
         sample_laws(self._manager, scheduler.steps + 1)
         step = scheduler.step()

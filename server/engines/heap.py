@@ -26,8 +26,8 @@ def bound_heap() -> None:
 
 
 # Number of new objects after which Python's garbage collector runs. A request body of 1.5 MB may have 40,000
-# parts of messages. Their validation takes 60 ms of the event loop with this threshold, and 260 ms with the
-# default of 700 (benchmarks/event_loop.py many_parts).
+# message parts. Their validation takes 60 ms of the event loop with this threshold, and 260 ms with the default
+# of 700 (benchmarks/event_loop.py many_parts).
 _COLLECTED_AT_ONCE = 50_000
 
 

@@ -23,7 +23,9 @@ from tonnage.cache.prefix.events import AllBlocksCleared, BlockStored, KVEvent
 from tonnage.server.engines.sharing import KVEventsConfig
 
 END = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"  # vLLM's name for the pool that the model reads, also if that pool is on another device
+# Value of ``medium`` in each event. It is vLLM's name for the KV pool that attention reads, even if the pool is
+# not on a GPU.
+MEDIUM = "GPU"
 
 
 def encode(events: Sequence[KVEvent], timestamp: float, rank: int | None = None) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 # Niceness of the engine. Its compute threads keep every core busy. At equal priority, the API process waits for
-# a time slice to answer a probe or a scrape, or to send a token. 99 % of scrapes took at most 5.4 to 5.8 ms,
-# and with nice 5 3.7 to 4.0 ms, at equal tokens per second (benchmarks/metrics_scrape.py, HF engine).
+# a time slice before it answers a health check or a request for metrics, or sends a token. The 99th percentile
+# of the time to answer /metrics was 5.4 to 5.8 ms at equal priority, and 3.7 to 4.0 ms when the engine had
+# niceness 5. Both had equal tokens per second (benchmarks/metrics_scrape.py, HF engine).
 BEHIND_THE_API = 5
 
 

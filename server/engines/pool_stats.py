@@ -41,7 +41,7 @@ def new_manager(plan: Plan, policy: Policy | None, *, kv_events: bool = False) -
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        # make_plan has replaced a value of None by the engine's default
+        # The value is not None here, because make_plan has replaced None by the engine's default.
         enable_prefix_caching=bool(plan.deployment.enable_prefix_caching),
         policy=policy or Policy(),
         kv_events=kv_events,
@@ -55,7 +55,7 @@ def sample_laws(manager: KVCacheManager, step: int) -> None:
 
 
 def share(manager: KVCacheManager, sharing: Sharing) -> None:
-    """Connect the KV block manager to the configured KV event publisher and to the shared prefixes.
+    """Start the configured publisher of KV events, and let all cache salts share the configured prefixes.
 
     Raises:
         DeploymentError: an endpoint of the publisher cannot be bound.
@@ -108,8 +108,8 @@ def engine_stats(
 def pool_stats(manager: KVCacheManager) -> PoolStats:
     """Return a snapshot of the KV block pool's statistics; this takes tens of microseconds."""
     stats, rows = manager.stats(), manager.rows
-    # Every KV cache group has blocks for the same positions. So the waste of one group is multiplied by the
-    # number of groups. Unused rows of the arrays are zero and add nothing.
+    # Token slots of used blocks that hold no token. Every KV cache group has blocks for the same positions, so
+    # the number for one group is multiplied by the number of groups. Unused array rows are zero.
     waste = (int(rows.room.sum()) - int(rows.computed.sum())) * len(manager.tables)
     return PoolStats(
         num_blocks=stats.num_blocks,

@@ -20,7 +20,7 @@ _SHARED_THAT_MATTERS = 4 * 1024 * _KIB
 
 
 def stat_fields(folder: str) -> list[bytes]:
-    """Return the fields from ``state`` on of ``folder``/stat (proc_pid_stat(5)), ``folder`` being in /proc.
+    """Return the fields of a /proc folder's ``stat`` file from the third, ``state``, on (proc_pid_stat(5)).
 
     Returns an empty list if the process has ended.
     """
@@ -60,10 +60,8 @@ def process_tree(pid: int) -> list[int]:
 def anonymous_bytes(pid: int | str = "self") -> int:
     """Return the anonymous memory (RssAnon) of a process in bytes; 0 if it has ended or there is no /proc.
 
-    The default is this process. A call takes microseconds.
-
-    /proc/PID/statm has the number of resident pages, and of those that belong to files or are shared
-    (proc_pid_statm(5)).
+    The default is this process. A call takes microseconds. It reads /proc/PID/statm (proc_pid_statm(5)) and
+    subtracts the file-backed and shared pages from the resident pages.
     """
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as statm:
@@ -76,10 +74,10 @@ def anonymous_bytes(pid: int | str = "self") -> int:
 def process_tree_bytes(pid: int) -> int:
     """Return RssAnon + RssShmem of a process and its descendants in bytes; 0 if the process has ended.
 
-    Shared memory that several processes of the tree map counts once. If it is above 4 MiB in total, each
-    process's proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) replaces its RssShmem. Anonymous pages
-    count per process. So pages that a forked child shares with its parent count twice, but engines are spawned,
-    not forked.
+    If several processes have shared memory, and their RssShmem is above 4 MiB in total, each process's
+    proportional share (Pss_Shmem of smaps_rollup, Linux 5.9) replaces its RssShmem. So a page that several of
+    them map is counted once. Anonymous pages are counted per process. So pages that a forked child shares with
+    its parent would be counted twice, but engines are spawned, not forked.
     """
     return _held(process_tree(pid))
 

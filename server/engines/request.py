@@ -18,8 +18,8 @@ class Pooling:
     """Parameters of a request for an embedding or for scores of labels instead of generated tokens.
 
     Attributes:
-        dimensions: number of components of an embedding, which is cut and normalized again. The model must be
-            trained for truncation.
+        dimensions: number of components to which an embedding is truncated before it is normalized again; None
+            for no truncation. The model must be trained for truncation (Matryoshka).
         use_activation: whether an embedding is normalized, or a classifier's logits pass sigmoid or softmax;
             None for the model's default.
         second_text: index of the first token of the second of two texts; None for a single text, and for a
@@ -47,8 +47,8 @@ class SamplingParams:
         bad_words: texts that the output must not contain.
         bad_token_ids: the token ids of ``bad_words``, one or two sequences for each; the API sets them.
         min_tokens: number of output tokens before which no stop token is drawn.
-        pooling: parameters of a pooling request; None for a request for tokens. A pooling request needs an
-            engine with ``Capabilities.pools``.
+        pooling: parameters of a pooling request; None for text generation. A pooling request needs an engine
+            with ``Capabilities.pools``.
     """
 
     max_tokens: int
@@ -57,7 +57,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()  # includes the model's EOS ids, unless the request sets ignore_eos
+    stop_token_ids: tuple[int, ...] = ()  # the API adds the model's EOS ids, unless ignore_eos is set
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     presence_penalty: float = 0.0
@@ -94,8 +94,8 @@ ALL_PARAMS = BASIC_PARAMS | {
 class GenerationRequest:
     """A request for ``n`` output sequences from one prompt.
 
-    ``request_id`` is unique among the requests in flight. ``weight`` is the weight of the tenant's key relative
-    to other keys. ``lora`` is the name of the LoRA adapter; empty means the base model.
+    ``request_id`` is unique among the requests in flight. ``weight`` is the weight of the tenant's API key
+    relative to other API keys. ``lora`` is the name of the LoRA adapter; empty means the base model.
     """
 
     request_id: str

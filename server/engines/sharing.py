@@ -33,9 +33,10 @@ class Sharing:
 
 
 def whole_blocks(prompt: Sequence[int], prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Return how many whole KV blocks the longest of ``prefixes`` fills with which ``prompt`` begins.
+    """Return the number of whole KV blocks of the longest prefix in ``prefixes`` with which ``prompt`` begins.
 
-    Returns 0 if the prompt begins with none of the prefixes.
+    Only whole blocks are compared, so the tokens of a prefix after its last whole block are ignored. Returns 0
+    if the prompt begins with none of the prefixes.
     """
     most = 0
     for prefix in prefixes:

@@ -72,7 +72,7 @@ class MeasuredMemory:
         framework: memory of the processes at the end of the load, without weights and pool.
         process: RssAnon + RssShmem of all processes now.
         process_peak: maximum of ``process`` so far.
-        warm_weights: weights after the first full step, in which a kernel may have repacked them.
+        warm_weights: weights after a profile run, in which a kernel may have repacked them.
         lora: slots of LoRA adapters, if there are any.
         kv_tier: storage of the KV tier in host memory, if there is one.
         activation_peak: activations as measured by the engine itself.
@@ -94,7 +94,7 @@ class MeasuredMemory:
     def activations(self) -> int | None:
         """Bytes of activations: as the engine measured them, else derived from the process peak.
 
-        The derived value is the peak minus weights, KV pool, LoRA slots and framework.
+        The derived value is the peak minus weights, KV pool, framework, LoRA slots and KV tier.
         """
         if self.activation_peak is not None:
             return self.activation_peak
@@ -110,9 +110,9 @@ class AutoStats:
     """The step costs and the admission rule that the admission mode ``auto`` has learned.
 
     Attributes:
-        cost: seconds of a step by its parts; None until enough steps have run.
-        share: parameter of the learned rule (`tonnage.cache.admission.policy.Rule`); None while vLLM's own rule
-            is used.
+        cost: learned cost model, which gives the seconds of an engine step; None until enough steps have run.
+        share: parameter of the learned rule, described at `tonnage.cache.admission.policy.Rule`; None while
+            vLLM's own rule is used.
         gain: tokens/s with the learned rule divided by tokens/s with vLLM's rule, both simulated; None before a
             simulation.
         fallbacks: how often low measured throughput, or an exception, made the mode return to vLLM's rule.
@@ -125,7 +125,7 @@ class AutoStats:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The learned seconds of an engine step by part (see ``COST_PARTS``); empty before they are known."""
+        """The coefficients of the learned cost model in seconds, by name; empty before they are known."""
         return {} if self.cost is None else dict(zip(COST_PARTS, astuple(self.cost), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,8 +139,8 @@ class AutoStats:
         }
 
 
-# Parts of a step's duration, in the order of the fields of `StepCost`: seconds per step, per prefill token, per
-# sequence, and per token of context.
+# JSON names of the coefficients of `StepCost`, in the order of its fields: seconds per step, per prefill token,
+# per sequence, and per token of context.
 COST_PARTS = ("fixed", "prefill_token", "sequence", "context_token")
 
 
@@ -170,8 +170,9 @@ class TierStats:
         host_left_out: blocks not copied to host memory, because their forecast reuse was too low.
         host_hit_blocks: blocks copied from host memory to the pool instead of being computed.
         host_load_seconds: seconds of the copies from host memory to the pool.
-        saved_seconds: estimated seconds to compute the loaded blocks, at the measured pace of prompts.
-        spent_seconds: seconds of copies in both directions, and seconds that requests waited for the folder.
+        saved_seconds: estimated seconds to compute the loaded blocks, at the measured prefill speed.
+        spent_seconds: seconds of copies between pool and host memory in both directions, plus seconds that
+            requests waited for blocks from the disk tier.
         disk: counts of the disk tier, or None without one.
     """
 
@@ -213,10 +214,10 @@ class EngineStats:
     # distinguish them.
     shared_hit_tokens: int | None = 0
     restarts: int = 0
-    invariant_violations: int | None = 0  # found so far; None if the engine does not check its invariants
+    invariant_violations: int | None = 0  # violations found so far; None if the engine does not check
     admission_mode: str | None = None
-    auto: AutoStats | None = None  # None in admission modes other than ``auto``
-    tier: TierStats | None = None  # only of an hf engine with a KV tier; None otherwise
+    auto: AutoStats | None = None  # what mode ``auto`` has learned; None in other admission modes
+    tier: TierStats | None = None  # statistics of the hf engine's KV tier; None without a KV tier
     since: float | None = None  # time of the last change of ``ready`` (epoch seconds); None if not reported
 
 

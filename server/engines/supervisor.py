@@ -43,9 +43,9 @@ class SupervisedEngine(Engine):
         make: function that creates an engine. If it raises an error during a restart, for example because the
             model's files are missing, the restart is tried again.
         max_restarts: number of restarts per hour above which the supervisor gives up.
-        ready_timeout: seconds within which an engine must load. Otherwise ``start`` raises EngineDead, or the
-            restart has failed.
-        back_off: seconds to wait before each restart of a series.
+        ready_timeout: seconds within which an engine must load. If the first engine takes longer, ``start``
+            raises EngineDead; if a later engine takes longer, the restart is tried again.
+        back_off: seconds to wait before the first, second, ... of consecutive restarts.
         on_give_up: function that is called once when the supervisor gives up.
     """
 
@@ -69,9 +69,8 @@ class SupervisedEngine(Engine):
         self._before: EngineStats | None = None  # sum of the counters of earlier engines
         self._watch: asyncio.Task[None] | None = None
         self._between = False
-        self._since: float | None = None  # last change of ``ready``, in seconds since the epoch.
-        # Capacity of the last engine that loaded; all engines have equal plans.
-        self._capacity: Capacity | None = None
+        self._since: float | None = None  # last change of ``ready``, in seconds since the epoch
+        self._capacity: Capacity | None = None  # capacity of the last engine that loaded; all have equal plans
         self._stopping = False
 
     @property
@@ -157,8 +156,8 @@ class SupervisedEngine(Engine):
     async def _restart(self, attempt: int) -> bool:
         """Wait, then replace the dead engine by a new one; return whether the new engine runs.
 
-        ``attempt`` is the number of the restart in its series. When the supervisor gives up, the call does not
-        return.
+        ``attempt`` is the number of consecutive restarts before this one. After too many restarts within an
+        hour the supervisor gives up; the call then waits until it is cancelled.
         """
         if not self._between:
             self._between, self._since = True, time.time()
@@ -196,7 +195,7 @@ class SupervisedEngine(Engine):
                 await engine.start()
             self._capacity, self._since = engine.capacity(), time.time()
         except TimeoutError as error:
-            if not deadline.expired():  # the engine itself raised the TimeoutError
+            if not deadline.expired():  # the engine raised this TimeoutError, not ``deadline``
                 raise
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(engine.stop(), _STOP_SECONDS)

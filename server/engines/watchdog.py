@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 
 from tonnage.server.engines.process_memory import process_tree, stat_fields
 
-# Seconds between two checks. The limits are numbers of checks, because no check is made while the API process
-# is stopped or the machine sleeps.
+# Seconds between two checks. The limits below are numbers of checks, not seconds, because no check is made
+# while the API process is stopped or the machine sleeps.
 CHECK_SECONDS = 1.0
-# Checks without progress after which a process counts as hung. A process of nice 5 beside eight busy processes
-# on its only core gets 4 % of the core (weights 335 and 1024, kernel/sched/core.c). That is a tick of 10 ms
-# every quarter of a second, and a minute is 240 times as long.
+# Checks without progress, one per second, after which a process counts as hung. A process with niceness 5
+# beside eight busy processes on its only core gets 4 % of the core (weights 335 and 1024, kernel/sched/core.c).
+# That is a clock tick of 10 ms every 0.25 s, and 60 s are 240 times as long.
 HANG_CHECKS = 60
 # Checks without progress after which a process counts as hung during the load. A file server may be unreachable
 # for some minutes and return (nfs(5): over TCP a request is repeated after 60 s, on a hard mount without end),

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 # Limits of one matcher; llguidance reports an error if one is exceeded. With llguidance's defaults, one mask of
 # a rule with 4,000 to 8,000 optional parts took 0.8 to 1.4 s (demo model's vocabulary). With these limits the
-# slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms.
+# slowest known mask takes 0.1 s. A mask of an ordinary schema takes 0.01 to 5 ms. A schema of 1,000 optional
+# properties has 10,000 grammar symbols.
 LIMITS: dict[str, Any] = {
     "step_max_items": 10_000,  # llguidance's default is 50,000
-    "max_grammar_size": 12_000,  # symbols (default 500,000); a schema of 1,000 optional properties has 10,000
+    "max_grammar_size": 12_000,  # grammar symbols; llguidance's default is 500,000
     "max_lexer_states": 10_000,  # llguidance's default is 250,000; one state takes 1 to 2 KB
     "verbose_errors": False,  # verbose errors would include the parser's state
 }
@@ -91,9 +92,10 @@ class _Bytes:
 
 
 def byte_tokenizer(special: list[str]) -> llguidance.LLTokenizer:
-    """Return a tokenizer with one token per byte value and the given special tokens, for grammar trials.
+    """Return a tokenizer with one token per byte value and the given special tokens.
 
-    It takes 0.1 MiB. A tokenizer with a vocabulary of 49,152 tokens takes 36 MiB.
+    The trial process, which first compiles each grammar within limits, uses it instead of the model's tokenizer
+    to save memory. It takes 0.1 MiB; a tokenizer with a vocabulary of 49,152 tokens takes 36 MiB.
     """
     import llguidance  # imported here, because the extra "grammar" is optional
 
@@ -127,7 +129,7 @@ def first_line(text: str) -> str:
 
 
 def parts_of(grammar: Grammar) -> list[Grammar]:
-    """Return the grammars that a trial of ``grammar`` compiles.
+    """Return the grammars that the trial process compiles to check ``grammar`` against the server's limits.
 
     For a structural tag, these are the JSON schemas of its functions. Otherwise it is ``grammar`` itself.
 
@@ -145,7 +147,7 @@ def parts_of(grammar: Grammar) -> list[Grammar]:
         elif isinstance(node, dict):
             schema = node.get("json_schema")
             if isinstance(schema, dict | bool):
-                # llguidance compiles no schema that is true (any value), which has the same meaning as {}
+                # llguidance cannot compile the schema ``true`` (any value), which means the same as {}
                 found.append(Grammar("json_schema", json.dumps({} if schema is True else schema)))
             level += [value for key, value in node.items() if key != "json_schema"]
     return found

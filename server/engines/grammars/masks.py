@@ -43,8 +43,8 @@ _BUILDING = threading.Event()  # set while a grammar compiles: memory growth is 
 class CompiledGrammar:
     """A compiled grammar, from which a matcher is created for each output sequence.
 
-    ``held`` is its memory in bytes. It is the sum of two increases in a process's memory: during the trial, and
-    while masks were computed.
+    ``held`` is its memory in bytes: the memory that compiling it took in the trial process, plus the growth of
+    this process while its masks were computed.
     """
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, source: str, vocab_size: int, held: int = 0) -> None:
@@ -191,7 +191,7 @@ def fill(drawing: Sequence[tuple[str, GrammarMatcher | TagMatcher]]) -> dict[int
         else:
             try:
                 matcher.fill()
-            except Exception as error:  # xgrammar's errors too, because no request may end the engine
+            except Exception as error:  # also catch xgrammar's errors, because no request may end the engine
                 errors[at] = library.first_line(str(error))
             taken[tenant] += matcher.seconds
         if queues[tenant]:

@@ -1,4 +1,7 @@
-"""Messages to and from the process that tries grammars, sent by an engine or the API process."""
+"""Messages to and from the trial process, which compiles each new grammar once to check it against limits.
+
+An engine process or the API process is on the other side.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from tonnage.server.text.grammar import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A message to compile ``grammar`` in a trial; the message with the result has the same ``number``."""
+    """A message that asks the trial process to compile ``grammar``; the result has the same ``number``."""
 
     number: int
     grammar: Grammar
@@ -17,16 +20,16 @@ class Try:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """A message to cancel the grammar trial with this number; no result follows."""
+    """A message that asks the trial process to stop compiling a grammar; no result follows."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The result of a grammar trial: the grammar in llguidance's syntax (``source``), or an ``error`` message.
+    """A message of the trial process: the grammar in llguidance's syntax (``source``), or an ``error`` message.
 
-    The ``source`` of a structural tag is its own text. ``bytes`` is the memory that compiling took, in bytes.
+    The ``source`` of a structural tag is its own text. ``bytes`` is the memory that compiling the grammar took.
     """
 
     number: int

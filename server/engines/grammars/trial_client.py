@@ -1,7 +1,7 @@
-"""The client of the process that tries grammars: queues per tenant, cancellation, cached results.
+"""The client of the trial process, which compiles each new grammar once to check it against limits.
 
-The client runs in a thread of its own, so that an engine's step loop or an event loop can use it without
-waiting.
+The client has a queue per tenant, cancels grammars whose requests are cancelled, and caches results. It runs in
+a thread of its own, so that an engine's step loop or an event loop can use it without waiting.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from tonnage.server.text.grammar import Grammar
 
 log = logging.getLogger("tonnage.server")
 
-# Upper bound of concurrent trials. A tenant has at most one, so that slow grammars of one tenant do not block
-# the other tenants.
+# Upper bound of the grammars that the trial process compiles at the same time. A tenant has at most one of
+# them, so that slow grammars of one tenant do not block the other tenants.
 PLACES = GRAMMAR_TRIALS
-# Upper bound of the texts with cached results, in bytes; above it, the least recently used are evicted.
+# Upper bound of the bytes of all grammars whose results are cached; above it, the least recently used are
+# evicted.
 KNOWN_BYTES = 4 << 20
 _PATIENCE = 5.0  # seconds in which the trial process must end after its connection was closed
 
 
 @dataclass(slots=True)
 class _Job:
-    """A trial of one grammar for one tenant, with the requests that wait for its result."""
+    """A grammar of one tenant for the trial process to compile, with the requests that wait for its result."""
 
     grammar: Grammar
     tenant: str
@@ -70,11 +71,11 @@ class TrialClient:
 
     @property
     def pid(self) -> int:
-        """Process id of the child process that compiles grammars in trials."""
+        """Process id of the trial process, the child process that compiles each grammar within limits."""
         return self._trial.process.pid
 
     def ask(self, request: GenerationRequest) -> None:
-        """Queue a trial of the request's grammar; its result is passed to the callback ``told``."""
+        """Queue the request's grammar for the trial process; its result is passed to the callback ``told``."""
         self._say(request)
 
     def cancel(self, request_id: str) -> None:
@@ -82,7 +83,7 @@ class TrialClient:
         self._say(request_id)
 
     def close(self) -> None:
-        """End this client's thread, and the process that compiles grammars in trials."""
+        """End this client's thread and the trial process."""
         self._say(None)
 
     def _say(self, said: GenerationRequest | str | None) -> None:
@@ -92,7 +93,7 @@ class TrialClient:
     # -- methods that run in the client's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        # Waiting trials by tenant; the tenant that has waited longest comes first.
+        # Grammars that wait for the trial process, by tenant; the tenant that has waited longest comes first.
         waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         running: dict[int, _Job] = {}
         number = 0
@@ -125,9 +126,9 @@ class TrialClient:
                     self._trial.connection.send(Try(number, job.grammar))
 
     def _hear(self, running: dict[int, _Job]) -> None:
-        """Receive the result of a running trial and report it to the requests that wait for it.
+        """Receive a result of the trial process, and report it to the requests that wait for it.
 
-        ``running`` has the running trials by number.
+        ``running`` has the grammars that the trial process is compiling, by message number.
         """
         try:
             tried: Tried = self._trial.connection.recv()
@@ -181,9 +182,9 @@ class TrialClient:
                     return
 
     def _lost(self, running: dict[int, _Job]) -> None:
-        """Replace a trial process that has ended, and report None to the requests that waited for its trials.
+        """Replace a trial process that has ended, and report None to the requests that waited for its results.
 
-        ``running`` has the trials that ran in the old process, by number.
+        ``running`` has the grammars that the old process was compiling, by message number.
         """
         log.error("the process that tries grammars ended; starting another")
         time.sleep(1.0)  # limit the rate of restarts; the sleep delays only this thread
@@ -195,9 +196,9 @@ class TrialClient:
 
 
 def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
-    """Return the error to report to the client if the trial of ``grammar`` failed, else None.
+    """Return the error to report to the client if ``grammar`` did not compile within limits, else None.
 
-    ``tried`` is the result of the trial; None means that the trial process ended.
+    ``tried`` is the result of the trial process; None means that the trial process ended without a result.
     """
     if tried is None:
         return EngineDead("the process that tries grammars ended", hint="try again")
@@ -210,7 +211,7 @@ def _size(known: tuple[Grammar, Tried]) -> int:
 
 
 class _Trial:
-    """A child process that compiles grammars in trials, and the connection to it."""
+    """The trial process, a child process that compiles grammars within limits, and the connection to it."""
 
     def __init__(self, folder: Path) -> None:
         ours, theirs = socket.socketpair()

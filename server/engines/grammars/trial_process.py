@@ -1,4 +1,4 @@
-"""The process that tries grammars: each trial runs in a fork, which the kernel kills if it exceeds its limits.
+"""The trial process: it compiles each grammar in a fork, which the kernel kills if the fork exceeds its limits.
 
 It is started as ``python -m tonnage.server.engines.grammars.trial_process FD FOLDER`` and ends when its parent
 ends. It holds llguidance and a tokenizer of bytes (11 MiB), and has no threads, so a fork takes some
@@ -57,14 +57,14 @@ TOO_MUCH = (
 
 @dataclass(frozen=True, slots=True)
 class _Fork:
-    """A running grammar trial: the number of its request message, and the id of the forked process."""
+    """A forked process that compiles one grammar: its process id, and the ``number`` of the `Try` message."""
 
     number: int
     pid: int
 
 
 def main(descriptor: int, folder: str) -> None:
-    """Try each received grammar in a fork; send one Tried message for each Try message.
+    """Compile each received grammar in a forked process; answer each Try message with a Tried message.
 
     Args:
         descriptor: file descriptor of the socket to the parent process.
@@ -96,7 +96,8 @@ def main(descriptor: int, folder: str) -> None:
 def _special_tokens(folder: str) -> list[str]:
     """Return the texts of the model's special tokens.
 
-    A fork reads them, because a parsed tokenizer.json takes ten times its bytes.
+    A forked process parses tokenizer.json and then ends, because the parsed content takes ten times as much
+    memory as the file has bytes.
     """
     reader, writer = Pipe(duplex=False)
     if not (pid := os.fork()):
@@ -117,7 +118,7 @@ def _special_tokens(folder: str) -> list[str]:
 def _begin(
     tokenizer: llguidance.LLTokenizer, trial: Try, connection: Connection, forks: dict[Connection, _Fork]
 ) -> None:
-    """Start the trial of a grammar in a fork, and add the reading end of its pipe to ``forks``."""
+    """Fork a process that compiles a grammar, and add the reading end of the process's pipe to ``forks``."""
     reader, writer = Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -135,7 +136,7 @@ def _begin(
 
 
 def _limit() -> None:
-    """Limit the time, memory and stack of this process, a grammar trial; the kernel enforces the limits."""
+    """Let the kernel limit the processor time, memory and stack of this process, which compiles one grammar."""
     os.nice(BEHIND_THE_ENGINE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
@@ -147,7 +148,7 @@ def _limit() -> None:
 
 
 def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
-    """Compile a grammar and compute its first token mask, as the engine will do; return the trial's result."""
+    """Compile a grammar and compute its first token mask, as the engine will do; return the result message."""
     before = anonymous_bytes()
     try:
         source = trial.grammar.text
@@ -168,7 +169,7 @@ def _try(tokenizer: llguidance.LLTokenizer, trial: Try) -> Tried:
 
 
 def _result(reader: Connection, fork: _Fork) -> Tried:
-    """Return the trial result that a fork has sent, or an error if the fork ended without a result."""
+    """Return the result that a forked process has sent, or an error if the process ended without a result."""
     try:
         tried: Tried = reader.recv()
     except (EOFError, OSError):  # the fork ended without a result, because the kernel has killed it

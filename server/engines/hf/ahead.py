@@ -1,8 +1,8 @@
 """Compile all numba kernels before the first start: ``python -m tonnage.server.engines.hf.ahead [--all]``.
 
-It writes one archive of machine code per instruction set (such as AVX-512) beside the package. A start reads
-the archive for its processor, see `tonnage.cache.ahead`. Run it when an image or a wheel is built, or once
-after an installation.
+It writes one archive of machine code per instruction set (such as AVX-512) beside the package. When the HF
+engine starts, it reads the archive for its processor (`tonnage.cache.ahead`). Run this command when an image or
+a wheel is built, or once after an installation.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def collect(compiler: Compiler, parts: list[Part], signatures: list[tuple[str, s
     """Compile ``parts`` for the processor that numba targets, and return the machine code.
 
     Args:
-        compiler: compiler whose cache the parts belong to.
-        parts: code to compile. Without ``signatures``, the code is run, which compiles its functions.
-        signatures: (module, function, argument types) of each function to compile without running it; None: the
-            parts are run.
+        compiler: compiler that keeps the machine code of all ``parts`` in its cache.
+        parts: code to compile.
+        signatures: (module, function, argument types) of each function of ``parts``, to compile the functions
+            without running them. With None, the parts are run once, which compiles their functions.
     """
     compiler.archive.collect()
     if signatures is None:

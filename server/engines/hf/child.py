@@ -113,9 +113,9 @@ class EngineLoop:
             from tonnage.server.engines.hf.model.profile import device_bytes, profile
             from tonnage.server.engines.hf.model.runner import ModelRunner
             from tonnage.server.engines.hf.model.selfcheck import checked_attention
-        # Exclude the imported objects from garbage collection, because they are permanent. Each collection that
-        # visits them takes 0.25 s. Together they take 0.9 of the 8.5 s of processor time until the engine is
-        # ready.
+        # Exclude the imported objects from garbage collection, because they are permanent. A collection that
+        # visits them takes 0.25 s, and all such collections would take 0.9 of the 8.5 s of processor time until
+        # the engine is ready.
         gc.freeze()
         set_threads(threads)
 
@@ -160,8 +160,8 @@ class EngineLoop:
         while True:
             chunks: list[Chunk] = []
             if self.scheduler.idle:
-                # Reads of a disk that hangs never end. The loop therefore wakes up every second, so that a
-                # request that has waited too long computes its blocks instead.
+                # If a disk hangs, a read from it never ends. So the loop wakes up every second, and a request
+                # that has waited too long for its blocks computes them instead.
                 wait(wakes, 1.0 if self.scheduler.fetching else None)
             for _ in range(_MESSAGES_PER_STEP):
                 if not self.connection.poll():
@@ -228,7 +228,8 @@ class EngineLoop:
             draws: the sequences that get a token, each with its row number.
 
         Returns:
-            The draws that have a token, and error chunks of sequences without a possible token.
+            The draws that have a token, and error chunks of sequences whose grammar or biases exclude every
+                token.
         """
         draws, chunks = self._fill_masks(draws)
         logits = _rows(logits, draws).float()
@@ -286,11 +287,11 @@ class EngineLoop:
         return chunks
 
     def _fill_masks(self, draws: list[Draw]) -> tuple[list[Draw], list[Chunk]]:
-        """Compute the grammar masks for this step's tokens, for all sequences with a grammar.
+        """Compute the grammar mask of the next token for each sequence in ``draws`` with a grammar.
 
         Returns:
-            The draws that can go on, and error chunks of sequences whose mask took more time than a step
-                permits.
+            The draws without those of failed sequences, and error chunks of the failed sequences. A sequence
+                fails if its mask takes more time than a step permits.
         """
         matched = [draw for draw in draws if isinstance(draw.sequence.matcher, GrammarMatcher | TagMatcher)]
         matchers = [(draw.sequence.tenant, cast("GrammarMatcher", draw.sequence.matcher)) for draw in matched]
@@ -315,7 +316,7 @@ class EngineLoop:
                     self.runner.pool.clear(slots[rows])
 
     def _score_prompts(self, batch: Batch, picked: list[HFSequence]) -> torch.Tensor:
-        """Compute the model's step, and record log probabilities of prompt tokens where requested.
+        """Run the model's forward, and record log probabilities of prompt tokens where requested.
 
         Returns:
             The rows of logits to draw tokens from, [sequences that sample, vocabulary].
@@ -325,8 +326,8 @@ class EngineLoop:
         drawn, start = [], 0
         for logits in self.runner.forward_in_parts(batch):
             for row, (sequence, at, draws) in zip(logits, rows[start : start + len(logits)], strict=True):
-                # The row at a position has the logits of the token that follows; after the last token of the
-                # prompt it is the first output token.
+                # The row at position ``at`` has the logits of the token at ``at + 1``. So the row at the last
+                # prompt token is for the first output token, not for a prompt token.
                 if sequence.scores and at + 1 < sequence.prompt:
                     best = sequence.params.prompt_logprobs or 0
                     sequence.prompt_logprobs += logprobs(row[None], [sequence.tokens[at + 1]], [best])

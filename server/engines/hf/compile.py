@@ -67,9 +67,9 @@ class Part:
 class Preparation:
     """The machine code of the block manager and, with ``kernels``, of the CPU kernels; in memory after `load`.
 
-    Each part that is not on disk is compiled in a process of its own, one after the other: two processes at
-    once would need more memory than the plan has for a first start. The first one starts at once, the next ones
-    in `load`. Progress is printed on stderr.
+    Each part that is not on disk is compiled in a process of its own. The processes run one after the other,
+    because two at the same time would need more memory than the plan has for a first start. The constructor
+    starts the first process, and `load` starts the next ones. Progress is printed on stderr.
     """
 
     def __init__(self, layout: KVLayout, policy: Policy | None, *, kernels: bool) -> None:
@@ -103,7 +103,10 @@ class Preparation:
 
 
 class _Compilation:
-    """A process that compiles ``part``; it last reported ``done`` of ``of`` functions as compiled."""
+    """A process that compiles ``part``.
+
+    Its latest progress report said that ``done`` functions are compiled, of ``of`` functions in total.
+    """
 
     def __init__(self, part: Part) -> None:
         self._part = part

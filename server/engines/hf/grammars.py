@@ -55,7 +55,7 @@ class GrammarCompiler:
 
     @property
     def pid(self) -> int:
-        """Process id of the child process that compiles grammars in trials."""
+        """Process id of the child process that first compiles each grammar within time and memory limits."""
         assert self._trials is not None
         return self._trials.pid
 
@@ -69,12 +69,12 @@ class GrammarCompiler:
             self._trials.ask(request)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel the grammar trial of a request whose client has disconnected."""
+        """Stop compiling the grammar of a request whose client has disconnected."""
         if self._trials is not None:
             self._trials.cancel(request_id)
 
     def close(self) -> None:
-        """Stop the thread and the child process that compile grammars in trials."""
+        """Stop the child process that first compiles each grammar, and the thread that talks to it."""
         if self._trials is not None:
             self._trials.close()
 
@@ -93,7 +93,7 @@ class GrammarCompiler:
             self._tell(request_id, error)
             return
         assert tried is not None
-        if grammar.kind == "structural_tag":  # another thread, because xgrammar may take long
+        if grammar.kind == "structural_tag":  # in a thread, because xgrammar may take long
             self._tag_thread.submit(self._compile, request_id, grammar, tried)
         else:
             self._compile(request_id, grammar, tried)

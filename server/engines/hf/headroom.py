@@ -83,8 +83,8 @@ def require_fits(forecast: Plan, measured: Plan) -> None:
         )
     )
     raise DoesNotFit(
-        f"the memory measured after the load exceeds the device: {terms}; together {gib(rank.used_bytes)} of "
-        f"{gib(rank.total_bytes)}",
+        f"the memory measured after the load exceeds the device's memory: {terms}; the sum is "
+        f"{gib(rank.used_bytes)}, and the device has {gib(rank.total_bytes)}",
         field="device_memory",
         hint=SMALLER,
     )

@@ -36,7 +36,7 @@ from tonnage.server.engines.stats import TierStats
 
 log = logging.getLogger("tonnage.server")
 
-# Numbers of threads. Requests wait for reads, so reads do not queue behind writes.
+# Numbers of threads. Writes have a thread of their own, because requests wait for reads.
 _READERS, _WRITERS = 2, 1
 # Upper bound of the bytes of blocks that wait to be written to the folder. Such blocks cannot be evicted from
 # host memory.
@@ -44,8 +44,10 @@ WAITING_BYTES = 256 << 20
 # A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
 MOST_SECONDS = 10.0
-_BLOCKS_PER_READ = 8  # number of blocks that one job of a reader thread reads.
-# The API process kills an engine process that does not end within 5 seconds (HFEngine.stop).
+# Number of blocks that one job of a reader thread reads.
+_BLOCKS_PER_READ = 8
+# Seconds that `KVTier.close` waits for writes. The API process kills an engine process that does not end within
+# 5 seconds (HFEngine.stop).
 _SECONDS_TO_CLOSE = 3.0
 
 
@@ -74,8 +76,9 @@ class KVTier:
         blocks: number of blocks that the host memory holds.
         store: the disk tier (a folder) behind the host memory, or None.
         most_waiting: upper bound of the bytes that wait to be written; further blocks are dropped.
-        learned: whether host memory evicts in the learned order. In front of a folder it should be False,
-            because all blocks of the folder pass through host memory.
+        learned: whether host memory evicts in an order learned from the blocks' reuse (`LearnedBlocks`) instead
+            of LRU order. It should be False if there is a folder, because all blocks of the folder pass through
+            host memory.
     """
 
     def __init__(
@@ -114,7 +117,7 @@ class KVTier:
         self._load_seconds = self._saved_seconds = self._spent_seconds = 0.0
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable from the end of a disk read or write until `collect`."""
+        """Return a file descriptor that is readable when disk reads or writes have ended, until `collect`."""
         return self._wake
 
     @property
@@ -153,7 +156,7 @@ class KVTier:
         Args:
             keys: keys of the sequence's blocks, from its first token on.
             start: number of leading blocks that were kept before.
-            blocks: the pool's blocks of ``keys[start:]``.
+            blocks: pool block ids of the blocks with the keys ``keys[start:]``.
         """
         since, own, written = time.perf_counter(), set(keys), []
         if self._learned is not None:
@@ -284,7 +287,10 @@ class KVTier:
         return bool(missing)
 
     def computed(self, tokens: int, seconds: float, block_size: int) -> None:
-        """Record the seconds of a step that computed ``tokens`` prompt tokens, to compare with disk reads."""
+        """Record that a step with ``tokens`` prompt tokens took ``seconds``.
+
+        `fetch` compares the time to compute a block with the time to read it from disk.
+        """
         if tokens >= block_size:
             self._rule.computed(tokens // block_size, seconds)
 
@@ -325,7 +331,7 @@ class KVTier:
         return [fetch.sequence for fetch in ready]
 
     def _write(self, prefix: Sequence[bytes], jobs: list[tuple[bytes, int]]) -> None:
-        """Write KV blocks to disk, or drop them if the disk tier's learned order refuses them.
+        """Write KV blocks to disk, or drop them if the disk tier does not admit them (``DiskStore.admits``).
 
         A writer thread runs this method.
         """

@@ -44,10 +44,11 @@ class Ready:
     Attributes:
         num_blocks: number of blocks of the KV pool, the first dimension of its tensor.
         weights_bytes: bytes of the weights' storages after the load.
-        warm_weights_bytes: bytes of the weights' storages after a full step, in which a kernel may have
+        warm_weights_bytes: bytes of the weights' storages after the profile run, in which a kernel may have
             repacked weights.
         kv_pool_bytes: bytes of the KV pool's storages.
-        activation_bytes: additional bytes that one full step took (``model.profile``).
+        activation_bytes: additional bytes that the profile run's step, the largest possible, took
+            (``model.profile``).
         self_check_error: largest relative error of the logits in the self-check.
         stats: statistics before the first request.
         device_bytes: bytes taken on the GPU after the profile run; None on a CPU.

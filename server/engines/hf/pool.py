@@ -51,8 +51,9 @@ class PagedPool:
         self.dtype = STORED[layout.dtype]
         shape = (num_blocks, layout.layer_slots, 2, layout.block_size, layout.kv_heads, layout.head_size)
         self.tensor = torch.empty(shape, dtype=self.dtype, device=device)
-        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)  # one row per token, layer, and K or V.
-        # torch cannot index or fill 8-bit floats on every device, so they are moved as uint8.
+        # One row per token, layer, and K or V. Rows of 8-bit values are viewed as uint8, because torch cannot
+        # index or fill 8-bit floats on every device.
+        rows = self.tensor.view(-1, layout.kv_heads, layout.head_size)
         self.rows = rows.view(torch.uint8) if self.dtype.itemsize == 1 else rows
         self.rows.zero_()  # touch every page, so that the planned memory is resident
         self.scales: torch.Tensor | None = None

@@ -104,9 +104,10 @@ class HFScheduler:
             self.core.add(sequence)
 
     def _fetches(self, tier: KVTier, sequence: HFSequence) -> bool:
-        """Set the KV tier keys of a new sequence; return whether it waits for blocks read from disk.
+        """Set the KV tier keys of a new sequence's blocks; return whether it waits for blocks read from disk.
 
-        A sequence whose prompt tokens are all scored shares no block, so it has no keys.
+        A sequence whose request asks for prompt log probabilities computes all its tokens and shares no block,
+        so it has no keys.
         """
         if sequence.scores:
             return False
@@ -172,7 +173,7 @@ class HFScheduler:
         return (self._batch(step.picked, step.copies) if step.picked else None), step.picked, refused
 
     def _tokens_in_tier(self, sequence: HFSequence) -> int:
-        """Return how many tokens behind a sequence's prefix hit in the pool the KV tier has in host memory."""
+        """Return the number of tokens after a sequence's prefix hit in the pool that host memory holds."""
         if self.tier is None or sequence.keys is None:
             return 0
         size = self.manager.block_size
@@ -213,7 +214,7 @@ class HFScheduler:
             self.tier.finish(sequence.keys.first(sequence.offered, sequence.tokens), reused)
 
     def _set_budget(self) -> None:
-        """Set a smaller token budget for the step if a long prompt would delay the requests of other keys."""
+        """Set a smaller token budget for the step if a prompt would delay the decodes of other API keys."""
         decoding = [s.tenant for s in self.running.values() if s.length - s.computed == 1]
         prompts = {s.tenant for s in self.running.values() if s.length - s.computed > 1}
         prompts |= {s.tenant for s in self.entries.values()}

@@ -132,7 +132,7 @@ def generator(seed: int | None, index: int) -> np.random.Generator:
     """
     if seed is None:
         return np.random.Generator(np.random.Philox())
-    # The index is a spawn key, because in the entropy it would be one more word of the seed: seed a + (b << 32)
-    # with index 0 would draw as seed a with index b.
+    # The index is a spawn key. If it were part of the entropy, it would count as one more 32-bit word of the
+    # seed: seed a + (b << 32) with index 0 would give the same tokens as seed a with index b.
     sequence = np.random.SeedSequence(seed & (2**64 - 1), spawn_key=(index,) if index else ())
     return np.random.Generator(np.random.Philox(sequence))

@@ -26,9 +26,8 @@ KERNELS = (VLLM_FLASH, FLASH, FLASHINFER, FLEX)
 # csrc/flash_attn/flash_api.cpp (mha_varlen_fwd), "Paged KV cache block size must be divisible by 256". vLLM's
 # fork of flash_attn needs 16. FlexAttention needs 16 keys for Triton's tl.dot.
 BLOCK_MULTIPLE = {VLLM_FLASH: 16, FLASH: 256, FLASHINFER: 1, FLEX: 16}
-LARGEST_HEAD = 256  # upper bound of the head size in flash_api.cpp ("head dimension at most 256").
-# Head sizes that FlashInfer's wheels and just-in-time compiler are tested with.
-FLASHINFER_HEADS = (64, 128, 256)
+LARGEST_HEAD = 256  # upper bound of the head size in flash_api.cpp ("head dimension at most 256")
+FLASHINFER_HEADS = (64, 128, 256)  # head sizes with which FlashInfer's wheels and JIT compiler are tested
 HALVES = ("float16", "bfloat16")
 
 

@@ -20,7 +20,11 @@ Kernel = Callable[..., torch.Tensor]
 
 
 def load_flash_attn() -> Kernel:
-    """Load ``flash_attn_varlen_func`` of flash_attn 2.5 or later, adapted to one KV length per sequence."""
+    """Load ``flash_attn_varlen_func`` of flash_attn 2.5 or later.
+
+    The returned function takes each sequence's KV length (``seqused_k``) instead of cumulative lengths, as the
+    function in vLLM's build does.
+    """
     # The package is optional and for GPUs only.
     from flash_attn import flash_attn_varlen_func
 

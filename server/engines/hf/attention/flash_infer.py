@@ -36,7 +36,7 @@ class FlashInferAttention(PagedAttention):
     def __init__(self, batch: Batch, pool: PagedPool, wrappers: list[Any]) -> None:
         super().__init__(batch, pool)
         self._wrappers = wrappers
-        # FlashInfer's plan() runs on the CPU, so the query starts stay there.
+        # FlashInfer's plan() reads the query starts on the CPU, so they are not copied to the GPU.
         self._start = torch.from_numpy(batch.query_start.astype(np.int32))
         self._planned: dict[int, tuple[float, float | None]] = {}
 

@@ -4,9 +4,10 @@ FlexAttention sees the pool as one long row of token slots. In each pool block, 
 ``2 * s`` block sizes after the block's start, and V one block size later. The block mask names the pool blocks
 that a tile of queries reads. The mask function selects the slots that a query may attend to.
 
-Uncompiled (on a CPU, in the tests), torch computes every query against every slot of the pool. It is untested
-on a GPU. A tile has 16 queries of one sequence, so a decode reads each block once, and a prefill chunk reads
-each block once per tile. FlashAttention has larger tiles and reads blocks less often.
+The tests run FlexAttention uncompiled on a CPU, where torch computes every query against every slot of the
+pool. This module is untested on a GPU. A tile has 16 queries of one sequence, so a decode reads each block
+once, and a prefill chunk reads each block once per tile. FlashAttention has larger tiles and reads blocks less
+often.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Backend = Callable[[Batch], Attention]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Queries of a step that attend together: consecutive decodes, or one prefill chunk.
+    """Queries of a step whose attention is computed in one batch: consecutive decodes, or one prefill chunk.
 
     Attributes:
         start: index of the span's first token in the flat batch.
@@ -35,7 +35,8 @@ class Span:
         queries: query tokens per sequence.
         rows: pool rows of K in layer slot 0 of each sequence's S context tokens, [B, S]; padding repeats the
             first row.
-        mask: True where a query may attend, [B, 1, query heads per KV head * queries, S]; None if everywhere.
+        mask: True where a query may attend, [B, 1, query heads per KV head * queries, S]; None if every query
+            may attend to all S tokens.
     """
 
     start: int
@@ -131,7 +132,7 @@ def attend(
         q: queries.
         k: keys.
         v: values.
-        mask: True where a query may attend; None if everywhere.
+        mask: True where a query may attend; None if every query may attend to all S tokens.
         scaling: factor of the scores.
         softcap: bound of the scores by tanh; None for no bound.
     """

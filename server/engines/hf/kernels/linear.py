@@ -21,9 +21,10 @@ _ZERO = np.float32(0)
 # most 64 rows and 128 KiB.
 PANEL, PANEL_BYTES = 64, 1 << 17
 
-# A block has 16 columns of the output (16 rows of W), which stay in the first-level cache while all rows of x
-# are multiplied. A tile is named by its number of rows of x. The number after "ahead" is how many rows of the
-# next block the tile prefetches, so that all tiles of a block together prefetch 16.
+# Kernels that compute one tile of a block. A block has 16 columns of the output (16 rows of W), which stay in
+# the first-level cache while all rows of x are multiplied. The number after "tile" is the tile's number of rows
+# of x. The third argument is how many rows of the next block's W the kernel prefetches; all tiles of a block
+# together prefetch 16.
 _tile_4 = dot_tile(4, 4)
 _tile_4_ahead_1 = dot_tile(4, 4, 1)
 _tile_4_ahead_2 = dot_tile(4, 4, 2)

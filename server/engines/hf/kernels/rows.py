@@ -139,7 +139,7 @@ def add_row(builder: Any, a: Any, b: Any, out: Any, n: Any) -> None:
 
 @operation(integers=4)
 def rotate_row(builder: Any, x: Any, cosine: Any, sine: Any, half: Any) -> None:
-    """Apply the rotary embedding in place to a row of 2 x ``half`` values, by as many cosines and sines."""
+    """Apply the rotary embedding in place to a row of 2 x ``half`` values; cosine and sine are as long."""
     far = _bytes(builder, half, 1)
 
     def step(index: Any) -> None:

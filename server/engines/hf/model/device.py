@@ -9,7 +9,7 @@ import torch
 
 
 class CudaMemory:
-    """The memory of one CUDA device, by torch's allocator and the driver."""
+    """The memory of one CUDA device, as reported by torch's allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

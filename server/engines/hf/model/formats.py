@@ -79,7 +79,7 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
         raise DeploymentError(
             f"{quantization} needs a calibration and cannot be made during the load",
             field="--quantization",
-            hint="use a checkpoint that is already quantized, and leave the flag out",
+            hint="use a checkpoint that is already quantized, without --quantization",
         )
     module, install = NEEDS[quantization]
     if find_spec(module) is None:
@@ -88,7 +88,7 @@ def require_loadable(plan: Plan, config: Mapping[str, Any]) -> None:
         raise DeploymentError(f"{quantization} needs optimum", field="--quantization", hint=install)
 
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # as named by transformers 5.19
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # file names that transformers 5.19 uses
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -124,7 +124,7 @@ def load_options(plan: Plan, dtype: Any) -> dict[str, Any]:
 
     ``dtype`` is the torch.dtype in which the model computes.
     """
-    # The filter is set for every plan: a checkpoint that is stored in 8 bits logs the warning too.
+    # Filter the warning for every plan, because a checkpoint that is stored in 8 bits logs it, too.
     logging.getLogger(_INT8_LOGGER).addFilter(_is_no_cast_warning)
     path = plan.model.path
     if path.endswith(".gguf"):

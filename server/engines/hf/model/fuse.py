@@ -23,7 +23,9 @@ from tonnage.server.engines.hf.kernels import linear, small
 # to 2^-9, and a gated MLP rounds four times. A different formula (another activation, or a norm with weight
 # instead of 1 + weight) changes the result by more than 0.1.
 _SAME = 0.02
-_SAME_NORM = 2**-8  # a norm rounds its result once, and in some families also an intermediate value
+# Relative difference (L2) up to which the results of two norms count as equal. A norm rounds its result once,
+# and in some families also an intermediate value.
+_SAME_NORM = 2**-8
 
 
 def fuse(model: nn.Module) -> Counter[str]:
@@ -91,16 +93,17 @@ def gated_mlp(module: Any, activation: tuple[float, float], x: torch.Tensor) -> 
 def _try(
     module: nn.Module, replacements: Sequence[Callable[[torch.Tensor], torch.Tensor]], same: float, width: int
 ) -> bool:
-    """Replace a module's forward by the best of ``replacements`` if both give equal output.
+    """Replace a module's forward by one of ``replacements`` that gives equal output.
 
     Returns whether the forward was replaced.
 
-    Outputs on random rows of ``width`` values are equal if they differ by at most ``same``, relative (L2). The
-    replacement nearest to the module counts, not the first within ``same``. For example, if a norm's weights
-    are in the hundreds, the formulas with weight and 1 + weight differ by less than a rounding.
+    Outputs on random rows of ``width`` values are equal if their relative difference (L2) is at most ``same``.
+    Of several replacements with equal output, the one with the smallest difference is used. For example, if a
+    norm's weights are in the hundreds, the formulas with weight and with 1 + weight both give equal output,
+    because they differ by less than a rounding.
     """
     x = torch.randn(6, width, generator=torch.Generator().manual_seed(0))
-    x[2:4] *= 10  # larger values, because activation functions are nearly equal close to 0
+    x[2:4] *= 10  # scale some rows up, because activation functions are nearly equal close to 0
     x[4:] *= 100
     x = x.bfloat16()
     own = module(x).float()

@@ -58,9 +58,9 @@ def _kernel_of(module: Any, function: Callable[..., Any]) -> functools.partial[A
 
 
 def _parts(module: nn.Module) -> _Parts | None:
-    """Return the weights and constants of a decoder layer for the one-call kernel, or None if it is unfit.
+    """Return a decoder layer's weights and constants for the one-call kernel, or None if the layer is unfit.
 
-    All its modules must already run as kernels and have the attribute names of the Llama or Gemma family.
+    A layer is fit if its modules have the attribute names of the Llama or Gemma family and all run as kernels.
     """
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     gated = _kernel_of(mlp, gated_mlp)

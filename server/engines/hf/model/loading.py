@@ -34,7 +34,8 @@ def load_model(plan: Plan) -> PreTrainedModel:
     dtype = DTYPES[plan.deployment.dtype]
     require_computed(dtype, plan.deployment.device)
     options = load_options(plan, dtype)
-    # transformers needs accelerate to place weights. Without it, weights are read into host memory and moved.
+    # transformers needs accelerate to load weights directly to a GPU. Without accelerate, weights are read into
+    # host memory, and then moved to the GPU.
     placement = {"device_map": plan.deployment.device} if find_spec("accelerate") else {}
     with cached_gguf_reader() if "gguf_file" in options else contextlib.nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -44,7 +45,7 @@ def load_model(plan: Plan) -> PreTrainedModel:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # _require_complete reports them, with missing and surplus tensors
+            ignore_mismatched_sizes=True,  # `_require_complete` reports tensors of a wrong size
             **options,
         )
     model: PreTrainedModel = loaded[0] if placement else loaded[0].to(plan.deployment.device)
@@ -98,10 +99,9 @@ def _require_complete(info: dict[str, Any]) -> None:
 def _own_memory(model: torch.nn.Module) -> None:
     """Copy weights that still point into the mapped checkpoint file to anonymous memory.
 
-    The memory plan counts anonymous memory.
-
-    The kernel may drop mapped pages and would then read them again during a request. Copying one tensor at a
-    time keeps the peak low. bitsandbytes' parameter classes are skipped: their values are computed, not mapped.
+    The memory plan counts only anonymous memory, and Linux may drop mapped pages and read them again during a
+    request. Copying one tensor at a time keeps the memory peak low. Parameter classes of bitsandbytes are
+    skipped, because their values are computed, not mapped.
     """
     if next(model.parameters()).device.type != "cpu":
         return

@@ -24,10 +24,10 @@ _INTERVAL = 0.005
 
 
 def profile(runner: ModelRunner) -> int:
-    """Return the bytes of memory that one full step takes in addition to weights, KV pool and framework.
+    """Return the bytes of memory that the largest step takes in addition to weights, KV pool and framework.
 
-    The step writes to blocks of the pool, so it must run before the first request. On a CPU the process memory
-    is measured, on a GPU the device memory of torch's allocator.
+    The step (`full_batch`) writes to blocks of the pool, so it must run before the first request. On a CPU the
+    process memory is measured, on a GPU the device memory of torch's allocator.
     """
     memory = memory_of(runner.device)
     if memory is not None:
@@ -52,8 +52,7 @@ def _profile_device(runner: ModelRunner, memory: CudaMemory) -> int:
 def device_bytes(device: torch.device) -> int | None:
     """Return the bytes of device memory that all processes take on a GPU, or None for a CPU.
 
-    They include the CUDA context and the unused memory of torch's allocator, which the other measurements leave
-    out.
+    They include the CUDA context and the unused memory of torch's allocator, which `profile` does not measure.
     """
     memory = memory_of(device)
     return None if memory is None else memory.used()

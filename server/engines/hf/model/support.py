@@ -1,9 +1,10 @@
 """The model architectures that the HF engine's paged attention serves, and why others are rejected.
 
 An architecture qualifies (transformers 5.19.0) if every layer calls the registered attention function. It must
-pass the current step's K and V and its keyword arguments. Other uses of positions and masks must affect each
-token alone. The self-check at start (``selfcheck``) verifies this for the loaded model. ``Family.hf`` marks the
-reviewed families; other architectures are rejected before the load. This module does not import torch.
+pass the current step's K and V and its keyword arguments. If other code of the model uses positions or masks,
+its result for a token must not depend on other tokens. The self-check at start (``selfcheck``) verifies this
+for the loaded model. ``Family.hf`` marks the reviewed families; other architectures are rejected before the
+load. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tonnage.server.engines.hf.kernels.small import peaks
 from tonnage.server.engines.request import SamplingParams
 
 ROWS = 16  # number of rows drawn at a time: copies [rows, vocabulary] stay small compared with the activations
-GREEDY_BELOW = 1e-5  # vLLM's threshold (sampling_params.py: _SAMPLING_EPS)
+GREEDY_BELOW = 1e-5  # lower temperatures sample greedily, as in vLLM (sampling_params.py: _SAMPLING_EPS)
 TOP = 1024  # number of likeliest tokens to try; sorting the whole vocabulary takes 3 ms per row (49,152 tokens)
 
 
