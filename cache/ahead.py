@@ -142,7 +142,7 @@ class Archive:
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
-    """A numba cache of one function's machine code (core/caching.py, 0.65).
+    """A cache of one function's machine code, with the interface of numba's cache (core/caching.py, 0.65).
 
     It reads the archive of code compiled ahead of time first, then a cache folder.
     """

@@ -1,7 +1,7 @@
 """Compiled loops over the running requests, for every admission decision.
 
-Import it inside the function that calls it. It loads numba, which a process that only reads a policy does not
-need.
+Import this module inside the functions that call it. It loads numba, which a process that only reads an
+admission policy does not need.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, age_level, age_of, c
 from tonnage.cache.eviction.model import CLASSES, ENTRY, LEARNED, OrderArrays, history_buckets, new_model
 from tonnage.cache.eviction.reuse import choose_rule, observe_end, observe_start, worth_of_new
 
-SPARE = CLASSES  # number of one more eviction list, for blocks whose content another block has too
+SPARE = CLASSES  # index of the extra eviction list for blocks whose content another block has too
 
 
 class EvictionOrder:

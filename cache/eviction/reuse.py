@@ -54,7 +54,9 @@ PRIOR_REQUESTS = 15.0  # weight of each factor's prior (mean reuse), as a number
 PRIOR_EVENTS = 1.25  # weight of the hazard's prior at each age, as a number of reuses
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
 NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
-HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
+# The hit counts of the pool and of simulated LRU decay by a factor of e while requests look up HORIZON times as
+# many blocks as the pool has.
+HORIZON = 1.0
 
 # LRU takes over if its simulated hits exceed the pool's own hits by more than this share of the sampled blocks
 # of a full pool. That is about as many blocks as 1 or 2 requests have.

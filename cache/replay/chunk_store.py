@@ -98,7 +98,7 @@ class LRUOrder(Order):
         self._order[key] = None
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
-        """Make the request's chunks the most recently used ones; its first chunk becomes the very last."""
+        """Make the request's chunks the most recently used ones; its first chunk is evicted last of them."""
         for key in reversed(keys):
             if key in self._order:
                 self._order.move_to_end(key)

@@ -1,7 +1,7 @@
 """A search for the smallest number of engines that meets a waiting-time target, by replays of a trace.
 
 Requests are distributed round-robin over n equal engines. Only one engine is simulated, with every n-th
-request, since the shares of all engines are alike.
+request, since all engines receive similar requests.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ together, the first one last, so a chunk is never older than the chunks behind i
 a prefix of the prompt. Long traces are sampled by chunk, and distances are scaled up (SHARDS, Waldspurger et
 al., FAST 2015).
 
-The optimum of a size is that of a cache that knows the future: it evicts, or never stores, the chunk whose next
-use is the furthest (Belady, IBM Systems Journal 1966). The chunks of a prompt are used in turn, so the next use
-of a chunk is never later than that of the chunks behind it, and the optimum's hits are prefixes, too.
+The optimum of a size is the hit rate of a cache that knows the future. Such a cache evicts, or never stores,
+the chunk whose next use is the furthest (Belady, IBM Systems Journal 1966). The chunks of a prompt are used in
+turn, so the next use of a chunk is never later than that of the chunks behind it. The hits of such a cache are
+therefore prefixes of the prompts, too.
 
 A size counts the GPU's pool and the tiers together as one cache. A tier that stores every chunk also holds the
 chunks of the pool. If the tier is larger than the pool, the size is therefore the tier's size.

@@ -171,7 +171,7 @@ class Scheduler(Generic[S]):
         """Schedule ``turns`` decode steps at once, if all sequences decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # the manager extends a sequence by at most `budget` tokens a call
+            turns = min(turns, self.budget)  # `extend` adds at most `budget` tokens to a sequence per call.
         if self._aligned:  # The last step ends at the next block boundary, where recurrent states are cached.
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
@@ -418,7 +418,7 @@ class Scheduler(Generic[S]):
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
         """Allocate KV blocks for ``tokens`` tokens to load from a KV tier, and let the sequence wait for it."""
         end = sequence.computed + tokens
-        while sequence.computed < end:  # a call of the manager extends by one step's budget at most
+        while sequence.computed < end:  # one call of `extend` adds at most a step's token budget
             reached = min(end, sequence.computed + self.budget)
             granted = int(self.manager.grant([sequence.id], [reached])[0])
             if granted <= sequence.computed:
