@@ -6,8 +6,8 @@ long ago is therefore observed too, and no block has to be kept in the pool only
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
 is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. The age of a block is
-the number of blocks released after it, on a scale of `PER_OCTAVE` steps per doubling. Blocks that have not been
-requested again count up to their current age.
+the number of blocks released after it, on a scale of `PER_OCTAVE` steps per doubling. A block that
+has not been requested again is a censored observation at its current age.
 
 The two factors depend on the request that released the block last. One factor is for its conversation turn,
 which is one more than the turn that first wrote the last block of its known prefix. The other is for the length
@@ -339,7 +339,7 @@ def fit(core: Evictable) -> None:
         entry = core.history[at]
         if entry.status == NEVER:
             continue
-        if entry.status == LIVING:  # a block that was not requested again counts up to its current age
+        if entry.status == LIVING:  # a block that was not requested again is censored at its current age
             entry.age = age_level((pool.clock - entry.born) & CLOCK_MASK, blocks)
         origin, age, weight = entry.origin, entry.age, model.weights[entry.weight]
         if entry.status == REUSED:
