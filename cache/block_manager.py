@@ -283,8 +283,8 @@ class BlockManager:
     def decode(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
         """Commit the known tokens, append one token to each sequence and allocate its slot, in one call.
 
-        It equals `commit` to all known tokens, `append` and `extend` to one more token. It changes everything
-        or nothing, and raises as these three do.
+        It equals `commit` to all known tokens, `append` and `extend` to one more token. If it raises an
+        error of these three methods, nothing has changed.
         """
         return self._step(steps.DECODE, sequence_ids, token_ids)
 

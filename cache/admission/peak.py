@@ -4,8 +4,7 @@ Time is counted in steps from now, and every sequence gains one token per step. 
 computed yet starts to decode after its prefill steps, so it ends that many steps later. During prefill it
 counts with its whole prompt. A request of n sequences holds ``prompt // block_size`` shared blocks. In addition
 it holds, for each sequence, the blocks of the sequence's other tokens. The total rises between two ends and
-falls at an end. The peak is therefore at one of the ends, where the request that ends still holds all its
-blocks.
+falls at an end. The peak is therefore at one of the ends, where the ending request still holds all its blocks.
 
 This forecast guarantees nothing; `tonnage.cache.admission.safety` gives a guarantee. If the peak is within
 capacity and the lengths are right, no sequence waits for a block.

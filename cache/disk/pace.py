@@ -37,9 +37,8 @@ class Pace:
 class ReadRule:
     """The rule that decides for each request whether its KV blocks are read from disk or computed.
 
-    Reads are allowed until the costs of reading and of computing are known. The costs are linear in blocks, so
-    attention to a longer context, which makes later blocks of a prompt more expensive to compute, is not
-    counted.
+    Reads are allowed until the costs of reading and of computing are known. The costs are linear in blocks.
+    They do not include that attention to a longer context makes later blocks of a prompt slower to compute.
 
     Args:
         compute_seconds: Seconds to compute a block; None: measured.

@@ -263,7 +263,7 @@ class DiskStore:
                     self._start_order()
 
     def _compile(self) -> None:
-        """Compile the learned eviction order, or read its machine code from disk, in up to some seconds."""
+        """Compile the learned eviction order (some seconds), or read its machine code from disk."""
         if self._block_bytes is not None:
             from tonnage.cache.disk import order  # imported here, because it imports numba
 

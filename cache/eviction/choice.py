@@ -34,7 +34,7 @@ OLDEST, YOUNGEST = 0, 1  # the two ends of an eviction list
 def age_level(age: int, blocks: int) -> int:
     """Return the level, 0 to AGES - 1, of a cached block's age on a logarithmic scale.
 
-    ``age`` is the number of blocks released since the block was; ``blocks`` is the size of the pool.
+    ``age`` is the number of blocks released since the block's own release; ``blocks`` is the size of the pool.
     """
     unit = blocks / YOUNG_PART
     if age < unit:

@@ -1,8 +1,7 @@
 """Compiled checks of the block manager's invariants that need only its arrays, cheap enough for production.
 
 One pass over blocks and tables finds a broken invariant and its place. tests/helpers/invariants.py lists all
-invariants and checks them after every operation of a test. A running server can afford only the checks of this
-module.
+invariants and checks them after every operation of a test. A running server can afford only the checks here.
 """
 
 from __future__ import annotations

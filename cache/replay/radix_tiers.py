@@ -67,7 +67,7 @@ class _Leaves:
         heapq.heappush(self._heap, (node.used, id(node), node))
 
     def pop(self) -> _Node | None:
-        """Remove and return the least recently used node, or None; drop entries of nodes used since."""
+        """Remove and return the least recently used node, or None; drop entries from before a later use."""
         while self._heap:
             used, _, node = heapq.heappop(self._heap)
             if used == node.used:

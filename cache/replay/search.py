@@ -21,7 +21,7 @@ class Found:
     Attributes:
         engines: The smallest number that meets the target; None if even the largest number tried does not.
         waits: Number of engines tried -> waiting time in seconds.
-        result: The replay of the last number of engines tried.
+        result: The replay with the last number of engines tried.
     """
 
     engines: int | None

@@ -275,7 +275,7 @@ class Simulator:
         result.output_tokens += step.turns * len(step.drawing)
 
     def _end(self, step: Step[_Sequence]) -> None:
-        """Record the times of requests' first and last tokens in a step; end requests that got the last one."""
+        """Record the times of requests' first and last tokens in a step; end requests with all their tokens."""
         result, now = self.result, self.now
         for sequence in [s for s in step.drawing if s.first_token < 0]:
             sequence.first_token = now

@@ -71,7 +71,7 @@ class TierCurve:
 
     @property
     def highest(self) -> float:
-        """Share of prompt tokens that a cache of any size hits, the upper bound of every policy."""
+        """Share of prompt tokens that an unlimited cache hits: the upper bound for every size and policy."""
         return len(self.distances) / self.rate * self.chunk_tokens / self.prompt_tokens
 
     def knee(self, share: float = KNEE) -> int:
@@ -82,14 +82,14 @@ class TierCurve:
         return int((self.distances[place] + 1) / self.rate)
 
     def plot(self, chunk_bytes: int) -> SizeCurve:
-        """Return hit rates at cache sizes from one chunk to the smallest with all hits, and the knee."""
+        """Return hit rates at cache sizes from one chunk to the smallest cache with all hits, and the knee."""
         last = self.knee(1.0) or 1
         steps = {int(last ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {self.knee() or 1, last}
         points = tuple((chunks * chunk_bytes, self.hit_rate(chunks)) for chunks in sorted(steps))
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
-        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first with all hits."""
+        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first size with all hits."""
         last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:
@@ -144,7 +144,7 @@ def tier_curve(uses: ChunkUses, rate: float | None = None) -> TierCurve:
 
     Args:
         uses: The chunk uses of the trace.
-        rate: Share of the chunks to sample; None: as many as keep the pass short.
+        rate: Share of the chunks to sample; None: a share that keeps the pass short.
     """
     uses = uses.sampled(_MOST / max(1, uses.keys.size) if rate is None else rate)
     last, tree = np.zeros(uses.distinct, np.int64), np.zeros(uses.keys.size + 1, np.int64)
@@ -159,7 +159,7 @@ def optimum(uses: ChunkUses, chunks: int, rate: float | None = None) -> float:
     Args:
         uses: The chunk uses of a trace.
         chunks: Size of the cache.
-        rate: Share of the chunks to sample; None: as many as keep the pass short.
+        rate: Share of the chunks to sample; None: a share that keeps the pass short.
     """
     uses = uses.sampled(_MOST_OPTIMUM / max(1, uses.keys.size) if rate is None else rate)
     keys, size = uses.keys.tolist(), int(chunks * uses.rate)

@@ -52,7 +52,7 @@ class TierVerdict:
 
     @property
     def saved_seconds(self) -> float:
-        """Seconds of prefill that the loaded tokens would have taken, by the roofline's arithmetic."""
+        """Seconds of prefill that the loaded tokens would have taken, by the arithmetic of `step_time`."""
         step = self.step_time
         return 2.0 * step.parameters * self.counts.hit_tokens / step.flops / step.devices
 

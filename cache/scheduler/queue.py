@@ -48,7 +48,7 @@ class WaitingQueue:
 
     Args:
         ageing: Seconds of waiting that one step of priority is worth.
-        lookahead: Number of requests behind a waiting head that may try to pass it.
+        lookahead: Number of requests behind the head of the queue that may try to pass it.
 
     Raises:
         CacheConfigError: A value is out of range.

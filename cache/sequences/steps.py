@@ -175,7 +175,10 @@ def _moves_on(core: Core, at_row: int) -> bool:
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` how many full-attention blocks row i needs to grow, with a shared block's copy."""
+    """Write to ``wanted[i]`` how many full-attention blocks row i needs to grow.
+
+    The number includes the copy of a shared last block.
+    """
     for i in range(batch.size):
         wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 
@@ -253,8 +256,8 @@ def share(core: Core, parent: int, child: int) -> None:
     new.length, new.hashed, new.computed, new.limit = old.length, old.hashed, computed, old.limit
     new.published, new.salt, new.shared, new.turn = old.published, old.salt, old.shared, old.turn
     new.request, new.room = old.request, (computed + size - 1) // size * size
-    # The parent's number of writable positions is reset to its number of computed positions. The parent then
-    # needs an extend before its next write, which copies the shared block.
+    # The parent's number of writable positions is reset to its number of computed positions. Before
+    # its next write, the parent then needs an extend, which copies the shared block.
     new.slots = old.slots = computed
     new.shared_tail = old.shared_tail & DROP_SOURCE
     if computed % size != 0 or stateful:  # a recurrent state is written in every step
