@@ -274,7 +274,8 @@ class DiskStore:
         self._waiting -= len(ended.keys)
         blocks, reused = self._ids(ended.keys), set(self._ids(ended.reused))
         with self._lock:
-            for block in reversed(blocks):  # first block touched last: the later blocks are useless without it
+            # The first block is touched last, so that later blocks, useless without it, are removed before it.
+            for block in reversed(blocks):
                 self._folder.touch(block)
             held = [block for block in blocks if block in self._folder.blocks]
             if self._learned is not None:
