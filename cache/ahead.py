@@ -84,10 +84,11 @@ def has(feature: str) -> bool:
 
 
 def write(path: Path, compiled: Mapping[str, Mapping[str, bytes]]) -> None:
-    """Write machine code that was compiled ahead of time to a zip archive at ``path``.
+    """Write a zip archive of machine code that was compiled ahead of time to the file ``path``.
 
     ``compiled`` maps the name of a set of functions to its members, the compiled functions by name. Members of
-    one set are compressed together, because they contain code of the same callees: 1 MB instead of 2 MB.
+    one set are compressed together, because they contain code of the same callees. The archive then takes
+    1 MB instead of 2 MB.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
         for name, members in compiled.items():
@@ -142,7 +143,7 @@ class Archive:
 
 
 class AheadOrKept(NullCache):  # type: ignore[misc]
-    """A numba cache of one function's machine code (core/caching.py, 0.65).
+    """A cache of one function's machine code, with the interface of numba's cache (core/caching.py, 0.65).
 
     It reads the archive of code compiled ahead of time first, then a cache folder.
     """

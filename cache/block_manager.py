@@ -59,7 +59,7 @@ class BlockManager:
         max_num_seqs: Upper bound of live sequences.
         max_model_len: Upper bound of prompt + max_tokens, in tokens.
         max_num_batched_tokens: Upper bound of positions that one sequence computes in a step. With sliding
-            windows the reservation depends on it.
+            windows, the number of blocks reserved for a request depends on it.
         enable_prefix_caching: Whether full blocks are kept for later requests with the same prefix.
         admission: Function that creates the admission control from the manager's reservations.
         prefix_cache_retention_interval: Tokens between two kept recurrent states (vLLM's name). States where
@@ -224,8 +224,8 @@ class BlockManager:
     def grant(self, sequence_ids: Sequence[int], num_tokens: TokenIds) -> Int64Array:
         """Return the length in tokens to which each sequence may be extended in this step; change nothing.
 
-        A prefill chunk may be cut. A sequence that is granted no more than it has computed stalls. The
-        scheduler leaves it out of the step and requests it again in the next. In guaranteed mode at least one
+        A prefill chunk may be cut. A sequence that is granted no more than it has computed stalls: it skips
+        this step, and the scheduler requests its tokens again in the next. In guaranteed mode at least one
         sequence is granted its tokens if all running sequences are in the call. In other modes
         `AdmissionControl.victim` names the request to preempt.
 
@@ -283,8 +283,8 @@ class BlockManager:
     def decode(self, sequence_ids: Sequence[int], token_ids: TokenIds) -> tuple[BlockCopy, ...]:
         """Commit the known tokens, append one token to each sequence and allocate its slot, in one call.
 
-        It equals `commit` to all known tokens, `append` and `extend` to one more token. It changes everything
-        or nothing, and raises as these three do.
+        It equals `commit` to all known tokens, `append` and `extend` to one more token. If it raises an
+        error of these three methods, nothing has changed.
         """
         return self._step(steps.DECODE, sequence_ids, token_ids)
 
@@ -395,9 +395,10 @@ class BlockManager:
         row = self.sequences.row(sequence_id)
         if not 0 <= start <= stop <= self.rows.slots[row]:
             raise errors.OutOfOrder(
-                f"positions {start} to {stop} of sequence {sequence_id}: it has {self.rows.slots[row]} slots",
+                f"positions {start} to {stop} of sequence {sequence_id} exceed its "
+                f"{self.rows.slots[row]} slots",
                 field="stop",
-                hint="extend first",
+                hint="call extend first",
             )
         positions = np.arange(start, stop, dtype=np.int64)
         return self.slot_mapping(group, np.full(positions.shape, row), positions)

@@ -185,7 +185,7 @@ def _cache_folder() -> Path | None:
 
 
 def _used(folder: Path | None) -> bool:
-    """Create a folder for machine code if necessary, set its last use, and return whether it is writable."""
+    """Create a machine-code folder if needed, set its time of last use, and return whether it is writable."""
     if folder is None:
         return False
     try:
@@ -218,8 +218,8 @@ COMPILER = Compiler(Path(__file__).parent)
 def compiled(function: Function) -> Function:
     """Compile a function of this package whose arguments are numbers, arrays or named tuples of arrays.
 
-    numba's reference counting is switched off: such functions allocate nothing, and its atomic operations take
-    a third of the time of the inner loops.
+    numba's reference counting of arrays is switched off. Such functions do not need it, because they allocate
+    nothing, and its atomic operations take a third of the time of the inner loops.
     """
     return _once(COMPILER(function, error_model="numpy", _nrt=False))
 

@@ -29,7 +29,7 @@ Eviction = Literal["adaptive", "lru"]
 class KVCacheManager(BlockManager):
     """A block manager with an admission policy, learned eviction, KV events and checks of its invariants.
 
-    `BlockManager` describes the other arguments.
+    `BlockManager` describes in more detail the arguments that both classes have.
 
     Args:
         layout: KV cache groups and block size.

@@ -1,7 +1,7 @@
 """The admission mode ``auto``: it lets requests start by vLLM's rule or later, as simulations recommend.
 
-By vLLM's rule a request starts when its prompt fits the free blocks.
-If a block is missing, vLLM preempts a request and recomputes it later. Whether that is expensive depends on the
+By vLLM's rule a request starts when its prompt fits the free blocks. If a running sequence later needs a block
+and none is free, vLLM preempts a request and recomputes it later. Whether that is expensive depends on the
 engine, the lengths and the queue, so no constant of the machine is assumed. `Auto` learns three things: the
 seconds of a step (`tonnage.cache.admission.cost`), the lengths of requests, and their number (running and
 waiting).

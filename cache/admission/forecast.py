@@ -27,7 +27,7 @@ FloatArray = npt.NDArray[np.float64]
 _EXACT, _PER_OCTAVE, _OCTAVES = 64, 16, 15
 # If fewer requests than this have reached a length, the estimated probability to end there is drawn towards the
 # mean over all lengths. A tenant with fewer finished requests uses the survival curve of all tenants. With 8
-# instead, the number of steps of benchmarks/admission.py on the Azure trace changes by 0.1 %.
+# instead of 20, the number of steps of benchmarks/admission.py on the Azure trace changes by 0.1 %.
 _FEW = 20
 # The counts of a length histogram are halved when their sum reaches this number, so that a change of the
 # traffic shows within some thousand requests.

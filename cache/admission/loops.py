@@ -1,7 +1,7 @@
 """Compiled loops over the running requests, for every admission decision.
 
-Import it inside the function that calls it. It loads numba, which a process that only reads a policy does not
-need.
+Import this module inside the functions that call it. It loads numba, which a process that only reads an
+admission policy does not need.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def least_slack(keys: Int64Array, available: int) -> int:
 
 
 def compile_loops() -> None:
-    """Compile the loops of admission in a few seconds, or read their machine code from disk."""
+    """Compile the loops of admission (a few seconds), or read their machine code from disk."""
     one, narrow, line = np.ones(1, np.int64), np.ones(1, np.int32), np.array([0.0, 1.0])
     rows = np.ones((1, COLUMNS), np.int32)
     summarize(np.ones((1, 5), np.int32), narrow - 1, narrow, narrow, 0, 1, rows)

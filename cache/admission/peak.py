@@ -1,10 +1,10 @@
 """The forecast peak: blocks in use over the coming steps, for given remaining output lengths.
 
 Time is counted in steps from now, and every sequence gains one token per step. A request whose prompt is not
-computed yet starts to decode after its prefill steps, and ends later by their number. During prefill it counts
-with its whole prompt. A request of n sequences holds ``prompt // block_size`` shared blocks and, for each
-sequence, the blocks of its other tokens. The total rises between two ends and falls at an end. The peak is
-therefore at one of the ends, where the request that ends still holds all its blocks.
+computed yet starts to decode after its prefill steps, so it ends that many steps later. During prefill it
+counts with its whole prompt. A request of n sequences holds ``prompt // block_size`` shared blocks. In addition
+it holds, for each sequence, the blocks of the sequence's other tokens. The total rises between two ends and
+falls at an end. The peak is therefore at one of the ends, where the ending request still holds all its blocks.
 
 This forecast guarantees nothing; `tonnage.cache.admission.safety` gives a guarantee. If the peak is within
 capacity and the lengths are right, no sequence waits for a block.

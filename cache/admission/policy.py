@@ -94,7 +94,7 @@ class Policy:
         if self.mode is AdmissionMode.AUTO and self.watermark is not None:
             raise CacheConfigError(
                 "has no effect in mode auto, which weighs idle blocks against preemptions", field="watermark",
-                hint="leave it out, or --admission-mode predictive",
+                hint="omit --watermark, or use --admission-mode predictive",
             )  # fmt: skip
         if self.tenant_blocks is not None and self.tenant_blocks < 1:
             raise CacheConfigError(

@@ -306,7 +306,7 @@ def _serve(
 
 
 def compile_rehearsal() -> None:
-    """Compile the loop that simulates vLLM's scheduler in some seconds, or read its machine code from disk."""
+    """Compile the simulation of vLLM's scheduler (some seconds), or read its machine code from disk."""
     one = np.full(4, 2, np.int64)
     for rule in (Rule(), Rule(0.5)):
         rehearse(Load(one, one, one, 2), Engine(8, 2, 4, 4), StepCost(1.0, 0.0, 0.0, 0.0), rule)

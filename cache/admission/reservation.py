@@ -9,10 +9,10 @@ For a request of ``n`` sequences with ``total = prompt_tokens + max_tokens``:
 - Sliding window of ``W``: a query at position p reads positions ``p - W + 1 .. p``. With the positions below
   ``c`` computed, a block is dead if its last position is below ``c - W + 1``. `KVCacheManager.extend` releases
   dead blocks *before* it takes new ones. A step computes at most ``B = max_num_batched_tokens`` positions. The
-  sequence therefore holds the blocks that cover ``[c - W + 1, c + B)``, i.e. ``W - 1 + B`` positions. They
-  touch at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks. They touch that many if they start
-  at the last slot of a block. Forks may share no block of their windows, so the bound is multiplied by n. The
-  full-attention bound holds instead if it is lower.
+  sequence therefore holds the blocks that cover ``[c - W + 1, c + B)``, i.e. ``W - 1 + B`` positions. These
+  are in at most ``ceil((W - 1 + B + block_size - 1) / block_size)`` blocks. They are in that many blocks if the
+  first position has the last slot of a block. Forks may share no block of their windows, so the bound is
+  multiplied by n. The full-attention bound holds instead if it is lower.
 - Chunked attention of chunk ``C``: a query reads the positions of its own chunk up to itself. At most ``C - 1``
   of them are before the positions that the step computes, so the sliding bound with ``W = C`` holds.
 - Recurrent state: one block per sequence, since a fork copies the state before its first step. With cached

@@ -113,7 +113,8 @@ def committed_peak(snapshot: RunningSnapshot, leaving: Leaving | None = None) ->
     """Return the peak number of full-attention KV blocks if all requests run to max_tokens one after another.
 
     The requests finish in `finishing_order`. Guaranteed mode keeps this peak within `RunningSnapshot.capacity`.
-    Without ``leaving`` it is an upper bound, exact if no block is shared.
+    Without ``leaving``, lower bounds of the returned blocks are used. The result is then an upper bound, which
+    is exact if no block is shared.
     """
     if len(snapshot) == 0:
         return snapshot.used

@@ -105,7 +105,7 @@ class Shares:
     def kept(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, int]:
         """Return how many sequences and KV blocks must stay free for other API keys when ``request`` starts.
 
-        Both numbers are 0 if the request's key is within its share, and if no other request runs.
+        Both numbers are 0 if the request's key is within its share, or if no other request runs.
         """
         if not any(use.sequences for use in uses.values()) or self.within(uses, request, blocks):
             return 0, 0

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from tonnage.cache.errors import CacheConfigError
 from tonnage.planner.model.layout import KVGroup, KVLayout
 
-# The kinds of groups, by the positions that a query reads. FULL: all positions before its own. SLIDING: the
-# last ``window`` positions, its own included. CHUNKED: its own chunk of ``window`` positions. STATE: a
+# The kinds of groups, by the positions that a query reads. FULL: all positions up to its own. SLIDING: the last
+# ``window`` positions up to its own. CHUNKED: its own chunk of ``window`` positions, up to its own. STATE: a
 # recurrent state that is overwritten in place. ALIGNED: a recurrent state that is cached at the end of blocks.
 FULL, SLIDING, CHUNKED, STATE, ALIGNED = range(5)
 # A step at position p continues from the recurrent state after position p - 1. A cached state therefore needs

@@ -212,8 +212,8 @@ def new_core(
 ) -> Core:
     """Return the arrays of a new block manager, with no block in use or cached.
 
-    ``seed`` is the hash before the first block of a prompt without salt.
-    Arrays by row and by salt are sized for the worst case; their memory is allocated when first used.
+    ``seed`` seeds the hash of the first block of a prompt without salt. Arrays by row and by salt are sized for
+    the worst case; their memory is allocated when first used.
     """
     groups = group_records(layout, aligned)
     model, history = new_model(num_blocks, learning and caching)

@@ -11,7 +11,7 @@ class DiskCounts:
 
     Attributes:
         size: Upper bound of the folder in bytes.
-        used: Bytes of the folder, by the index.
+        used: Bytes that the folder takes on disk, as counted by the index of its files.
         blocks: Blocks in the index, of all namespaces.
         ready: Whether the blocks from before the start are in the index.
         stored: Blocks written.

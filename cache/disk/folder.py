@@ -212,7 +212,7 @@ class Folder:
             self._others += self.blocks.pop(block)
 
     def written(self, block: bytes, taken: int) -> None:
-        """Add a KV block that was written to disk to the index; `make_room` has counted its bytes before."""
+        """Add to the index a KV block that was written to disk; `make_room` has counted its bytes before."""
         self._others -= taken
         self._in_blocks += taken
         self.blocks[block] = taken

@@ -26,7 +26,8 @@ class LearnedBlocks:
     and `victim` returns None, so that the caller evicts the least recently used block.
 
     Args:
-        capacity: Upper bound of the tier's blocks; in a folder, of the blocks of this server's namespace.
+        capacity: Upper bound of the number of blocks in the tier. In a folder, only the blocks of this server's
+            namespace count.
         old: Ids of the blocks that the tier holds before the first request, the least recently used first.
     """
 
@@ -88,7 +89,7 @@ class LearnedBlocks:
         return None if found is None else found[0]
 
     def put_back(self, block: bytes) -> None:
-        """Add an evicted block again, because its file could not be deleted, as the last old block to evict."""
+        """Add an evicted block again as the last old block to evict, because its file could not be deleted."""
         self._old[block] = None
 
     def _ask(self, call: Callable[[LearnedChunkOrder[bytes]], Answer], default: Answer) -> Answer:

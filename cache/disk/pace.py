@@ -1,6 +1,6 @@
-"""The rule that reads KV blocks from a disk tier only while reading is faster than computing them.
+"""The rule by which a request reads KV blocks from a disk tier only while that is faster than computing them.
 
-Both costs are measured in seconds per block.
+The costs of reading and of computing are measured in seconds per block.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Pace:
 class ReadRule:
     """The rule that decides for each request whether its KV blocks are read from disk or computed.
 
-    Reads are allowed until both costs are known. The costs are linear in blocks, so attention to a longer
-    context, which makes later blocks of a prompt more expensive to compute, is not counted.
+    Reads are allowed until the costs of reading and of computing are known. The costs are linear in blocks.
+    They do not include that attention to a longer context makes later blocks of a prompt slower to compute.
 
     Args:
         compute_seconds: Seconds to compute a block; None: measured.
@@ -47,7 +47,7 @@ class ReadRule:
     def __init__(self, compute_seconds: float | None = None) -> None:
         self._given = compute_seconds
         self._computing, self._reading = Pace(), Pace()
-        self._probe_at: float | None = None  # time of the next probe; None while reads are allowed
+        self._probe_at: float | None = None  # time of the next one-block probe; None while reads are allowed
         self._probed = False
 
     @property
@@ -66,12 +66,15 @@ class ReadRule:
 
     def read(self, blocks: int, seconds: float) -> None:
         """Record that a request waited ``seconds`` seconds for ``blocks`` KV blocks from the disk."""
-        if self._probed:  # Measurements from before the probe are dropped: they are older than PROBE_SECONDS.
+        if self._probed:  # a probe of the disk replaces measurements older than PROBE_SECONDS
             self._reading, self._probed = Pace(), False
         self._reading.add(blocks, seconds)
 
     def blocks_to_read(self) -> int | None:
-        """Return how many KV blocks the next request may read from disk: None for all, 0, or 1 for a probe."""
+        """Return how many KV blocks the next request may read from disk; None for all.
+
+        While reading is slower than computing, the result is 0, but 1 every PROBE_SECONDS to measure the disk.
+        """
         read, compute = self.read_seconds, self.compute_seconds
         if read is None or compute is None or read <= compute:
             self._probe_at = None

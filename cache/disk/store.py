@@ -263,7 +263,7 @@ class DiskStore:
                     self._start_order()
 
     def _compile(self) -> None:
-        """Compile the learned eviction order, or read its machine code from disk, in up to some seconds."""
+        """Compile the learned eviction order (some seconds), or read its machine code from disk."""
         if self._block_bytes is not None:
             from tonnage.cache.disk import order  # imported here, because it imports numba
 
@@ -274,7 +274,8 @@ class DiskStore:
         self._waiting -= len(ended.keys)
         blocks, reused = self._ids(ended.keys), set(self._ids(ended.reused))
         with self._lock:
-            for block in reversed(blocks):  # first block touched last: the later blocks are useless without it
+            # The first block is touched last, so that later blocks, useless without it, are removed before it.
+            for block in reversed(blocks):
                 self._folder.touch(block)
             held = [block for block in blocks if block in self._folder.blocks]
             if self._learned is not None:

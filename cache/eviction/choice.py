@@ -34,7 +34,7 @@ OLDEST, YOUNGEST = 0, 1  # the two ends of an eviction list
 def age_level(age: int, blocks: int) -> int:
     """Return the level, 0 to AGES - 1, of a cached block's age on a logarithmic scale.
 
-    ``age`` is the number of blocks released since the block was; ``blocks`` is the size of the pool.
+    ``age`` is the number of blocks released since the block's own release; ``blocks`` is the size of the pool.
     """
     unit = blocks / YOUNG_PART
     if age < unit:
@@ -51,7 +51,7 @@ def age_of(core: Evictable, block: int) -> int:
 
 @inner
 def choose_list(core: Evictable) -> tuple[int, int, int]:
-    """Return which eviction list to evict from next: its class, which end of it, and how many blocks.
+    """Return the class of the eviction list to evict from, the end to use, and how many blocks to evict there.
 
     At least one list must not be empty.
     """
@@ -83,7 +83,7 @@ def enlist_by_age(core: Evictable, node: int) -> None:
 
 @inlined
 def leave_parent(core: Evictable, node: int) -> None:
-    """Count one child less of a node's parent, and list the parent for eviction if it may be evicted now."""
+    """Subtract a node from its parent's child count; list the parent for eviction if it may be evicted now."""
     parent = core.parent[node]
     if parent != ROOT:
         core.kind[parent] -= ONE_CHILD

@@ -106,8 +106,8 @@ class LearnedChunkOrder(Generic[Key]):
         hit = 0
         while hit < count and blocks[hit] and keys[hit] in reused:
             hit += 1
-        # The learned order is compared with LRU, which would also evict chunks of running requests. All chunks
-        # outside the order therefore count as free.
+        # LRU is simulated in the space of the order's cached chunks and of the free chunks. LRU may also evict
+        # chunks of running requests, so all chunks outside the order are passed as free.
         turn = self._order.start(hashes, blocks[:hit], count + 1, self.capacity - self._order.cached)
         held = [block for block in blocks if block]
         self._order.take(held)

@@ -60,7 +60,7 @@ MODEL = np.dtype(
         # and age is reused; the density is the expected hits of a block of a class and age per unit of time.
         ("hazard", f8, (ORIGINS, AGES)),
         ("density", f8, (CLASSES, AGES)),
-        ("weights", f8, (256,)),  # value of each weight index that a history entry stores.
+        ("weights", f8, (256,)),  # weight in the fit, by the weight index that a history entry stores.
         # The next five fields are scratch arrays of a fit.
         ("events", f8, (ORIGINS, AGES)),
         ("lived", f8, (ORIGINS, AGES)),

@@ -42,7 +42,7 @@ from tonnage.cache.eviction.choice import OLDEST, YOUNGEST, age_level, age_of, c
 from tonnage.cache.eviction.model import CLASSES, ENTRY, LEARNED, OrderArrays, history_buckets, new_model
 from tonnage.cache.eviction.reuse import choose_rule, observe_end, observe_start, worth_of_new
 
-SPARE = CLASSES  # number of one more eviction list, for blocks whose content another block has too
+SPARE = CLASSES  # index of the extra eviction list for blocks whose content another block has too
 
 
 class EvictionOrder:
@@ -96,7 +96,7 @@ class EvictionOrder:
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
     ) -> None:
-        """Record the request's blocks in another KV cache group, for the request last passed to `end`.
+        """Record the blocks that the request last passed to `end` has in another KV cache group.
 
         ``key`` is a number unique to the group, which enters the hashes; ``full`` says that the group is full
         attention.
@@ -120,14 +120,14 @@ class EvictionOrder:
     # -- blocks --------------------------------------------------------------------------------------------
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Add blocks that no request references any more to the eviction order.
+        """Add to the eviction order the blocks that no request references any more.
 
         A request's last block must come first in ``blocks``.
         """
         _release(self.arrays, np.array(blocks, np.int32))
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Remove blocks that requests reference again from the eviction order; ignore blocks not in it."""
+        """Remove from the eviction order the blocks that requests reference again; ignore other blocks."""
         _take(self.arrays, np.array(blocks, np.int32))
 
     def pop(self, count: int) -> list[int]:
@@ -343,7 +343,7 @@ def _drop(core: OrderArrays, node: int) -> None:
 
 @inner
 def _cut(core: OrderArrays) -> None:
-    """Detach nodes in use from cached parents, so that a cached block can be listed again; O(pool).
+    """Detach nodes in use from cached parents, so that cached blocks can be evicted again; O(pool).
 
     It is needed when every cached block has a child. That happens if a request holds a node but not the node's
     parent, because the request has another block with the parent's content.

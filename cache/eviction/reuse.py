@@ -6,8 +6,8 @@ long ago is therefore observed too, and no block has to be kept in the pool only
 
 **Model.** Proportional hazards (Cox 1972), fitted to the ring every `EVERY` requests. The chance that a block
 is requested in the next moment is ``hazard(origin, age) * turn factor * answer factor``. The age of a block is
-the number of blocks released after it, on a scale of `PER_OCTAVE` steps per doubling. Blocks that have not been
-requested again count up to their current age.
+the number of blocks released after it, on a scale of `PER_OCTAVE` steps per doubling. A block that has not
+been requested again is a censored observation at its current age.
 
 The two factors depend on the request that released the block last. One factor is for its conversation turn,
 which is one more than the turn that first wrote the last block of its known prefix. The other is for the length
@@ -54,7 +54,9 @@ PRIOR_REQUESTS = 15.0  # weight of each factor's prior (mean reuse), as a number
 PRIOR_EVENTS = 1.25  # weight of the hazard's prior at each age, as a number of reuses
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
 NEIGHBOURS = 2  # number of ages on each side over which a hazard is averaged
-HORIZON = 1.0  # the two hit counts decay over this many pool capacities of looked-up blocks
+# The hit counts of the pool and of simulated LRU decay by a factor of e while requests look up HORIZON times as
+# many blocks as the pool has.
+HORIZON = 1.0
 
 # LRU takes over if its simulated hits exceed the pool's own hits by more than this share of the sampled blocks
 # of a full pool. That is about as many blocks as 1 or 2 requests have.
@@ -72,7 +74,10 @@ def _age_start(level: int, blocks: int) -> float:
 
 @inlined
 def _answer_level(tokens: int) -> int:
-    """Return the level, 0 to 6, of an answer's length: a factor of 4 per level, and of 2 from 128 tokens on."""
+    """Return the level, 0 to 6, of an answer's length.
+
+    The limits of the levels grow by a factor of 4 up to 128 tokens, and of 2 from there on.
+    """
     if tokens < 2:
         return 0
     if tokens < 8:
@@ -298,7 +303,7 @@ def observe_end(
 
 @inner
 def _write(core: Evictable, value: np.uint64) -> int:
-    """Add a history entry for a block released now in place of the oldest entry, and return its index."""
+    """Replace the oldest history entry by one for a block that is released now, and return its index."""
     pool, model = core.pool[0], core.model[0]
     heads = core.history_heads
     size, entry = core.history.size, int(model.at)
@@ -337,7 +342,7 @@ def fit(core: Evictable) -> None:
         entry = core.history[at]
         if entry.status == NEVER:
             continue
-        if entry.status == LIVING:  # a block that was not requested again counts up to its current age
+        if entry.status == LIVING:  # a block that was not requested again is censored at its current age
             entry.age = age_level((pool.clock - entry.born) & CLOCK_MASK, blocks)
         origin, age, weight = entry.origin, entry.age, model.weights[entry.weight]
         if entry.status == REUSED:
@@ -357,7 +362,7 @@ def fit(core: Evictable) -> None:
 
 @inner
 def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
-    """Fit the hazard (reuses per block and released block) of one origin at each age.
+    """Fit the hazard of one origin at each age: reuses per cached block and per released block.
 
     ``scale`` is the number of blocks per sampled block. The model's array ``lived`` [ages] holds the weight of
     history entries that ended at each age. The function overwrites it by the block-time spent at that age.

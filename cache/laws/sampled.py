@@ -1,7 +1,7 @@
 """Compiled checks of the block manager's invariants that need only its arrays, cheap enough for production.
 
 One pass over blocks and tables finds a broken invariant and its place. tests/helpers/invariants.py lists all
-invariants and checks them after every operation of a test; a running server can afford the part that is here.
+invariants and checks them after every operation of a test. A running server can afford only the checks here.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _states_in_place(core: Core, group: int, at_row: int, held: int) -> bool:
 
 @inner
 def _held(core: Core, group: int, room: int) -> int:
-    """Return how many block-table entries of a KV cache group the blocks for ``room`` positions fill."""
+    """Return how many block-table entries ``room`` positions fill in a KV cache group."""
     blocks = int(room // core.pool[0].block_size)
     return min(1, blocks) if core.groups[group].kind == STATE else blocks
 

@@ -5,7 +5,8 @@ because the compiled loop over a prompt's blocks cannot call a library. The test
 package bit for bit. A hash of 64 bits is enough, because it only proposes a block. Tokens, parent and salt are
 compared before the block is used.
 
-Models with sliding windows only have no parents to compare and use a keyed hash (`tonnage.cache.prefix.keyed`).
+If all layers of a model have sliding windows, blocks have no parents to compare. A keyed hash is then used
+(`tonnage.cache.prefix.keyed`).
 """
 
 from __future__ import annotations

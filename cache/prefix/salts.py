@@ -41,11 +41,11 @@ class Salts:
         self._sequences.shared[row] = self._allowed_blocks(tokens) if known else 0
 
     def share(self, row: int) -> None:
-        """Count one more live sequence with its cache salt: the forked sequence in ``row``."""
+        """Add the forked sequence in ``row`` to the number of live sequences with its cache salt."""
         self._rows[self._sequences.salt[row]] += 1
 
     def leave(self, row: int) -> None:
-        """Count one live sequence less with its cache salt, because the sequence in ``row`` has ended."""
+        """Subtract the ended sequence in ``row`` from the number of live sequences with its cache salt."""
         self._rows[self._sequences.salt[row]] -= 1
 
     def salt_of(self, salt_id: int) -> bytes:

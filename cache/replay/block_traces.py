@@ -143,7 +143,7 @@ class RagPulseReader:
                     raise ValueError(f"the length of {component} {each!r:.40} is in no file beside the trace")
                 pieces.append((each, self._lengths[each]))
         known = sum(length for _, length in pieces)
-        if known < prompt:  # the rest is template and separators; it counts as unique to this request
+        if known < prompt:  # the chat template and separators count as unique to the request
             pieces.append((("own", len(self._numbers)), prompt - known))
         ids = tuple(self._blocks(pieces, prompt))
         arrival = float(record["timestamp"])
@@ -233,7 +233,7 @@ class EventReader:
         """
         for chain in self._chains:
             path, block = list[int](), chain.last
-            while block is not None:  # The path ends at a block that was stored before the recording began.
+            while block is not None:  # the first block's parent is None or was not recorded
                 path.append(self._numbers.setdefault(block, len(self._numbers)))
                 if len(path) > len(self._parents) + 1:
                     raise ValueError(f"parent_block_hash: the block {block!r:.40} comes before itself")

@@ -80,8 +80,8 @@ class Order(Protocol):
 class LRUOrder(Order):
     """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
-    A chunk is never older than the later chunks of the same prompt. LRU does not learn from misses; vLLM's
-    touch skips chunks that are not stored.
+    A chunk is never older than the later chunks of the same prompt. LRU does not learn from misses, as in
+    vLLM, whose touch() skips chunks that are not stored.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class LRUOrder(Order):
         self._order[key] = None
 
     def finish(self, keys: Sequence[Key], use: ChunkUse) -> None:
-        """Make the request's chunks the most recently used ones; its first chunk becomes the very last."""
+        """Make the request's chunks the most recently used ones; its first chunk is evicted last of them."""
         for key in reversed(keys):
             if key in self._order:
                 self._order.move_to_end(key)

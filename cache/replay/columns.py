@@ -46,7 +46,7 @@ def parse_columns(text: str) -> dict[str, str]:
 def renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """Return a trace record with its columns renamed to the request log's fields, and times in seconds.
 
-    Raises ValueError for an invalid time, and KeyError with the trace's name of a missing column.
+    Raises ValueError for an invalid time. Raises KeyError for a missing column, with its name in the trace.
     """
     out = {name: record[column] for name, column in columns.items() if name in NEEDED or column in record}
     if "arrival_ms" in columns:

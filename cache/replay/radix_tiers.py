@@ -67,7 +67,7 @@ class _Leaves:
         heapq.heappush(self._heap, (node.used, id(node), node))
 
     def pop(self) -> _Node | None:
-        """Remove and return the least recently used node, or None; drop entries of nodes used since."""
+        """Remove and return the least recently used node, or None; drop entries from before a later use."""
         while self._heap:
             used, _, node = heapq.heappop(self._heap)
             if used == node.used:
@@ -128,7 +128,7 @@ class RadixTiers:
         self._list(node)
 
     def _list(self, node: _Node) -> None:
-        """Add a node to the leaves of the GPU or of the host, if it is one: only leaves are evicted."""
+        """If the GPU or the host can evict a node (only leaves can be), add it to the queue of leaves there."""
         if node.is_gpu_leaf():
             self._gpu_leaves.push(node)
         elif node.is_host_leaf():
@@ -167,7 +167,7 @@ class RadixTiers:
         needed = sum(len(node.keys) for node in found[start:])
         self._lock(found[:start], True)
         if needed > self.gpu_chunks - self._on_gpu:
-            self._evict_gpu(needed)  # the full length, even if part of it is free
+            self._evict_gpu(needed)  # SGLang evicts this many chunks even if some space is free
         self._lock(found[:start], False)
         if needed > self.gpu_chunks - self._on_gpu:
             return False

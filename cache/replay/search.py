@@ -1,7 +1,7 @@
 """A search for the smallest number of engines that meets a waiting-time target, by replays of a trace.
 
 Requests are distributed round-robin over n equal engines. Only one engine is simulated, with every n-th
-request, since the shares of all engines are alike.
+request, since all engines receive similar requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Found:
     Attributes:
         engines: The smallest number that meets the target; None if even the largest number tried does not.
         waits: Number of engines tried -> waiting time in seconds.
-        result: The replay of the last number of engines tried.
+        result: The replay with the last number of engines tried.
     """
 
     engines: int | None

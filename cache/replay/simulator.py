@@ -47,7 +47,7 @@ class Setup:
         max_num_seqs: Upper bound of live sequences.
         max_model_len: Upper bound of prompt + output tokens.
         budget: Token budget of a step; the module explains its two meanings.
-        max_tokens: Upper bound of output tokens for requests whose trace has none.
+        max_tokens: Upper bound of output tokens for requests without max_tokens in the trace.
         policy: Admission policy.
         step_time: Duration of a step.
         whole_prompts: Whether each prompt is computed in one step, instead of in chunks.
@@ -86,7 +86,7 @@ class _Sequence(Sequence):
     prefixes: bool  # whether the prompt's tokens are made from the trace's hash ids
     admitted: float = -1.0
     first_token: float = -1.0
-    loaded: float = -1.0  # simulated time at which the load of its chunks from a tier ends
+    loaded: float = -1.0  # simulated time at which the load of the prompt's chunks from a tier ends
     tokens: Int32Array | None = None  # token ids, kept while the request waits for admission
 
     def token_ids(self) -> Int32Array:
@@ -129,7 +129,7 @@ class Simulator:
         )
         self.tiers = None if setup.tiers is None else Tiers(setup.tiers, chunk_tokens_of(trace))
         if (auto := self.manager.admission.auto) is not None:
-            auto.background = False  # Admission rules are simulated within the call: the replay's clock waits.
+            auto.background = False  # a thread would make the replay depend on real time
         self.now = 0.0
         self._arrived = 0
         self._computed = 0  # number of computed tokens
@@ -275,7 +275,7 @@ class Simulator:
         result.output_tokens += step.turns * len(step.drawing)
 
     def _end(self, step: Step[_Sequence]) -> None:
-        """Record the times of requests' first and last tokens in a step; end requests that got the last one."""
+        """Record the times of requests' first and last tokens in a step; end requests with all their tokens."""
         result, now = self.result, self.now
         for sequence in [s for s in step.drawing if s.first_token < 0]:
             sequence.first_token = now

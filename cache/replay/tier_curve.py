@@ -6,9 +6,10 @@ together, the first one last, so a chunk is never older than the chunks behind i
 a prefix of the prompt. Long traces are sampled by chunk, and distances are scaled up (SHARDS, Waldspurger et
 al., FAST 2015).
 
-The optimum of a size is that of a cache that knows the future: it evicts, or never stores, the chunk whose next
-use is the furthest (Belady, IBM Systems Journal 1966). The chunks of a prompt are used in turn, so the next use
-of a chunk is never later than that of the chunks behind it, and the optimum's hits are prefixes, too.
+The optimum of a size is the hit rate of a cache that knows the future. Such a cache evicts, or never stores,
+the chunk whose next use is the furthest (Belady, IBM Systems Journal 1966). The chunks of a prompt are used in
+turn, so the next use of a chunk is never later than that of the chunks behind it. The hits of such a cache are
+therefore prefixes of the prompts, too.
 
 A size counts the GPU's pool and the tiers together as one cache. A tier that stores every chunk also holds the
 chunks of the pool. If the tier is larger than the pool, the size is therefore the tier's size.
@@ -70,7 +71,7 @@ class TierCurve:
 
     @property
     def highest(self) -> float:
-        """Share of prompt tokens that a cache of any size hits, the upper bound of every policy."""
+        """Share of prompt tokens that an unlimited cache hits: the upper bound for every size and policy."""
         return len(self.distances) / self.rate * self.chunk_tokens / self.prompt_tokens
 
     def knee(self, share: float = KNEE) -> int:
@@ -81,14 +82,14 @@ class TierCurve:
         return int((self.distances[place] + 1) / self.rate)
 
     def plot(self, chunk_bytes: int) -> SizeCurve:
-        """Return hit rates at cache sizes from one chunk to the smallest with all hits, and the knee."""
+        """Return hit rates at cache sizes from one chunk to the smallest cache with all hits, and the knee."""
         last = self.knee(1.0) or 1
         steps = {int(last ** (place / _PLOTTED)) for place in range(_PLOTTED + 1)} | {self.knee() or 1, last}
         points = tuple((chunks * chunk_bytes, self.hit_rate(chunks)) for chunks in sorted(steps))
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
-        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first with all hits."""
+        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first size with all hits."""
         last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:
@@ -143,7 +144,7 @@ def tier_curve(uses: ChunkUses, rate: float | None = None) -> TierCurve:
 
     Args:
         uses: The chunk uses of the trace.
-        rate: Share of the chunks to sample; None: as many as keep the pass short.
+        rate: Share of the chunks to sample; None: a share that keeps the pass short.
     """
     uses = uses.sampled(_MOST / max(1, uses.keys.size) if rate is None else rate)
     last, tree = np.zeros(uses.distinct, np.int64), np.zeros(uses.keys.size + 1, np.int64)
@@ -158,7 +159,7 @@ def optimum(uses: ChunkUses, chunks: int, rate: float | None = None) -> float:
     Args:
         uses: The chunk uses of a trace.
         chunks: Size of the cache.
-        rate: Share of the chunks to sample; None: as many as keep the pass short.
+        rate: Share of the chunks to sample; None: a share that keeps the pass short.
     """
     uses = uses.sampled(_MOST_OPTIMUM / max(1, uses.keys.size) if rate is None else rate)
     keys, size = uses.keys.tolist(), int(chunks * uses.rate)

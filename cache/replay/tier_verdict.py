@@ -25,7 +25,7 @@ class TierVerdict:
         without: The replay without tiers.
         tiered: The replay with tiers.
         setup: Sizes and bandwidths of the tiers.
-        step_time: Duration of a step, for the prefill that hits save.
+        step_time: Duration of a step, from which the prefill time that hits save is computed.
         curve: LRU hit rate of a prefix cache by its size.
         chunk_bytes: Bytes of a chunk.
         optimum: Share of prompt tokens that a cache as large as pool and tiers hits if it knows the future.
@@ -52,7 +52,7 @@ class TierVerdict:
 
     @property
     def saved_seconds(self) -> float:
-        """Seconds of prefill that the loaded tokens would have taken, by the roofline's arithmetic."""
+        """Seconds of prefill that the loaded tokens would have taken, by the arithmetic of `step_time`."""
         step = self.step_time
         return 2.0 * step.parameters * self.counts.hit_tokens / step.flops / step.devices
 

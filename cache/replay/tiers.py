@@ -125,7 +125,7 @@ class Tiers:
     # -- the life of a request -----------------------------------------------------------------------------
 
     def load(self, sequence: int, trace: TraceRequest, computed: int, now: float) -> tuple[int, float]:
-        """Return how many tokens behind ``computed`` a request loads from the tiers, and when the load ends."""
+        """Return how many tokens after ``computed`` a request loads from the tiers, and when the load ends."""
         request = self._requests.get(sequence)
         if request is None:
             found = chunk_keys(trace, self._keys)

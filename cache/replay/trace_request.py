@@ -38,7 +38,7 @@ def as_number(record: Mapping[str, Any], name: str) -> float:
 
 
 def as_count(record: Mapping[str, Any], name: str, least: int = 0) -> int:
-    """Return the field ``name`` of a trace record as an int of at least ``least``. Raises as `as_number`."""
+    """Return the field ``name`` of a trace record as an int from ``least`` on; raise like `as_number`."""
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise ValueError(f"{name} is {value!r:.40}, not a whole number from {least} to 2^31 - 1")

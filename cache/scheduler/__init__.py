@@ -9,7 +9,8 @@ One step, in order (`scheduler.Scheduler.step`):
 
 1. The running sequences request blocks under the token budget: decodes first, then chunks of prompts. The
    budget of a stalled sequence is offered to the next.
-2. If the mode has to preempt, sequences lose their blocks and return to the queue with their output.
+2. If the admission mode requires it, sequences are preempted: they lose their blocks and return to the queue
+   with their output.
 3. Unless a sequence was preempted in this step, waiting requests are admitted while budget is left, and compute
    their first chunk at once.
 

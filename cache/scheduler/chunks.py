@@ -6,8 +6,8 @@ continue. One ends at the *junction*: the end of a prefix that is cached in full
 state.
 
 These are the rules of vLLM's ``_mamba_block_aligned_split`` (v1/core/sched/scheduler.py, 0.32.0 and 0.33.0) for
-hashes of whole blocks. Versions 0.30 and 0.31 compute a prompt of whole blocks to its end, so only longer
-prompts can reuse that state.
+hashes of whole blocks. In versions 0.30 and 0.31, the last chunk of a prompt of whole blocks ends at the
+prompt's end, so only longer prompts can reuse the state that is cached there.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class WaitingQueue:
 
     Args:
         ageing: Seconds of waiting that one step of priority is worth.
-        lookahead: Number of requests behind a waiting head that may try to pass it.
+        lookahead: Number of requests behind the head of the queue that may try to pass it.
 
     Raises:
         CacheConfigError: A value is out of range.
@@ -63,7 +63,7 @@ class WaitingQueue:
             raise CacheConfigError(
                 f"lookahead is {lookahead} and must be at least 0",
                 field="lookahead",
-                hint="0 lets no request pass the head",
+                hint="0 lets no request pass the queue's head",
             )
         self.ageing, self.lookahead = ageing, lookahead
         # (sort key, id) of each entry in order, from the place `_first` on. Places before it are free, so that

@@ -171,7 +171,7 @@ class Scheduler(Generic[S]):
         """Schedule ``turns`` decode steps at once, if all sequences decode and blocks are available."""
         order = list(self.running.values())
         if not self.whole_prompts:
-            turns = min(turns, self.budget)  # the manager extends a sequence by at most `budget` tokens a call
+            turns = min(turns, self.budget)  # `extend` adds at most `budget` tokens to a sequence per call.
         if self._aligned:  # The last step ends at the next block boundary, where recurrent states are cached.
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
@@ -273,8 +273,9 @@ class Scheduler(Generic[S]):
     def _spared(self) -> int:
         """Return how many tokens of a step are kept from running prompts for a request of another API key.
 
-        The result is 0 if max_num_seqs leaves no place for the request, or if admission would decide as in the
-        last step. It is also 0 for models whose prompt chunks must end at block boundaries.
+        The result is 0 if max_num_seqs leaves no place for the request. It is 0 if no request has ended or
+        arrived since admission last tried all requests, because the decisions would be the same. It is also 0
+        for models whose prompt chunks must end at block boundaries.
         """
         several = self.admission.several_keys and not self._aligned
         if not several or not self.waiting or not self._changed:
@@ -416,9 +417,9 @@ class Scheduler(Generic[S]):
         self.running[sequence.id] = sequence
 
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
-        """Allocate KV blocks for ``tokens`` tokens to load from a KV tier, and let the sequence wait for it."""
+        """Allocate KV blocks for ``tokens`` tokens of a KV tier; let the sequence wait for the load."""
         end = sequence.computed + tokens
-        while sequence.computed < end:  # a call of the manager extends by one step's budget at most
+        while sequence.computed < end:  # one call of `extend` adds at most a step's token budget
             reached = min(end, sequence.computed + self.budget)
             granted = int(self.manager.grant([sequence.id], [reached])[0])
             if granted <= sequence.computed:
@@ -454,7 +455,7 @@ class Scheduler(Generic[S]):
         """Append the tokens that a step sampled to their sequences.
 
         Args:
-            sequences: Sequences that drew tokens.
+            sequences: Sequences for which tokens were sampled.
             token_ids: One token id per sequence [sequences], or several per sequence [sequences, count].
         """
         count = token_ids.shape[1] if isinstance(token_ids, np.ndarray) and token_ids.ndim == 2 else 1

@@ -98,7 +98,10 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The scheduler's decisions in one step, as sequence ids; replay, fake and HF engine must agree in them."""
+    """The scheduler's decisions in one step, as sequence ids.
+
+    The replay, the fake engine and the HF engine must take the same decisions.
+    """
 
     chunks: tuple[tuple[int, int], ...]  # (sequence id, tokens) in the order of the batch
     admitted: tuple[int, ...]

@@ -45,8 +45,8 @@ def step(
             nodes of the prefix index. With cached states the end must be in the last extended block. APPEND:
             add tokens. EXTEND: make positions [computed, end) writable.
         batch: int64 [rows of the call]: row indices.
-        ends: int64 [rows of the call], for COMMIT or EXTEND; in a DECODE both ends follow from the known
-            tokens.
+        ends: int64 [rows of the call], for COMMIT or EXTEND. With all three bits (DECODE), the ends of COMMIT
+            and EXTEND follow from the known tokens.
         tokens: int32 [rows of the call * count], for APPEND: the same count for each row.
         copies: int32 [2, 2 * groups * rows]: receives (src, dst) block pairs.
 
@@ -135,8 +135,8 @@ def _first_without_room(core: Core, batch: Int64Array, copies: Int32Array) -> in
     """Return the index of the first row for which the pool has too few blocks to extend it, or -1.
 
     Blocks released during the call count as available: blocks before a moving window, and a shared block after
-    all sharers but the last have copied it. The function decrements reference counts on trial and restores
-    them; ``copies`` stores the affected blocks until then.
+    all sharers but the last have copied it. The function decrements their reference counts temporarily;
+    ``copies`` stores the affected blocks until the counts are restored.
     """
     pool, size = core.pool[0], core.pool[0].block_size
     available = pool.free + pool.cached
@@ -175,7 +175,10 @@ def _moves_on(core: Core, at_row: int) -> bool:
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` how many full-attention blocks row i needs to grow, with a block for a copy."""
+    """Write to ``wanted[i]`` how many full-attention blocks row i needs to grow.
+
+    The number includes the copy of a shared last block.
+    """
     for i in range(batch.size):
         wanted[i] = demand(core, batch[i], core.rows[batch[i]].computed, ends[i], True)
 
@@ -253,8 +256,8 @@ def share(core: Core, parent: int, child: int) -> None:
     new.length, new.hashed, new.computed, new.limit = old.length, old.hashed, computed, old.limit
     new.published, new.salt, new.shared, new.turn = old.published, old.salt, old.shared, old.turn
     new.request, new.room = old.request, (computed + size - 1) // size * size
-    # The parent's number of writable positions returns to the computed ones. Its next write then needs an
-    # extend, which copies the shared block.
+    # The parent's number of writable positions is reset to its number of computed positions. Before
+    # its next write, the parent then needs an extend, which copies the shared block.
     new.slots = old.slots = computed
     new.shared_tail = old.shared_tail & DROP_SOURCE
     if computed % size != 0 or stateful:  # a recurrent state is written in every step

@@ -136,7 +136,7 @@ def tokens_by_row(batch: Int64Array, token_ids: TokenIds) -> Int32Array:
         count, token_ids = token_ids.shape[1], token_ids.reshape(-1)
     tokens = token_array(token_ids, signed=True)
     if tokens.size != batch.size * count:
-        raise InvalidRequest(f"{tokens.size} tokens for {len(batch)} sequences", field="token_ids")
+        raise InvalidRequest(f"{tokens.size} tokens do not match {len(batch)} sequences", field="token_ids")
     return tokens
 
 
