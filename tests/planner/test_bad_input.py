@@ -154,7 +154,7 @@ def test_config_without_one_field_gives_a_plan_or_an_error_that_names_the_field(
         ("", "not the name of a model"),
         ("no such thing", "neither a folder"),
         ("x" * 5000, "name too long"),
-        ("~nobody-of-this-name/model", "home directory"),
+        ("~no-such-user/model", "home directory"),
         ("/dev/null", "not a .gguf"),
         ("a\0b", "not the name of a model"),
         ("/nonexistent/path/model", "neither a folder"),

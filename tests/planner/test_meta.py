@@ -130,7 +130,7 @@ def test_layers_that_share_the_kv_cache_of_earlier_layers_match_transformers_mod
 def test_model_that_transformers_cannot_build_is_rejected(tmp_path):
     config = config_of("nanochat", UNKNOWN["nanochat"])
     for changed, word in (
-        ({"model_type": "nobody_knows"}, "nobody_knows"),
+        ({"model_type": "no_such_type"}, "no_such_type"),
         ({"architectures": ["NanoChatForSequenceClassification"]}, "architectures"),
         ({"architectures": None}, "architectures"),
         ({"architectures": ["NanoChatForCausalLM"], "is_encoder_decoder": True}, "is_encoder_decoder"),

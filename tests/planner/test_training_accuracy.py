@@ -38,7 +38,7 @@ def test_accuracy_benchmark_of_training_plans_counts_a_total_outside_its_toleran
     """One run has a total 4 % higher, and one has a model without a config."""
     lines = RECEIPTS.read_text().splitlines()
     row = next(line for line in lines if "17.51" in line)
-    other = row.replace("17.51", "18.21"), row.replace("Llama-3.2-1B", "Nobody-1B")
+    other = row.replace("17.51", "18.21"), row.replace("Llama-3.2-1B", "NoSuchModel-1B")
     (tmp_path / "receipts.tsv").write_text("\n".join([lines[0], *other]) + "\n")
     code, found = run(tmp_path / "receipts.tsv")
     assert (code, found["rows"], found["scored"], found["misses"]) == (1, 2, 1, 2)

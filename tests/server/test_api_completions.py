@@ -162,7 +162,7 @@ async def test_seed_and_sampling_parameters_reach_the_engine(run_server, small_p
     async with run_server(FakeEngine(small_plan(), reply=reply)) as server:
         await server.complete(
             seed=-5, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, max_tokens=2, stop_token_ids=[9],
-            cache_salt="a", user="somebody",
+            cache_salt="a", user="user-1",
         )  # fmt: skip
         await server.complete(max_tokens=2, top_k=-1, ignore_eos=True)
         eos = server.state.tokenizer.eos_token_ids

@@ -43,7 +43,7 @@ SMALL = ["--kv-cache-memory-bytes", "64MiB", "--max-model-len", "1024", "--max-n
 COMMANDS = ("plan", "serve", "verify", "demo")
 BAD_INPUT: list[tuple[list[str], str]] = [  # arguments of serve, what its refusal names
     (["./nothing-there"], "./nothing-there"),
-    (["nobody/nothing"], "nobody/nothing"),
+    (["no-such-org/nothing"], "no-such-org/nothing"),
     (["demo", "--max-model-len", "100000"], "max_model_len"),
     (["demo", "--max-model-len", "many"], "max_model_len"),
     (["demo", "--kv-cache-memory-bytes", "12 parsecs"], "kv_cache_memory_bytes"),
