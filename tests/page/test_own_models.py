@@ -62,11 +62,11 @@ def test_pasted_config_is_planned_and_can_be_shared_by_link(sight: Sight, browse
     )
     assert elsewhere.page.locator("#beside tbody tr >> nth=2").all_inner_texts() == figures
     elsewhere.page.close()
-    for text, words in (('{"model_type": "no_such_type"}', "no_such_type"), ("{", "not JSON"), ("[]", "JSON object")):
+    for text, words in (('{"model_type": "no_type"}', "no_type"), ("{", "not JSON"), ("[]", "JSON object")):
         paste(sight, text)
         sight.refused(words)
-    paste(sight, '{"model_type": "no_such_type"}')
-    sight.refused("no_such_type")
+    paste(sight, '{"model_type": "no_type"}')
+    sight.refused("no_type")
     sight.page.evaluate("() => scrollTo(0, 0)")
     sight.picture("refused")
 
