@@ -249,7 +249,8 @@ def added(values: Iterable[int | None]) -> int | None:
 def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
     """Combine the ``auto`` statistics of several engines into one; return None if there are none.
 
-    Costs and gain are means of the known values, the share is the lowest, and fallbacks are summed.
+    ``cost`` and ``gain`` are means of the known values, ``share`` is the smallest known value, and
+    ``fallbacks`` is the sum.
     """
     if not parts:
         return None

@@ -83,7 +83,7 @@ class TrialClient:
         self._say(request_id)
 
     def close(self) -> None:
-        """End this client's thread and the trial process."""
+        """End this client's thread and the process that compiles grammars within limits."""
         self._say(None)
 
     def _say(self, said: GenerationRequest | str | None) -> None:

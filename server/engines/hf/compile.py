@@ -54,7 +54,7 @@ class Part:
         return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
 
     def load(self) -> None:
-        """Load this part's machine code from disk, or compile the part if there is none."""
+        """Load the machine code of the block manager or the kernels from disk; compile it if there is none."""
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return
@@ -83,7 +83,10 @@ class Preparation:
             self._first = _Compilation(self._missing[0])
 
     def load(self) -> None:
-        """Compile the parts without machine code on disk, then load all parts from disk in half a second."""
+        """Load the machine code of block manager and kernels from disk; first compile what is not on disk.
+
+        Loading takes half a second.
+        """
         for number, part in enumerate(self._missing, 1):
             compilation = self._first if number == 1 and self._first else _Compilation(part)
             self._finish(compilation, f"part {number} of {len(self._missing)}")
@@ -103,7 +106,7 @@ class Preparation:
 
 
 class _Compilation:
-    """A process that compiles ``part``.
+    """A child process that compiles the numba code of ``part``, either the block manager or the CPU kernels.
 
     Its latest progress report said that ``done`` functions are compiled, of ``of`` functions in total.
     """

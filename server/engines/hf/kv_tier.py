@@ -36,10 +36,11 @@ from tonnage.server.engines.stats import TierStats
 
 log = logging.getLogger("tonnage.server")
 
-# Numbers of threads. Writes have a thread of their own, because requests wait for reads.
+# Numbers of threads that read KV blocks from disk and that write them. Writes have a thread of their own,
+# because otherwise they would delay reads, for which requests wait.
 _READERS, _WRITERS = 2, 1
-# Upper bound of the bytes of blocks that wait to be written to the folder. Such blocks cannot be evicted from
-# host memory.
+# Upper bound of the bytes of KV blocks that wait to be written to the disk tier. Such blocks cannot be evicted
+# from host memory.
 WAITING_BYTES = 256 << 20
 # A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
