@@ -107,7 +107,9 @@ class PoolingRun:
             async with aclosing(self._generator.run(submission, self.counts, self._ticket)) as deltas:
                 async for delta in deltas:
                     values = results[delta.index] = np.asarray(delta.pooled, np.float64)
-                    if values.ndim > 1:  # single vectors need no limit: the queue bounds their number
+                    # An input with a single result vector needs no memory limit, because the limit of queued
+                    # requests bounds the number of inputs. Only results with a vector per token are counted.
+                    if values.ndim > 1:
                         held.hold(values.nbytes)
         self._ticket.finish("stop")
         return results

@@ -305,7 +305,11 @@ class _JsonValue:
         self._begun = self._quoted = self._escaped = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the part of ``text`` that belongs to the value, without blanks before it, and the rest."""
+        """Split ``text``, the next piece of the answer, at the end of the JSON value.
+
+        Returns:
+            The text of the value, without blanks before the value; the text after the value.
+        """
         if not self._begun:
             text = text.lstrip()
         for at, character in enumerate(text):

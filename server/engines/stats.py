@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tonnage.cache.admission.auto import Auto
     from tonnage.cache.disk.counts import DiskCounts
 
-ReasonCounts = tuple[tuple[str, str, int], ...]  # counts by outcome and reason: ("wait", reason, count)
+# Counts as (outcome, reason, count). The outcome is an admission decision, such as "wait" for a request that
+# stays in the waiting queue, or "never" for a request that is rejected.
+ReasonCounts = tuple[tuple[str, str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,10 @@ class _Trial:
         self.connection = Connection(ours.detach())
 
     def end(self) -> None:
-        """Close the connection, at which the trial process ends; kill it if it does not (SIGSTOP)."""
+        """Close the connection, which makes the trial process end.
+
+        Kill a process that does not end within some seconds, such as one stopped by SIGSTOP.
+        """
         self.connection.close()
         try:
             self.process.wait(_PATIENCE)

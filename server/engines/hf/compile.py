@@ -47,7 +47,10 @@ class Part:
 
     @property
     def note(self) -> str:
-        """The name of this part, made of everything that its functions and their argument types depend on."""
+        """The name of this code in the `Compiler`'s cache.
+
+        It contains everything that the functions and their argument types depend on.
+        """
         if self.layout is None:
             return "kernels"
         kinds = sorted({group.kind for group in self.layout.groups})
