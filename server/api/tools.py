@@ -260,11 +260,11 @@ class ForcedReader:
         self._value: _JsonValue | None = None  # reader of the current call's arguments, None between calls
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        """Parse the complete text of an answer; return its tool calls, and "" because it has no other text."""
+        """Parse the complete text of an answer; return its tool calls. The result has no other text."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
-        """Parse further text; return the new pieces of tool calls, and "" because it has no other text."""
+        """Parse the next text of an answer; return new pieces of tool calls. The result has no other text."""
         self._rest += text
         deltas: list[CallDelta] = []
         while (value := self._value or self._next_value(text, deltas)) is not None:

@@ -136,7 +136,7 @@ class TrialClient:
             self._lost(running)
             return
         job = running.pop(tried.number, None)
-        if job is None:  # the trial was cancelled after its result was sent
+        if job is None:  # the grammar's last request was cancelled after this result was sent
             return
         self._known[job.grammar] = tried
         while sum(map(_size, self._known.items())) > KNOWN_BYTES:

@@ -83,7 +83,7 @@ def main(descriptor: int, folder: str) -> None:
             for ready in wait([connection, *forks]):
                 assert isinstance(ready, Connection)
                 if ready is not connection:
-                    if ready in forks:  # the trial may have been cancelled in this iteration
+                    if ready in forks:  # a Forget message in this iteration may have ended the fork
                         connection.send(_result(ready, forks.pop(ready)))
                     continue
                 message = connection.recv()

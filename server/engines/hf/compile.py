@@ -42,7 +42,7 @@ class Part:
 
     @property
     def compiler(self) -> Compiler:
-        """The `Compiler` in whose cache this part's machine code is stored."""
+        """The `Compiler` in whose cache the machine code of the block manager or the kernels is stored."""
         return KERNELS if self.layout is None else COMPILER
 
     @property
