@@ -131,7 +131,7 @@ class _Compilation:
         return self.process.is_alive()
 
     def end(self) -> None:
-        """Wait until the process ends, and record the part as compiled if the process succeeded."""
+        """Wait until the process ends, and record its code as compiled if the process succeeded."""
         self.process.join()
         self._progress.close()
         if self.process.exitcode == 0:
@@ -139,9 +139,10 @@ class _Compilation:
 
 
 def _compile(part: Part, told: Connection) -> None:
-    """Compile ``part`` in this process; exit with status 1 if the machine code could not be stored on disk.
+    """Compile the numba code of ``part`` in this process, and store the machine code on disk.
 
-    ``told`` is the pipe for progress reports to the parent process.
+    The process exits with status 1 if the machine code could not be stored. ``told`` is the pipe for progress
+    reports to the parent process.
     """
     # The compiler creates and drops millions of objects, and each garbage collection also visits the permanent
     # imports. So the garbage collector took 7 of 35 s of processor time. With fewer collections it takes 1 s,

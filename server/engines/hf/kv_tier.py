@@ -361,7 +361,7 @@ class KVTier:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Wait some seconds for KV blocks that are being written to disk, and release the folder."""
+        """Wait some seconds for KV blocks that are being written to disk, and release the disk tier."""
         if self._store is None:
             return
         until = time.monotonic() + _SECONDS_TO_CLOSE
@@ -383,7 +383,7 @@ def tier_of(plan: Plan, pool: PagedPool) -> KVTier | None:
     """Create the KV tier that a memory plan has, or return None if the plan has no KV tier.
 
     Raises:
-        DiskError: the folder cannot be used, or another server writes it.
+        DiskError: the folder of the disk tier cannot be used, or another server writes to it.
     """
     flags = plan.deployment
     if not flags.kv_offloading_bytes:
