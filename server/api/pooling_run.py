@@ -107,7 +107,9 @@ class PoolingRun:
             async with aclosing(self._generator.run(submission, self.counts, self._ticket)) as deltas:
                 async for delta in deltas:
                     values = results[delta.index] = np.asarray(delta.pooled, np.float64)
-                    if values.ndim > 1:  # single vectors need no limit: the queue bounds their number
+                    # Only results with a vector per token are counted. Single vectors need no memory limit,
+                    # because max_num_queued_reqs bounds their number.
+                    if values.ndim > 1:
                         held.hold(values.nbytes)
         self._ticket.finish("stop")
         return results

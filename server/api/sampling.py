@@ -52,7 +52,7 @@ def short_stop(stop: Stop) -> Stop:
 
 
 class StrictModel(BaseModel):
-    """Base class of the objects in request bodies, which rejects unknown fields and values of another type."""
+    """Base class of the objects in request bodies; it rejects unknown fields and values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

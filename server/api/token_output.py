@@ -129,7 +129,10 @@ class TokenOutput:
         return None if self._top is None else []
 
     def fill(self, answer: str, prompts: Iterable[int]) -> str:
-        """Return an answer's JSON with the placeholders of `scores` replaced by prompt log probabilities."""
+        """Return ``answer``, JSON text, with each placeholder replaced by a prompt's log probabilities.
+
+        `scores` made the placeholders. ``prompts`` has the index of the prompt of each one, in order.
+        """
         if self._top is None:
             return answer
         lists = [f'"prompt_logprobs":[{self._scores.get(prompt, "")}]' for prompt in prompts]

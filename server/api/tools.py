@@ -260,11 +260,11 @@ class ForcedReader:
         self._value: _JsonValue | None = None  # reader of the current call's arguments, None between calls
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:
-        """Parse the complete text of an answer; return its tool calls, and "" because it has no other text."""
+        """Parse the complete text of an answer; return its tool calls. The result has no other text."""
         return self.push(text, token_ids, finished=True)
 
     def push(self, text: str, token_ids: Sequence[int], *, finished: bool) -> Parsed:
-        """Parse further text; return the new pieces of tool calls, and "" because it has no other text."""
+        """Parse the next text of an answer; return new pieces of tool calls. The result has no other text."""
         self._rest += text
         deltas: list[CallDelta] = []
         while (value := self._value or self._next_value(text, deltas)) is not None:
@@ -305,7 +305,11 @@ class _JsonValue:
         self._begun = self._quoted = self._escaped = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the part of ``text`` that belongs to the value, without blanks before it, and the rest."""
+        """Split ``text``, the next piece of the answer, at the end of the JSON value.
+
+        Returns:
+            The text of the value, without blanks before the value; the text after the value.
+        """
         if not self._begun:
             text = text.lstrip()
         for at, character in enumerate(text):

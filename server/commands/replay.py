@@ -142,7 +142,7 @@ def run(argv: list[str]) -> int:
 
 def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Replay, Replay]:
     """Replay a trace without and with the KV tiers, in two concurrent processes; return both replays."""
-    from tonnage.cache.replay.simulator import Simulator  # not needed for --help
+    from tonnage.cache.replay.simulator import Simulator  # imported here, because --help does not need it
 
     # A forked process shares the trace, which may have a million requests.
     fork, (receiver, sender) = get_context("fork"), Pipe(duplex=False)
@@ -164,7 +164,7 @@ def _without_and_with(trace: Trace, setup: Setup, tiers: TierSetup) -> tuple[Rep
 
 def _send_replay(sender: Connection, trace: Trace, setup: Setup) -> None:
     """Replay a trace, and send the replay, or the error that ended it, through ``sender``."""
-    from tonnage.cache.replay.simulator import Simulator  # not needed for --help
+    from tonnage.cache.replay.simulator import Simulator  # imported here, because --help does not need it
 
     try:
         sender.send(Simulator(trace, setup).run())

@@ -1,7 +1,7 @@
 """``tonnage plan MODEL --trace FILE``: how many requests with the lengths in a trace can run at once.
 
-Without ``--trace``, ``tonnage plan`` makes the same plan. Only the lengths in the trace are used, while
-`tonnage replay` also uses arrival times and common prefixes.
+The option ``--trace`` adds this number to the output of ``tonnage plan``; it does not change the plan. Only the
+lengths in the trace are used, while `tonnage replay` also uses arrival times and common prefixes.
 """
 
 from __future__ import annotations

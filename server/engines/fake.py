@@ -198,7 +198,7 @@ class FakeEngine(Engine):
         )
 
     def _refuse_never(self, request: GenerationRequest) -> None:
-        """Raise NeverFits for a request that exceeds the length limits or an empty pool."""
+        """Raise NeverFits for a request that exceeds the length limits or cannot fit into an empty KV pool."""
         wish = AdmissionRequest(len(request.prompt_token_ids), request.params.max_tokens, request.n)
         answer = refusal(wish, self._manager.limits)
         if answer is not None:

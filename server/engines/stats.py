@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tonnage.cache.admission.auto import Auto
     from tonnage.cache.disk.counts import DiskCounts
 
-ReasonCounts = tuple[tuple[str, str, int], ...]  # counts by outcome and reason: ("wait", reason, count)
+# Counts as (outcome, reason, count). The outcome is an admission decision, such as "wait" for a request that
+# stays in the waiting queue, or "never" for a request that is rejected.
+ReasonCounts = tuple[tuple[str, str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,8 @@ def added(values: Iterable[int | None]) -> int | None:
 def total_auto(parts: Sequence[AutoStats]) -> AutoStats | None:
     """Combine the ``auto`` statistics of several engines into one; return None if there are none.
 
-    Costs and gain are means of the known values, the share is the lowest, and fallbacks are summed.
+    ``cost`` and ``gain`` are means of the known values, ``share`` is the smallest known value, and
+    ``fallbacks`` is the sum.
     """
     if not parts:
         return None

@@ -66,7 +66,8 @@ def tokenizer_of(folder: Path, vocab_size: int) -> llguidance.LLTokenizer:
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
         return llguidance.LLTokenizer(text, n_vocab=vocab_size)
-    # llguidance rejects more tokens than the model has logits; the surplus tokens are never drawn.
+    # llguidance raises ValueError if the tokenizer has more tokens than the model has logits. The model never
+    # generates the surplus tokens.
     except ValueError:
         return llguidance.LLTokenizer(text)
 

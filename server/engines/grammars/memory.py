@@ -16,7 +16,7 @@ class Held(Protocol):
 # All compiled grammars in the cache or in use. A sequence keeps its grammar alive after the cache has evicted
 # it.
 _LIVE: weakref.WeakSet[Held] = weakref.WeakSet()
-_LIVE_LOCK = threading.Lock()  # several compiler threads add to the set
+_LIVE_LOCK = threading.Lock()  # needed because several threads that compile grammars add to `_LIVE`
 
 
 def count(compiled: Held) -> None:

@@ -103,7 +103,7 @@ class TagMatcher:
     def row(self) -> npt.NDArray[np.int32]:
         """Return the token mask as int32 words [vocabulary / 32], one bit per token, lowest bit first.
 
-        A bit of 1 means that the tag permits the token next.
+        A bit of 1 means that the structural tag permits the token next.
         """
         if self.due:
             self.fill()
@@ -111,7 +111,7 @@ class TagMatcher:
         return row
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that the tag does not permit next to -inf, in place.
+        """Set the logits of tokens that the structural tag does not permit next to -inf, in place.
 
         ``logits`` is [vocabulary].
         """

@@ -37,12 +37,13 @@ PLACES = GRAMMAR_TRIALS
 # Upper bound of the bytes of all grammars whose results are cached; above it, the least recently used are
 # evicted.
 KNOWN_BYTES = 4 << 20
-_PATIENCE = 5.0  # seconds in which the trial process must end after its connection was closed
+# Seconds within which the child process that compiles grammars must end after its connection was closed.
+_PATIENCE = 5.0
 
 
 @dataclass(slots=True)
 class _Job:
-    """A grammar of one tenant for the trial process to compile, with the requests that wait for its result."""
+    """A tenant's grammar that has to be compiled within limits, with the requests that wait for the result."""
 
     grammar: Grammar
     tenant: str
@@ -83,7 +84,7 @@ class TrialClient:
         self._say(request_id)
 
     def close(self) -> None:
-        """End this client's thread and the trial process."""
+        """End this client's thread and the process that compiles grammars within limits."""
         self._say(None)
 
     def _say(self, said: GenerationRequest | str | None) -> None:
@@ -93,7 +94,7 @@ class TrialClient:
     # -- methods that run in the client's thread ---------------------------------------------------------------
 
     def _run(self) -> None:
-        # Grammars that wait for the trial process, by tenant; the tenant that has waited longest comes first.
+        # Grammars that wait to be compiled, by tenant; the tenant that has waited longest comes first.
         waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
         running: dict[int, _Job] = {}
         number = 0
@@ -126,9 +127,9 @@ class TrialClient:
                     self._trial.connection.send(Try(number, job.grammar))
 
     def _hear(self, running: dict[int, _Job]) -> None:
-        """Receive a result of the trial process, and report it to the requests that wait for it.
+        """Receive the result of one grammar's compilation, and report it to the requests that wait for it.
 
-        ``running`` has the grammars that the trial process is compiling, by message number.
+        ``running`` has the grammars that the child process is compiling, by message number.
         """
         try:
             tried: Tried = self._trial.connection.recv()
@@ -136,7 +137,7 @@ class TrialClient:
             self._lost(running)
             return
         job = running.pop(tried.number, None)
-        if job is None:  # the trial was cancelled after its result was sent
+        if job is None:  # the grammar's last request was cancelled after this result was sent
             return
         self._known[job.grammar] = tried
         while sum(map(_size, self._known.items())) > KNOWN_BYTES:
@@ -198,7 +199,8 @@ class TrialClient:
 def outcome_of(grammar: Grammar, tried: Tried | None) -> TonnageError | None:
     """Return the error to report to the client if ``grammar`` did not compile within limits, else None.
 
-    ``tried`` is the result of the trial process; None means that the trial process ended without a result.
+    ``tried`` is the result of the process that compiles grammars within limits; None means that the process
+    ended without a result.
     """
     if tried is None:
         return EngineDead("the process that tries grammars ended", hint="try again")
@@ -227,7 +229,10 @@ class _Trial:
         self.connection = Connection(ours.detach())
 
     def end(self) -> None:
-        """Close the connection, at which the trial process ends; kill it if it does not (SIGSTOP)."""
+        """Close the connection, which makes the trial process end.
+
+        Kill a process that does not end within some seconds, such as one stopped by SIGSTOP.
+        """
         self.connection.close()
         try:
             self.process.wait(_PATIENCE)

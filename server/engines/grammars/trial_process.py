@@ -36,17 +36,20 @@ from tonnage.server.engines.process_memory import anonymous_bytes
 if TYPE_CHECKING:
     import llguidance
 
-# Upper bound in seconds of processor time for one trial. A schema of 1,000 optional properties takes 0.1 s, a
-# choice among 5,000 words 0.04 s, and 1,800 rules of EBNF 0.4 s.
+# Upper bound in seconds of the processor time of a forked process that compiles one grammar. A schema of 1,000
+# optional properties takes 0.1 s, a choice among 5,000 words 0.04 s, and 1,800 rules of EBNF 0.4 s.
 SECONDS = 1.0
-# Upper bound in bytes of the memory that a trial may take in addition to the memory of the process that it is
-# forked from. Among schemas of 120,000 bytes that compile within a second, the largest took 21 MiB.
+# Upper bound in bytes of the memory that a forked process may take to compile one grammar, in addition to the
+# memory of the process that it is forked from. Among schemas of 120,000 bytes that compile within a second, the
+# largest took 21 MiB.
 MEMORY_BYTES = GRAMMAR_TRIAL_BYTES
-# Upper bound in bytes of a trial's stack. llguidance follows a schema's references by recursion. With a stack
-# of 8 MiB, as in the engine, some thousand levels crash a process. A trial has an eighth of it, so a grammar
-# that passes its trial is not too deep for the engine.
+# Upper bound in bytes of the stack of a forked process that compiles one grammar. llguidance follows a schema's
+# references by recursion. The engine's stack has 8 MiB, and some thousand levels of recursion would crash the
+# engine. The forked process has an eighth of that stack. So a grammar that it can compile is not too deep for
+# the engine.
 STACK_BYTES = 1 << 20
-# Niceness of a trial process, so that threads which compute or draw tokens have priority.
+# Niceness of a process that compiles a grammar to check its limits. Threads that compute or draw tokens thereby
+# have priority.
 BEHIND_THE_ENGINE = 5
 
 TOO_MUCH = (
@@ -80,7 +83,7 @@ def main(descriptor: int, folder: str) -> None:
             for ready in wait([connection, *forks]):
                 assert isinstance(ready, Connection)
                 if ready is not connection:
-                    if ready in forks:  # the trial may have been cancelled in this iteration
+                    if ready in forks:  # a Forget message in this iteration may have ended the fork
                         connection.send(_result(ready, forks.pop(ready)))
                     continue
                 message = connection.recv()

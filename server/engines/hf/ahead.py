@@ -94,7 +94,10 @@ def named() -> list[str]:
 
 
 def is_there(level: Level, names: list[str]) -> bool:
-    """Return whether the archive for ``level`` has up-to-date machine code of the parts ``names``."""
+    """Return whether the archive for ``level`` has up-to-date machine code of ``names``.
+
+    A name is "kernels" (the CPU kernels) or "manager" (the block manager).
+    """
     return all(
         {part.note for part in PARTS[name]}
         <= ahead.read(level.path, PARTS[name][0].compiler.archive.name).keys()
@@ -123,9 +126,10 @@ class _Processes:
         self._told: dict[Path, str] = {}  # progress line of each running process, by output file
 
     def start(self, level: Level, name: str, signatures: Path | None) -> Future[Path]:
-        """Start compiling part ``name`` for instruction set ``level``; return a future of the output file.
+        """Start compiling code for an instruction set; return a future of the output file.
 
-        The future raises CalledProcessError if the process fails.
+        ``name`` is "kernels" (the CPU kernels) or "manager" (the block manager). The future raises
+        CalledProcessError if the process fails.
         """
         return self._pool.submit(self._run, level, name, signatures)
 
@@ -177,10 +181,11 @@ def read(path: Path) -> Compiled:
 
 
 def compile_ahead(levels: list[Level], here: Level, names: list[str]) -> None:
-    """Compile the kernel parts ``names`` for each CPU instruction set in ``levels``, and write archives.
+    """Compile the numba code ``names`` for each CPU instruction set in ``levels``, and write archives.
 
-    This processor's instruction set, ``here``, comes first: running the code yields the functions' signatures.
-    The other instruction sets are compiled from these signatures.
+    A name is "kernels" (the CPU kernels) or "manager" (the block manager). This processor's instruction set,
+    ``here``, comes first: running the code yields the functions' signatures. The other instruction sets are
+    compiled from these signatures.
     """
     what = ", ".join(level.name for level in levels)
     _say(

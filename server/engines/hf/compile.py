@@ -42,19 +42,22 @@ class Part:
 
     @property
     def compiler(self) -> Compiler:
-        """The `Compiler` in whose cache this part's machine code is stored."""
+        """The `Compiler` in whose cache the machine code of the block manager or the kernels is stored."""
         return KERNELS if self.layout is None else COMPILER
 
     @property
     def note(self) -> str:
-        """The name of this part, made of everything that its functions and their argument types depend on."""
+        """The name of this code in the `Compiler`'s cache.
+
+        It contains everything that the functions and their argument types depend on.
+        """
         if self.layout is None:
             return "kernels"
         kinds = sorted({group.kind for group in self.layout.groups})
         return "-".join(["manager", *kinds, self.policy.mode if self.policy else "sum"])
 
     def load(self) -> None:
-        """Load this part's machine code from disk, or compile the part if there is none."""
+        """Load the machine code of the block manager or the kernels from disk; compile it if there is none."""
         if self.layout is not None:
             compile_manager(self.layout, self.policy)
             return
@@ -83,7 +86,10 @@ class Preparation:
             self._first = _Compilation(self._missing[0])
 
     def load(self) -> None:
-        """Compile the parts without machine code on disk, then load all parts from disk in half a second."""
+        """Load the machine code of block manager and kernels from disk; first compile what is not on disk.
+
+        Loading takes half a second.
+        """
         for number, part in enumerate(self._missing, 1):
             compilation = self._first if number == 1 and self._first else _Compilation(part)
             self._finish(compilation, f"part {number} of {len(self._missing)}")
@@ -103,7 +109,7 @@ class Preparation:
 
 
 class _Compilation:
-    """A process that compiles ``part``.
+    """A child process that compiles the numba code of ``part``, either the block manager or the CPU kernels.
 
     Its latest progress report said that ``done`` functions are compiled, of ``of`` functions in total.
     """
@@ -125,7 +131,7 @@ class _Compilation:
         return self.process.is_alive()
 
     def end(self) -> None:
-        """Wait until the process ends, and record the part as compiled if the process succeeded."""
+        """Wait until the process ends, and record its code as compiled if the process succeeded."""
         self.process.join()
         self._progress.close()
         if self.process.exitcode == 0:
@@ -133,9 +139,10 @@ class _Compilation:
 
 
 def _compile(part: Part, told: Connection) -> None:
-    """Compile ``part`` in this process; exit with status 1 if the machine code could not be stored on disk.
+    """Compile the numba code of ``part`` in this process, and store the machine code on disk.
 
-    ``told`` is the pipe for progress reports to the parent process.
+    The process exits with status 1 if the machine code could not be stored. ``told`` is the pipe for progress
+    reports to the parent process.
     """
     # The compiler creates and drops millions of objects, and each garbage collection also visits the permanent
     # imports. So the garbage collector took 7 of 35 s of processor time. With fewer collections it takes 1 s,

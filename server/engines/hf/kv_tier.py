@@ -36,10 +36,11 @@ from tonnage.server.engines.stats import TierStats
 
 log = logging.getLogger("tonnage.server")
 
-# Numbers of threads. Writes have a thread of their own, because requests wait for reads.
+# Numbers of threads that read KV blocks from disk and that write them. Writes have a thread of their own,
+# because otherwise they would delay reads, for which requests wait.
 _READERS, _WRITERS = 2, 1
-# Upper bound of the bytes of blocks that wait to be written to the folder. Such blocks cannot be evicted from
-# host memory.
+# Upper bound of the bytes of KV blocks that wait to be written to the disk tier. Such blocks cannot be evicted
+# from host memory.
 WAITING_BYTES = 256 << 20
 # A request waits at most this many seconds for its blocks, then the missing blocks are computed. An engine
 # process without progress for a minute is killed (watchdog.HANG_CHECKS), so a disk that hangs must not stop it.
@@ -360,7 +361,7 @@ class KVTier:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Wait some seconds for KV blocks that are being written to disk, and release the folder."""
+        """Wait some seconds for KV blocks that are being written to disk, and release the disk tier."""
         if self._store is None:
             return
         until = time.monotonic() + _SECONDS_TO_CLOSE
@@ -382,7 +383,7 @@ def tier_of(plan: Plan, pool: PagedPool) -> KVTier | None:
     """Create the KV tier that a memory plan has, or return None if the plan has no KV tier.
 
     Raises:
-        DiskError: the folder cannot be used, or another server writes it.
+        DiskError: the folder of the disk tier cannot be used, or another server writes to it.
     """
     flags = plan.deployment
     if not flags.kv_offloading_bytes:

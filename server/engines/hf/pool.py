@@ -80,9 +80,9 @@ class PagedPool:
         return (slots // size) * (self.layout.layer_slots * 2 * size) + slots % size
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Store K or V ``values`` [T, KV heads, head size] in the pool rows ``rows`` [T], in its dtype.
+        """Store K or V ``values`` [T, KV heads, head size] in the pool rows ``rows`` [T], in the pool's dtype.
 
-        For a dtype with scales, the pool stores the values divided by their scale, and the scale.
+        For a dtype with scales, the pool stores each value divided by its scale, and separately the scales.
         """
         largest = _LARGEST.get(self.dtype)
         if largest is None:

@@ -173,7 +173,7 @@ class HFScheduler:
         return (self._batch(step.picked, step.copies) if step.picked else None), step.picked, refused
 
     def _tokens_in_tier(self, sequence: HFSequence) -> int:
-        """Return the number of tokens after a sequence's prefix hit in the pool that host memory holds."""
+        """Return how many tokens after a sequence's prefix hit in the KV pool have their KV in host memory."""
         if self.tier is None or sequence.keys is None:
             return 0
         size = self.manager.block_size

@@ -28,7 +28,8 @@ class HFSequence(scheduler.Sequence):
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     keys: ContentKeys | None = None  # blocks' keys in the KV tier; None without a tier or if none may be shared
     kept: int = 0  # number of leading blocks that were offered to the KV tier
-    offered: int = 0  # largest value of `kept` so far; after a preemption `kept` starts again at 0
+    # Largest number of leading blocks offered to the KV tier so far. A preemption resets `kept`, but not this.
+    offered: int = 0
     hit: int = 0  # number of blocks of the sequence's prefix hit in the pool at admission
     asked: npt.NDArray[np.int32] | None = None  # ``tokens`` as an array, cached while the sequence waits
 

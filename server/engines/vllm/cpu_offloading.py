@@ -79,8 +79,8 @@ class CpuWorker(OffloadingWorker):
         """Copy KV cache blocks to chunks of the host tier (`store`) or back.
 
         Blocks and chunks are listed by KV cache group. The first block of a group may lie in the middle of the
-        group's first chunk. Its value in `block_indices` of `spec`, modulo the blocks per chunk, is the number
-        of blocks that precede it in the chunk.
+        group's first chunk. `spec.block_indices` has one value per group. Modulo the blocks per chunk, this is
+        the number of blocks that precede the first block in the chunk.
         """
         assert isinstance(host, CPULoadStoreSpec)
         since, size = time.perf_counter(), 0

@@ -82,8 +82,8 @@ def cut(
 def _scores(q: int, stride: int, rows: int, keys: int, token: int, size: int, to: int) -> None:
     """Write the scores [rows, 16] of query rows against one tile of 16 keys.
 
-    ``q``, ``keys`` and ``to`` are addresses. Rows of q are ``stride`` bytes apart and keys ``token`` bytes;
-    ``size`` is the head size. Rows of the float32 scores are CHUNK values apart.
+    ``q``, ``keys`` and ``to`` are addresses. Rows of q are ``stride`` bytes apart, and keys are ``token`` bytes
+    apart; ``size`` is the head size. Rows of the float32 scores are CHUNK values apart.
     """
     row = 0
     while row + 4 <= rows:

@@ -29,12 +29,12 @@ WEIGHTS = (
     "q norm",
     "k norm",
     "o",
-    "attention norm",  # of a norm that is applied to the output of attention, before the residual sum
+    "attention norm",  # weight of a norm that is applied to the attention's output before the residual sum
     "mlp norm",
     "gate",
     "up",
     "down",
-    "output norm",  # of a norm that is applied to the output of the MLP, before the residual sum
+    "output norm",  # weight of a norm that is applied to the MLP's output before the residual sum
 )
 INPUT_NORM, Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM = range(9)
 OUT, ATTENTION_NORM, MLP_NORM, GATE, UP, DOWN, OUTPUT_NORM = range(9, len(WEIGHTS))

@@ -65,7 +65,8 @@ def block_of_columns(x: int, w: int, out: int, rows: int, k: int, stride: int) -
         row += 2
     if row < rows:
         xr, to = x + row * size, out + row * stride
-        # With one row, computing a block takes about as long as a memory access, so prefetch two blocks ahead.
+        # With one row of x, computing a block of 16 columns takes about as long as a memory access. So the
+        # prefetch is two blocks ahead.
         if row == 0:
             _tile_1_ahead(xr, size, w, size, k, to, stride, w + 32 * size)
         else:

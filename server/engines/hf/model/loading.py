@@ -126,7 +126,7 @@ def storage_bytes(model: torch.nn.Module) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield every tensor of a module and of its attributes, in which bitsandbytes keeps quantization state."""
+    """Yield every tensor of a module, with those in its attributes (bitsandbytes' quantization state)."""
     if id(value) in seen:
         return
     seen.add(id(value))

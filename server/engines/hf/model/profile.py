@@ -81,7 +81,7 @@ def full_batch(runner: ModelRunner) -> Batch:
     if runner.attention == "gather":
         longest = min(limits.max_model_len, max(chunk, runner.plan.kv_cache.usable_blocks * layout.block_size))
         kv_len[0] = kv_len[-1] = longest
-    # Sequences share blocks, so the batch fits every pool. The results are not used.
+    # All sequences have the same block table, so the batch fits even a small pool. Its results are not used.
     width = -(-int(kv_len.max()) // layout.block_size)
     blocks = 1 + np.arange(width) % max(1, runner.pool.tensor.shape[0] - 1)
     table = np.tile(blocks.astype(np.int32), (rows, 1))

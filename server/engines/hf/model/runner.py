@@ -67,9 +67,9 @@ class ModelRunner:
     def forward_in_parts(self, batch: Batch) -> Iterator[torch.Tensor]:
         """Compute ``batch`` as `forward` does, and yield its logits in order, some rows at a time.
 
-        A part has at most max_num_seqs rows, or more if their logits have no more values than the hidden states
-        of max_num_batched_tokens tokens. If the model's output layer cannot be computed alone, the whole model
-        is computed once for each part.
+        Each yielded tensor has at most max_num_seqs rows. It may have more while its logits have no more values
+        than the hidden states of max_num_batched_tokens tokens. If the model's output layer cannot be computed
+        alone, the whole model is computed once for each tensor.
         """
         limits = limits_of(self.plan)
         hidden = limits.max_num_batched_tokens * self.model.config.get_text_config().hidden_size

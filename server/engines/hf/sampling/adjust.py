@@ -21,7 +21,10 @@ class Matcher(Protocol):
     """The position of one sequence's output in its grammar, which determines the permitted next tokens."""
 
     def mask(self, logits: torch.Tensor) -> None:
-        """Set the logits of tokens that the grammar does not permit next to -inf, in place; [vocabulary]."""
+        """Set the logits of tokens that the grammar does not permit next to -inf, in place.
+
+        ``logits`` is [vocabulary].
+        """
 
     def accept(self, token: int) -> bool:
         """Advance by one output token; return whether the output is complete and no token may follow."""
