@@ -148,7 +148,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
     estimates = {
         "activation_bytes": runtime.activation,
         "non_torch_bytes": runtime.framework,
-        # `beside` has the CUDA graphs if the engine captures them after it sized the KV pool.
+        # `runtime.beside` is set if the engine captures CUDA graphs after it sized the KV pool.
         "cuda_graph_bytes": runtime.graphs if runtime.beside is None else runtime.beside,
     }
     added = stage.rank.lora_bytes + stage.rank.draft_bytes

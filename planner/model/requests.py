@@ -205,8 +205,8 @@ class RequestLaw:
     def together(self, prompt: int) -> int:
         """Return the maximum number of prompts of `prompt` tokens that are in prefill at the same time.
 
-        These are the prompts that fit into the steps in flight, and one more that began in the step before the
-        first of them.
+        Each of the steps in flight processes ``step_tokens // prompt`` whole prompts. One more prompt may have
+        begun in the step before the earliest step in flight.
         """
         return self.in_flight * (self.step_tokens // prompt) + 1
 

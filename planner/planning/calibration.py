@@ -162,7 +162,7 @@ def _matching(entries: list[Entry], chosen: Resolved) -> list[Entry]:
 
 
 def _minor(flags: Deployment) -> str:
-    """Return the engine's version without its patch number as text; empty for engines without versions."""
+    """Return the engine's version as text, without the patch number; empty for engines without versions."""
     if not any(engine_of(flags.engine).newest):
         return ""
     return ".".join(map(str, parse_version(flags.engine_version or "0")[:2]))
