@@ -124,8 +124,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     (meta.py).
 
     Raises:
-        UnsupportedArchitecture: neither the planner nor transformers can build the ``model_type``, or an unknown
-            field may change a shape or the KV cache.
+        UnsupportedArchitecture: neither the planner nor transformers can build the ``model_type``, or an
+            unknown field may change a shape or the KV cache.
         ConfigError: values are missing, have the wrong type or contradict each other.
     """
     model_type = config.get("model_type")

@@ -93,8 +93,8 @@ class RequestBlocks:
     """Numbers of KV blocks that one request holds in its phases, summed over all groups of layers.
 
     Attributes:
-        arrival: maximum number of blocks until the prompt is processed; at least the number of free blocks that
-            admission requires.
+        arrival: maximum number of blocks held until the prompt is processed, or the number of free blocks that
+            admission requires if that is larger.
         peak: maximum number of blocks over the whole request.
         started: blocks held when the prompt has just been processed.
         fullest: maximum number of blocks during decode, after the prompt has been processed.

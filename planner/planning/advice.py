@@ -1,4 +1,4 @@
-"""Advice on a plan that does not fit (changes of one flag that make it fit), and commands that serve it."""
+"""Advice on a plan that does not fit (changes of one flag that make it fit), and commands that serve a plan."""
 
 from __future__ import annotations
 
