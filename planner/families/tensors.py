@@ -469,7 +469,7 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 
 
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
-    """Add the tensors of the router, the experts and the shared expert that ``e`` describes, below ``layer``."""
+    """Add the tensors of the router, the experts and the shared expert that ``e`` describes, in ``layer``."""
     at, router = f"{layer}.{e.name}", e.router
     if e.first:
         t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)
