@@ -112,7 +112,7 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
         answers: (status, headers, body, error) of each request that the previous call asked for; empty in the
             first call.
     """
-    # imported here, because it loads an HTTP client, which is slow
+    # lazy import, because the module loads an HTTP client, which is slow
     from tonnage.planner.page.hub import BrowserRemote, BrowserResponse
 
     given = [
