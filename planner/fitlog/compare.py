@@ -165,7 +165,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         low, high = stage.used_bounds
         pool, rounding = engine.logged_pool(size.chosen, stage.rank), told.rounding.get("kv_pool_bytes", 0.0)
         # If the engine sizes the pool by the context length, the pool's size does not depend on the memory that
-        # weights and activations use, so the interval has no width.
+        # weights and activations use, so its planned interval has no width.
         less, more = (0, 0) if engine.sized_by_context else (high - used, used - low)
         yield Row("kv_pool_bytes", pool, figures["kv_pool_bytes"], pool - less, pool + more, rounding, rank)
 
