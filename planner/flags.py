@@ -176,7 +176,7 @@ class Flag:
             return next((choice for choice in self.choices if choice in same), text)
         if self.spellings:
             usual = dict(self.spellings)
-            # The text may be a list of values separated by commas.
+            # `text` may hold several values separated by commas.
             words = [word.strip().lower() for word in text.split(",")]
             return ",".join(usual.get(word, word) for word in words)
         return text

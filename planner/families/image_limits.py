@@ -28,9 +28,9 @@ FILES = ("preprocessor_config", "video_preprocessor_config")
 """Config fields in which read_config stores the content of the processor's files for the builders."""
 
 _QWEN_PIXELS = {"qwen2": (12_845_056, 0), "qwen2_5": (12_845_056, 0), "qwen3": (16_777_216, 25_165_824)}
-# Maximum number of frames in a video whose frames are not scaled down. For Qwen2-VL and Qwen2.5-VL it is vLLM's
-# limit for all videos (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL limits the pixels of all frames
-# together, so it scales the frames of longer videos down.
+# Maximum number of frames in a video whose frames are not scaled down. For Qwen2-VL and Qwen2.5-VL, this is
+# vLLM's limit for all videos (_MAX_FRAMES_PER_VIDEO in models/qwen2_vl.py). Qwen3-VL limits the pixels of all
+# frames together, so it scales the frames of longer videos down.
 _FRAMES = {"qwen2": 14, "qwen2_5": 14, "qwen3": 2}
 
 

@@ -78,7 +78,7 @@ FAMILIES = {
             "Qwen3MoeForCausalLM", qk_norm="head", window="qwen", sparse=stepped_layers,
             ignored=("use_qk_norm",),
         ).build,
-        # Files that transformers 5.19 writes call this field num_local_experts.
+        # Files that transformers 5.19 writes have num_local_experts instead of num_experts.
         aliases={"num_experts": "num_local_experts"},
         absent={"num_key_value_heads": 4}, hf="served", vllm=LORA_ON_VOCABULARY,
     ),

@@ -204,7 +204,7 @@ FAMILIES = {
             "Kolibri1ForCausalLM", 513, partial(common.alternating_kinds, every=5),
             (*_TWO, "post_self_attn_layernorm", "post_mlp_layernorm"), ("shared_experts", 512), biased=False,
         ).build,
-        # Files that transformers writes call this field num_local_experts.
+        # Files that transformers writes have num_local_experts instead of num_experts.
         aliases={"num_experts": "num_local_experts"},
         absent={"num_key_value_heads": 4, "head_dim": 128}, files=RENAMED,
     ),

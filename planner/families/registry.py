@@ -52,7 +52,7 @@ def family_of(model_type: object) -> Family:
 
 
 def families() -> dict[str, Family]:
-    """Return a dict: model_type -> ``Family``, including the families that the planner cannot build itself."""
+    """Return a dict: model_type -> ``Family``, including families without a function that builds a model."""
     return {name: row for module in _modules() for name, row in getattr(module, "FAMILIES", {}).items()}
 
 
@@ -117,13 +117,15 @@ def _adapted(config: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a config, also if some fields or the model family are unknown to the planner.
+    """Return the architecture of a config, also if some of its fields or its family are unknown to the planner.
 
-    Unknown fields are listed in ``Architecture.unread``. For an unknown family, the architecture comes from
-    transformers' own modules, if transformers is installed and knows the model_type (meta.py).
+    ``Architecture.unread`` lists the unknown fields that can add only biases and norms. For an unknown family,
+    the architecture comes from transformers' own modules, if transformers is installed and knows the model_type
+    (meta.py).
 
     Raises:
-        UnsupportedArchitecture: the ``model_type`` or a field is unknown.
+        UnsupportedArchitecture: neither the planner nor transformers can build the ``model_type``, or an
+            unknown field may change a shape or the KV cache.
         ConfigError: values are missing, have the wrong type or contradict each other.
     """
     model_type = config.get("model_type")

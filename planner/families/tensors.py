@@ -424,7 +424,7 @@ def _extra(t: Tensors, layer: str, extra: tuple[TensorSpec, ...]) -> None:
 
 
 def _attention(t: Tensors, layer: str, a: Attention) -> None:
-    """Add the tensors of the attention ``a``, as a recipe describes it, below module ``layer``."""
+    """Add the tensors of the attention module that ``a`` describes, below module ``layer``."""
     at = f"{layer}.{a.name}"
     if a.qkv is not None:
         t.fused_attention(at, a.heads, qkv=a.qkv, out=a.out, bias=a.bias, out_bias=a.out_bias)
@@ -457,7 +457,7 @@ def latent(t: Tensors, layer: str, a: LatentAttention) -> None:
 
 
 def _mlp(t: Tensors, at: str, m: Mlp) -> None:
-    """Add the tensors of the MLP ``m``, as a recipe describes it, below module ``at``."""
+    """Add the tensors of the MLP that ``m`` describes, below module ``at``."""
     at = f"{at}.{m.name}" if m.name else at
     if len(m.names) == 3:
         gate, up, down = m.names
@@ -469,7 +469,7 @@ def _mlp(t: Tensors, at: str, m: Mlp) -> None:
 
 
 def _experts(t: Tensors, layer: str, e: Experts) -> None:
-    """Add the tensors of router, experts and shared expert, as a recipe describes them, below ``layer``."""
+    """Add the tensors of the router, the experts and the shared expert that ``e`` describes, in ``layer``."""
     at, router = f"{layer}.{e.name}", e.router
     if e.first:
         t.experts(f"{at}.experts", e.count, e.hidden, e.inner, transposed=e.biased, bias=e.biased)

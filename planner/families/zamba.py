@@ -94,7 +94,7 @@ def _hybrids(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _shared_attention(t: Tensors, at: str, dims: Heads, width: int) -> None:
-    """Add the attention projections of a shared block, which read vectors of ``width`` values."""
+    """Add the projections of an attention block that several layers share; its input has ``width`` values."""
     q, kv = dims.heads * dims.head_size, dims.kv_heads * dims.head_size
     for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
         t.linear(f"{at}.self_attn.{name}", rows, width, shard="column")

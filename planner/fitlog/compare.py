@@ -148,7 +148,7 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
     estimates = {
         "activation_bytes": runtime.activation,
         "non_torch_bytes": runtime.framework,
-        # `beside` has the CUDA graphs if the engine captures them after it sized the KV pool.
+        # `runtime.beside` is set if the engine captures CUDA graphs after it sized the KV pool.
         "cuda_graph_bytes": runtime.graphs if runtime.beside is None else runtime.beside,
     }
     added = stage.rank.lora_bytes + stage.rank.draft_bytes
@@ -164,8 +164,8 @@ def _rank_rows(size: Size, rank: str, told: LogFigures, sized: bool) -> Iterator
         engine, used = engine_of(size.chosen.flags.engine), stage.rank.used_bytes
         low, high = stage.used_bounds
         pool, rounding = engine.logged_pool(size.chosen, stage.rank), told.rounding.get("kv_pool_bytes", 0.0)
-        # If the engine sizes the pool by the context length, the uncertain size of other memory does not change
-        # the pool.
+        # If the engine sizes the pool by the context length, the pool's size does not depend on the memory that
+        # weights and activations use, so its planned interval has no width.
         less, more = (0, 0) if engine.sized_by_context else (high - used, used - low)
         yield Row("kv_pool_bytes", pool, figures["kv_pool_bytes"], pool - less, pool + more, rounding, rank)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tonnage.planner.deployment import Deployment
 
-# Logged weights may differ by this fraction from the size computed from the model's files alone (0.1 % in
+# Maximum relative difference between logged weights and weights computed from the model's files alone (0.1 % in
 # tests/data/field_reports.jsonl).
 _EXACT = 0.001
 

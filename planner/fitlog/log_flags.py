@@ -41,11 +41,11 @@ _ASSUMED = (
     "tensor_parallel_size", "dtype", "kv_cache_dtype", "gpu_memory_utilization", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip
-# If two memory sizes that drivers report differ by fewer bytes than this, they count as one GPU type. Reports
-# of GPUs of the same type differ by 0.01 GiB.
+# Maximum difference, in bytes, between the memory sizes that drivers report for GPUs of the same type. Observed
+# differences are 0.01 GiB.
 _SAME_MEMORY = 0.02 * GiB
-# A GPU's nominal memory size differs from the size that its driver reports by less than this fraction, except
-# for the T4 (NOMINAL_RESERVE).
+# Maximum relative difference between a GPU's nominal memory size and the size that its driver reports. Only the
+# T4 has a larger difference (NOMINAL_RESERVE).
 _NOMINAL = 0.02
 UNKNOWN_MEMORY = 1 << 50  # bytes that a plan assumes for a device whose memory is unknown
 

@@ -35,7 +35,7 @@ _BEGINS = re.compile(
 _FAILURE = re.compile(
     r"(?:^|[\]:)] |\s)((?:[a-z_]+\.)*[A-Z]\w*(?:Error|Exception|OutOfMemory\w*|Interrupt)|AssertionError): (.+)"
 )
-_GENERIC = (  # Error messages with these words only report that another error occurred.
+_GENERIC = (  # Words of error messages that only report that another error occurred.
     "initialization failed", "core proc", "failed to start", "KeyboardInterrupt", "died unexpectedly",
     "engine is dead", "Engine core",
 )  # fmt: skip
@@ -44,7 +44,7 @@ _RANK_FIGURES = (
     "consumed_bytes", "non_kv_bytes", "kv_pool_bytes", "requested_bytes", "free_bytes", "device_bytes",
     "init_non_torch_bytes", "peak_torch_bytes", "free_after_pool_bytes",
 )  # fmt: skip
-# If replicas log different values of these figures, the smallest counts.
+# Figures of which the smallest value counts if replicas log different values.
 _LEAST = ("tokens", "num_blocks", "max_concurrency")
 
 

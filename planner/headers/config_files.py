@@ -7,7 +7,7 @@ from typing import Any
 
 from tonnage.planner.errors import ConfigError
 
-_QUANTIZATION = "hf_quant_config.json"  # NVIDIA ModelOpt writes it
+_QUANTIZATION = "hf_quant_config.json"  # quantization config written by NVIDIA ModelOpt
 _IMAGE_PROCESSOR = ("preprocessor_config", "video_preprocessor_config")
 
 

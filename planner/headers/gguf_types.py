@@ -161,9 +161,15 @@ def _mixed(category: str, layer: int, architecture: Architecture, kind: str) -> 
 def _values(layer: int, architecture: Architecture, kind: str, *, more: bool, shared: bool) -> str | None:
     """Return the ggml type of a layer's matrix attn_v if it differs from the GGUF file type's usual type.
 
-    Returns None for the usual type.
+    Returns None for the usual type. In models with 80 layers and grouped KV heads (70B) the matrix has more
+    bits.
 
-    In models with 80 layers and grouped KV heads (70B) the matrix has more bits.
+    Args:
+        layer: index of the layer.
+        architecture: the model.
+        kind: the type of the GGUF file, such as Q4_K_M.
+        more: whether the layer is one of those to which llama.cpp gives more bits.
+        shared: whether at least four query heads share a KV head.
     """
     found = {"Q2_K": "Q4_K" if shared else "Q3_K", "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K", "Q3_K_L": "Q5_K"}
     if shared:

@@ -141,7 +141,7 @@ class _TokenFlag(argparse.Action):
 
 
 def _by_library() -> str | None:
-    """Return the token that huggingface_hub finds, or None if the library is not installed."""
+    """Return the hub token that huggingface_hub finds, or None if this library is not installed."""
     try:
         from huggingface_hub import get_token  # optional package, needed only for some kinds of login
     except ImportError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from tonnage.planner.model.layout import GroupKind
 from tonnage.planner.model.tensor import TOWER_ROLES, TensorSpec
 
-if TYPE_CHECKING:  # not imported at run time, because most model families do not need these modules
+if TYPE_CHECKING:  # at run time, most model families do not need the imported modules
     from tonnage.planner.model.recipe import Recipe
     from tonnage.planner.model.vision import Vision
 

@@ -193,7 +193,7 @@ class Fields:
         Args:
             field: name of the field.
             default: value where the field is absent or null.
-            limit: key of LIMITS, the upper bound.
+            limit: key of the upper bound in the dict LIMITS.
             minimum: the lower bound.
 
         Raises:
@@ -212,7 +212,7 @@ class Fields:
         Args:
             field: name of the field.
             default: value where the field is absent or null.
-            limit: key of LIMITS, the upper bound.
+            limit: key of the upper bound in the dict LIMITS.
             minimum: the lower bound.
 
         Raises:

@@ -51,7 +51,7 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of one layer slot of a KV block."""
+        """Return the bytes of one layer slot: the part of a KV block that stores one layer."""
         if self.page_bytes is not None:
             return self.page_bytes
         return 2 * self.block_size * self.kv_heads * self.head_size * self.dtype_bytes

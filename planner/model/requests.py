@@ -93,8 +93,8 @@ class RequestBlocks:
     """Numbers of KV blocks that one request holds in its phases, summed over all groups of layers.
 
     Attributes:
-        arrival: maximum number of blocks until the prompt is processed; at least the number of free blocks that
-            admission requires.
+        arrival: maximum number of blocks held until the prompt is processed, or the number of free blocks that
+            admission requires if that is larger.
         peak: maximum number of blocks over the whole request.
         started: blocks held when the prompt has just been processed.
         fullest: maximum number of blocks during decode, after the prompt has been processed.
@@ -205,8 +205,8 @@ class RequestLaw:
     def together(self, prompt: int) -> int:
         """Return the maximum number of prompts of `prompt` tokens that are in prefill at the same time.
 
-        These are the prompts that fit into the steps in flight, and one more that began in the step before the
-        first of them.
+        Each of the steps in flight processes ``step_tokens // prompt`` whole prompts. One more prompt may have
+        begun in the step before the earliest step in flight.
         """
         return self.in_flight * (self.step_tokens // prompt) + 1
 

@@ -121,7 +121,7 @@ class KVTier:
     index: int = 0
 
     def lines(self) -> list[str]:
-        """Return lines of text about the KV tier: bytes on host and rank, kind of memory, chunks and tokens."""
+        """Return lines of text about the KV tier: bytes per host and per rank, memory kind, chunks, tokens."""
         where = "host memory" if self.medium == "host" else "files"
         title = f"KV tier in {where} ({self.name})"
         if self.value is None:

@@ -61,8 +61,8 @@ class Vision:
         values: input values of one patch.
         deep: number of language-model layers that receive additional image features; `width` includes these
             features.
-        places: rows of a position table that is interpolated by one matrix product per patch; 0 without such a
-            table.
+        places: rows of a learned position table that the tower multiplies by one-hot vectors of the patches'
+            positions; 0 without such a table.
         projector: (inner, output) width of a projector that is applied to each patch before merging.
         pooled: number of layers whose hidden states are kept until the end of the forward pass.
         others: largest items of other modalities, if their size is fixed.

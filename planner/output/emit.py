@@ -182,7 +182,7 @@ def _helm_values(plan: Plan) -> str:
             lines.append(f"  {name}: {_quoted(value) if isinstance(value, str) else value}")
     limit, shared = memory_limit_bytes(plan), shared_memory_bytes(plan)
     lines.append("resources:")
-    # A memory limit of 0 means no limit; it is written if the plan's host memory is not known.
+    # The value 0 means no memory limit. It is written if the plan's host memory is not known.
     lines.append(f"  memoryBytes: {limit or 0}")
     if gpus(plan):
         lines.append(f"  gpus: {gpus(plan)}")

@@ -11,7 +11,7 @@ from tonnage.planner.screen import Cell, Screen
 from tonnage.planner.units import gib
 
 _BAR_WIDTH = 30
-_OTHER_COLUMNS = 68  # width in characters of the table columns beside the bar
+_OTHER_COLUMNS = 68  # width, in characters, of all table columns except the memory bar
 
 
 def print_plan(plan: Plan, explain: bool, file: TextIO) -> None:

@@ -27,7 +27,7 @@ from tonnage.planner.source.resolve import forget, keep, resolve_model
 from tonnage.planner.training.setup import TrainingSetup
 
 _COMMANDS = {"plan": "tonnage.planner.command", "train": "tonnage.planner.training.command"}
-# Values of --kv-cache-dtype that the page offers for each engine; the flag accepts more.
+# Values of --kv-cache-dtype that the web page offers for each engine; the flag accepts more.
 _KV_CACHE_DTYPES = {
     "vllm": ("fp8", "bfloat16", "float16", "nvfp4", "turboquant_k8v4", "turboquant_4bit_nc"),
     "sglang": ("fp8_e5m2", "fp8_e4m3"),
@@ -56,7 +56,7 @@ def choices() -> str:
     """Return as JSON the entries of each selection list on the web page, such as models and GPUs."""
     gpus = [{"name": gpu.name, "vendor": gpu.vendor, "memory_bytes": gpu.memory_bytes} for gpu in catalogue()]
     newest = {name: engine_of(name).newest for name in ENGINES}
-    # Only engines that have versions are listed.
+    # An engine without version numbers is not listed.
     versions = {name: [".".join(map(str, version))] for name, version in newest.items() if any(version)}
     training = {name: flags_of(TrainingSetup)[name].choices for name in _TRAINING}
     return json.dumps(
@@ -83,8 +83,8 @@ def forget_model(path: str) -> None:
 def register_partial(path: str, size: int) -> bool:
     """Make the first bytes of a checkpoint available to the planner; return whether they hold the whole header.
 
-    A safetensors header states its length, so the page always reads the whole header first. A GGUF header does
-    not, so the page may have read too little of it.
+    A safetensors header states its length, so the web page always reads the whole header before it calls this
+    function. A GGUF header does not state its length, so the page may have read only a part of it.
 
     Args:
         path: the file that holds these bytes.
@@ -112,7 +112,7 @@ def hub(name: str, answers: Iterable[tuple[int, Iterable[tuple[str, str]], bytes
         answers: (status, headers, body, error) of each request that the previous call asked for; empty in the
             first call.
     """
-    # imported here, because it loads an HTTP client, which is slow
+    # lazy import, because the module loads an HTTP client, which is slow
     from tonnage.planner.page.hub import BrowserRemote, BrowserResponse
 
     given = [

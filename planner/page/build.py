@@ -72,7 +72,10 @@ def _keep(made: Path) -> None:
 
 
 def planner_files() -> dict[str, bytes]:
-    """Return the planner's Python and JSON files by path in the page's archive, except the page's own data."""
+    """Return the planner's Python and JSON files by their paths in the zip archive that the web page loads.
+
+    The folder with the data of the web page itself is left out.
+    """
     root = Path(tonnage.planner.__file__).parent
     files = {
         f"tonnage/planner/{path.relative_to(root)}": path.read_bytes()
@@ -87,7 +90,7 @@ def planner_files() -> dict[str, bytes]:
 
 
 def model_files() -> dict[str, bytes]:
-    """Return the config.json files of the models that the page offers, by path `org/name/config.json`."""
+    """Return the config.json files of the models that the web page offers, by path `org/name/config.json`."""
     found = sorted((_DATA / "models").glob("*.json"))
     return {f"{path.stem.replace('__', '/', 1)}/config.json": path.read_bytes() for path in found}
 

@@ -14,7 +14,7 @@ from tonnage.planner.errors import TonnageError
 from tonnage.planner.source.resolve import cache_folder
 
 VERSION = "314.0.7"
-# Files of the npm package that the page loads, with their SHA-256.
+# Files of the npm package `pyodide` that the web page loads, with their SHA-256.
 FILES = {
     "pyodide.mjs": "6f1d60f7bf529beb300f0f47983c921d3982363640ba20af0e38efdddbc66109",
     "pyodide.asm.mjs": "f7cdc8ece80678ceb712f8e65ebe6d3a83203a180c399865f49612a051693635",
@@ -98,7 +98,7 @@ def fetch(folder: Path) -> None:
     print(f"Fetching Pyodide {VERSION} (6 MB, once) into {folder}", file=sys.stderr, flush=True)
     try:
         _fill(folder, npm)
-    except OSError as error:  # the user may lack permission, or the disk space
+    except OSError as error:  # the user may lack permission, or the disk may be full
         raise PageError(
             f"{folder} cannot be written: {error.strerror}", field="--pyodide",
             hint="set TONNAGE_CACHE to a folder that can be written",

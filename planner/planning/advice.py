@@ -1,4 +1,4 @@
-"""Advice on a plan that does not fit (changes of one flag that make it fit), and commands that serve it."""
+"""Advice on a plan that does not fit (changes of one flag that make it fit), and commands that serve a plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from tonnage.planner.units import MAX_BYTES, ceil_div, gib
 _MOST_RANKS = 16
 _MOST_CHANGES = 4
 _NODE = 8  # GPUs of one machine
-_MOST_STAGES = 32  # maximum number of pipeline stages of an advised layout.
-# Maximum number of tensors of a model for which advice sums the weights again, at 10 us per tensor, as another
-# weight format or parallel size requires. Published models have at most 2,201 tensors (DeepSeek-V4-Pro).
+_MOST_STAGES = 32  # maximum number of pipeline stages that advice may recommend
+# Advice on another weight format or parallel size sums the weights again, which takes 10 us per tensor. It is
+# given only for models with at most this number of tensors. Published models have at most 2,201 tensors
+# (DeepSeek-V4-Pro).
 _MOST_TENSORS = 10_000
 
 
@@ -147,7 +148,7 @@ def _candidates(now: Size, flags: Deployment) -> Iterator[tuple[str, Deployment]
             yield f"--kv-cache-memory-bytes {need}", replace(flags, kv_cache_memory_bytes=need)
     if engine.graphs and not flags.enforce_eager:
         yield "--enforce-eager", replace(flags, enforce_eager=True)
-    for seqs in (256, 64, 16):  # Values between these hardly change the memory.
+    for seqs in (256, 64, 16):  # Numbers of sequences between these three hardly change the memory.
         if chosen.max_num_seqs and chosen.max_num_seqs > seqs:
             tokens = min(chosen.max_num_batched_tokens or 2048, 2048)
             yield (

@@ -30,8 +30,8 @@ from tonnage.planner.plans import Resolved
 
 FORMAT = 1
 TERMS = ("framework_bytes", "activation_bytes", "cuda_graph_bytes")
-# Two sizes of device memory belong to the same kind of GPU if their relative difference is at most this value.
-# They differ a little because engines log memory in steps of 0.01 GiB and the catalogue rounds differently.
+# Maximum relative difference between two memory sizes of the same GPU type. Engines log memory in steps of
+# 0.01 GiB, and the catalogue rounds differently.
 _SAME_DEVICE = 0.01
 
 Entry = dict[str, Any]
@@ -162,7 +162,7 @@ def _matching(entries: list[Entry], chosen: Resolved) -> list[Entry]:
 
 
 def _minor(flags: Deployment) -> str:
-    """Return the engine's version without its patch number as text; empty for engines without versions."""
+    """Return the engine's version as text, without the patch number; empty for engines without versions."""
     if not any(engine_of(flags.engine).newest):
         return ""
     return ".".join(map(str, parse_version(flags.engine_version or "0")[:2]))

@@ -245,7 +245,7 @@ def _text(version: Version) -> str:
 
 
 def version_notes(asked: Deployment, chosen: Resolved) -> tuple[str, ...]:
-    """Return a note if the planner does not know the engine's version, or no memory rule depends on it."""
+    """Return a note if the planner does not know the engine version, or if --engine-version has no effect."""
     engine, name, version = chosen.flags.engine, chosen.flags.engine_version, chosen.version
     newest, oldest = engine_of(engine).newest, engine_of(engine).oldest
     if not any(newest):

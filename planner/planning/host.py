@@ -61,7 +61,7 @@ def _check_unified(tiers: tuple[KVTier, ...], chosen: Resolved, ranks: int) -> N
 
     Each machine has one such GPU. The tiers must fit into the memory that the engine leaves free there.
     """
-    # A machine whose GPU shares the host's memory has one GPU, so each rank has a machine.
+    # A machine whose GPU shares the host's memory has only one GPU, so each rank runs on its own machine.
     taken = sum(tier.value or 0 for tier in tiers if tier.medium == "host") // ranks
     left = chosen.device_memory - chosen.limit
     if taken > left:
