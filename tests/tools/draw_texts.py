@@ -55,7 +55,7 @@ def comments() -> list[Text]:
         lines, last = source.splitlines(), -2  # ``last`` is the last line that is a comment only
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
             if token.type != tokenize.COMMENT or token.string.startswith(
-                ("# fmt", "# type", "# noqa", "#!", "# --")
+                ("# fmt:", "# type:", "# noqa", "#!", "# --")
             ):
                 continue
             line, text = token.start[0], token.string.lstrip("# ")
