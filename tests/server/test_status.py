@@ -298,7 +298,7 @@ async def test_planner_page_is_served_at_the_path_plan_once_pyodide_is_downloade
     answer = await server.http.get("/plan/")
     assert answer.status_code == 404
     said = answer.json()["error"]["message"]
-    assert "tonnage page downloads its files once" in said
+    assert "run `tonnage page` once on the server's machine" in said
     assert list(places.iterdir()) == []
     made = tmp_path / f"pyodide-{pyodide.VERSION}"
     made.mkdir()
