@@ -103,7 +103,7 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # without a measured buffer, wider bounds are assumed
+    if architecture.model_type not in _HELD:  # compute buffer not measured, so wider bounds are assumed
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"

@@ -492,7 +492,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # before 0.9, the space is after this sentence instead of before it
+    if version < (0, 9, 0):  # before 0.9, vLLM's message has the space after this sentence, not before it
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):

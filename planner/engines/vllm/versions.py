@@ -134,7 +134,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "counts_context": True,
         },
     ),
-    # vLLM no longer uses FlashInfer 0.2.3 and later for sampling.
+    # From this version on, vLLM does not sample with FlashInfer if its version is 0.2.3 or later.
     ((0, 8, 3), {"sampler": "sort"}),
     # The default of 1,024 sequences was removed by vLLM's pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
@@ -149,12 +149,13 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # 0.10.1.1, 0.10.2 and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 requires that the variable
     # is set.
     ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
-    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. Source of
+    # Before 0.11.0, VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768. `expert_chunk` is the later value for
+    # every version, because the planner uses it only from 0.13.0 on (`expert_buffer`). Source of
     # `sparse_default_fp8`: pull request 25988, a cherry-pick of 0.11.0 that a later release reverted. Source of
     # `marlin_beyond_hopper`: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
     # Source of `formatted_videos`: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0
-    # and 0.13.0. Source of `padded_embeddings`: profile_run in v1/worker/gpu_model_runner.py of the same.
-    # Source of `late_communicators`: init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
+    # and 0.13.0. Source of `padded_embeddings`: profile_run in v1/worker/gpu_model_runner.py of the same
+    # releases. Source of `late_communicators`: init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
     (
         (0, 11, 0),
         {
@@ -180,9 +181,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # Source of `drops_towers`: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in
     # 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
-    # Source of `times_kernels`: this version requires PyTorch 2.10. First starts of 0.12.0 with PyTorch 2.9.0,
-    # on six kinds of NVIDIA GPUs, have pools that are not reduced by a copy of the embedding table
-    # (tests/data/startups/published.jsonl).
+    # Source of `times_kernels`: this version requires PyTorch 2.10. With PyTorch 2.9.0, compilation copies no
+    # arguments: first starts of 0.12.0, on six kinds of NVIDIA GPUs, have pools that are not reduced by a copy
+    # of the embedding table (tests/data/startups/published.jsonl).
     ((0, 16, 0), {"times_kernels": True}),
     # Source of `sampler`: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and
     # 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations. Source of `fused_all_reduce`:
