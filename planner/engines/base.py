@@ -349,7 +349,7 @@ class Engine(ABC):
     ) -> PoolSpec:
         """Return ``pool`` with the parts added whose size depends on the rank's ``weights`` bytes.
 
-        An example is SGLang's slots for recurrent states, which take part of the memory that weights leave.
+        An example is SGLang's slots for recurrent states, in a part of the memory left beside the weights.
         """
         return pool
 

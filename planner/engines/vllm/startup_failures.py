@@ -277,8 +277,8 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
         )
 
 
-# Suffixes of class names: for a class that the registry lacks, vLLM takes the class of the same model with another
-# suffix, and an adapter for pooling (_SUFFIX_TO_DEFAULTS in config/model.py, _normalize_arch in registry.py).
+# Suffixes of class names. If the registry lacks a class, vLLM runs the class of the same model with another
+# suffix, for pooling with an adapter (_SUFFIX_TO_DEFAULTS in config/model.py, _normalize_arch in registry.py).
 _SUFFIXES = (
     "ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", "ForTextEncoding", "EmbeddingModel",
     "ForSequenceClassification", "ForTokenClassification", "ForAudioClassification", "ForImageClassification",

@@ -68,7 +68,8 @@ class VersionRules:
     token_line: Literal["blocks", "concurrency"] = "blocks"
     # Before vLLM sizes the pool, it captures some CUDA graphs to estimate the memory of all graphs.
     graphs_estimated: bool = False
-    # Memory that stays allocated after the capture that estimates CUDA graphs counts as non-torch memory.
+    # vLLM captures CUDA graphs to estimate their memory. The memory that stays allocated after this capture
+    # counts as non-torch memory.
     graphs_within_profile: bool = False
 
     # NCCL and the buffers of custom all-reduce are set up after the first memory snapshot.
@@ -108,12 +109,12 @@ class VersionRules:
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
 
-    # M-RoPE tables have one row per token of max_model_len if no position exceeds it, without spare rows.
+    # An M-RoPE table has one row per token of max_model_len instead of four, if no position exceeds the length.
     one_mrope_length: bool = False
     one_hot_positions: bool = True  # Gemma 4's tower multiplies one-hot positions instead of looking them up
     gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
     draft_graphs: bool = False  # the default largest CUDA graph grows with the drafted tokens per sequence
-    step_graph: bool = False  # a step of max_num_batched_tokens has a CUDA graph if it is small enough
+    step_graph: bool = False  # a step of max_num_batched_tokens has a CUDA graph, up to the largest graph size
     wide_graphs: bool = False  # CUDA graphs have up to 1,024 tokens on SM10x
     uniform_graphs: bool = False  # steps that verify draft tokens have CUDA graphs of their own sizes
 
