@@ -230,7 +230,7 @@ class SGLang(Engine):
         return "fp8_e4m3" if version >= since else found
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors of SGLang's modules, with a padded vocabulary and one table per rotary embedding."""
+        """Return the tensors of SGLang's modules, with padded vocabulary and one table per rotary embedding."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
