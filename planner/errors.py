@@ -46,7 +46,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def _plain(name: str) -> str:
-    return name.lower().replace("_", "-").lstrip("-")  # A leading "--" would make all options similar.
+    return name.lower().replace("_", "-").lstrip("-")  # all options have a leading "--" in common
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str | None:

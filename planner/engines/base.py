@@ -258,7 +258,7 @@ class Engine(ABC):
         return self.kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for default kernels."""
+        """Return a GPU whose kernels pad weights as on ``gpu``; None if ``gpu`` uses the default kernels."""
         return None
 
     def allocator_rounding(
@@ -349,7 +349,7 @@ class Engine(ABC):
     ) -> PoolSpec:
         """Return ``pool`` with the parts added whose size depends on the rank's ``weights`` bytes.
 
-        An example is SGLang's slots for recurrent states, which take part of the memory that weights leave.
+        An example is SGLang's slots for recurrent states, in a part of the memory left beside the weights.
         """
         return pool
 

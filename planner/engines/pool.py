@@ -15,7 +15,8 @@ from tonnage.planner.units import ceil_div
 class Demand:
     """The most blocks that one sequence ever holds in one KV cache group.
 
-    The number is ``fixed``, or else ceil(min(tokens, most) / block_size) + extra.
+    The number is ``fixed``, or else ceil(min(tokens, most) / block_size) + extra, where ``tokens`` is the
+    sequence's length divided by ``shards``.
 
     Attributes:
         block_size: Tokens per block.
@@ -23,7 +24,7 @@ class Demand:
         extra: Additional blocks of each sequence, for example because a window begins inside a block.
         fixed: Blocks independent of the sequence's length, for recurrent states and an encoder's output; else
             None.
-        shards: Number of ranks that divide the tokens (decode context parallel).
+        shards: Number of ranks that divide a sequence's tokens (decode context parallel).
     """
 
     block_size: int

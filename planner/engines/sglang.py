@@ -230,7 +230,7 @@ class SGLang(Engine):
         return "fp8_e4m3" if version >= since else found
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the tensors of SGLang's modules: padded vocabulary, and one table per rotary embedding."""
+        """Return the tensors of SGLang's modules, with padded vocabulary and one table per rotary embedding."""
         return merged_tensors(architecture)
 
     def decoder_pool(self, architecture: Architecture, chosen: Resolved) -> PoolSpec:
@@ -271,7 +271,7 @@ class SGLang(Engine):
     def adjust_pool(
         self, architecture: Architecture, chosen: Resolved, pool: PoolSpec, weights: int
     ) -> PoolSpec:
-        """Return ``pool`` with slots for recurrent states, which take part of the memory that weights leave."""
+        """Return ``pool`` with slots for recurrent states, in a part of the memory left beside the weights."""
         slot = states.slot_bytes(architecture, chosen.flags.tensor_parallel_size)
         if not slot:
             return pool
@@ -296,7 +296,7 @@ class SGLang(Engine):
         return states.TOO_FEW if pool.running == 0 else None
 
     def num_blocks(self, chosen: Resolved, pool: PoolSpec, size: int, fixed: int, weights: int) -> int:
-        """Return the number of pages of the token pool, which gets the memory that recurrent states leave."""
+        """Return the number of pages of the token pool, which gets the memory left beside recurrent states."""
         given = chosen.flags.kv_cache_memory_bytes
         if given is not None and pool.apart:
             return max(0, given - pool.apart) // size

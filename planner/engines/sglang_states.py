@@ -26,7 +26,7 @@ _PADDED = (0, 5, 23)
 # recurrent states that prefix caching keeps.
 _BUFFERED = (0, 5, 15)
 
-# State slots of SGLang before 0.5.9, if prefix caching is off and --max-running-requests is not set.
+# Number of state slots in SGLang before 0.5.9, if prefix caching is off and --max-running-requests is not set.
 _WITHOUT_PREFIXES = 512
 
 # A running request has three slots (MAMBA_CACHE_SIZE_MAX_RUNNING_REQUESTS_RATIO). Model classes with

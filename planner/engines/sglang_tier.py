@@ -61,7 +61,7 @@ def tiers(hosted: HostInputs, full: int, sliding: int, slot: int) -> tuple[KVTie
     once = latent and not slot and hosted.chosen.version >= _ONE_COPY
     ranks = 1 if once else len(hosted.ranks)
     low = high = rank
-    # With --hicache-ratio, the host pools grow with the device pool, so they have the same relative bounds.
+    # With --hicache-ratio, the host pools are proportional to the device pool, and so are their bounds.
     if flags.hicache_size is None and tokens:
         low, high = (rank * bound // tokens for bound in hosted.token_bounds)
     kept = held.get("full", held.get("sliding", 0))

@@ -201,8 +201,8 @@ def _weights_row(engine: str, version: Version, method: str | None, scheme: str)
     for row in _rows("weights", engine, version):
         if scheme not in row["formats"]:
             continue
-        # True if the row covers only formats that a flag requests, False if it covers only formats of the
-        # checkpoint, None if it covers both.
+        # "asked" is True if the row of support.json covers only formats that a flag requests, False if it
+        # covers only formats of the checkpoint, and absent if it covers both.
         asked = row.get("asked")
         if method is None and asked is not False:
             return row

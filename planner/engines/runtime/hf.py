@@ -92,9 +92,9 @@ def host_memory(hosted: HostInputs) -> HostMemory:
 def activation_bytes(architecture: Architecture, chosen: Resolved) -> Estimate:
     """Estimate the peak memory, without weights and KV pool, of a step of ``max_num_batched_tokens`` tokens.
 
-    The peak is the sum of the larger of attention and MLP in one layer, the residual stream, and the logits of
-    ``max_num_seqs`` sequences. A layer's tensors and the logits are not alive together, but they are added
-    because allocators seldom free the layer's memory before the logits are computed.
+    The peak is the sum of the residual stream, the logits of ``max_num_seqs`` sequences, and one layer's
+    tensors: those of attention or of the MLP, whichever are larger. A layer's tensors and the logits are not
+    alive together. They are added because allocators seldom free a layer's memory before the logits exist.
     """
     tokens = chosen.max_num_batched_tokens
     seqs = chosen.max_num_seqs

@@ -66,8 +66,8 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     flags = chosen.flags
     context = chosen.max_model_len * (1 if flags.kv_unified else chosen.max_num_seqs)
     tokens = min(chosen.max_num_batched_tokens, context)
-    # A token's inputs take 28 bytes: the ids of token and output, its position, and its cells of K and of V
-    # (llama-graph.cpp).
+    # A token's inputs take 28 bytes: token id, output id and position (4 bytes each), and the indices of its
+    # cells of K and V (8 bytes each; llama-graph.cpp).
     inputs = tokens * 28
     row = 4 * tokens
     residual, gate = row * architecture.hidden_size, row * architecture.intermediate_size
@@ -103,7 +103,7 @@ def compute_buffer(architecture: Architecture, chosen: Resolved, masked: int, lo
     copies = _COPIES * (mask + residual) if ranks > 1 else 0
     value = max(logits, widest) + copies
     high = value + mask + 2 * residual + inputs
-    if architecture.model_type not in _HELD:  # without a measured buffer, wider bounds are assumed
+    if architecture.model_type not in _HELD:  # compute buffer not measured, so wider bounds are assumed
         least, high = least * 4 // 5, high + value // 2
     said = ", ".join(f"{name} {size:,}" for name, size in moments.items())
     formula = f"max(logits {logits:,}, max({said}) + mask {mask:,}) for {tokens:,} tokens"

@@ -46,10 +46,11 @@ _PUBLISHED = ((8, 0), (8, 6), (12, 0))
 # alive at once.
 _LOGGED_STEP = 8192
 _BEYOND_DENSE, _BEYOND = 0.15, 0.5
-# Memory outside PyTorch of ranks that PCIe connects, in start-up logs: 0.18 to 0.21 GiB on eight L40S
-# (Qwen3-235B-A22B-FP8), 0.63 on four A30. vLLM's own all-reduce runs on at most two GPUs without NVLink
-# (custom_all_reduce.py, 0.9.2 to 0.32), so NCCL does every all-reduce, and its channels depend on the
-# topology. Before 0.11, vLLM's first snapshot precedes NCCL, whose buffers are up to 1 GiB (framework.py).
+# If PCIe connects the GPUs, start-up logs print for each rank 0.18 to 0.21 GiB of memory outside PyTorch on
+# eight L40S (Qwen3-235B-A22B-FP8), and 0.63 GiB on four A30. Without NVLink, vLLM's own all-reduce runs on at
+# most two GPUs (custom_all_reduce.py, 0.9.2 to 0.32). With more GPUs, NCCL does every all-reduce, and the
+# memory of its channels depends on the topology. Before 0.11, vLLM takes its first snapshot before it sets up
+# NCCL, whose buffers are up to 1 GiB (framework.py).
 _PCIE, _NCCL = 4 * GiB // 10, GiB
 # Memory outside PyTorch on AMD GPUs that no source explains: on one day, four starts on an R9700 had 1.7 to 1.9
 # GiB more than seven later starts with the same flags (tests/data/startups/published.jsonl). Compilation does
@@ -83,7 +84,7 @@ def terms(architecture: Architecture, chosen: Resolved, fitted: Coefficients | N
     if peak.encoder is not None:
         below = max(below, int(_ENCODER[0] * peak.encoder.peak))
         above = max(above, int(_ENCODER[1] * peak.encoder.peak))
-    # vLLM versions that sample from probabilities with FlashInfer sort the logits if it is not installed.
+    # Some vLLM versions sample from probabilities with FlashInfer. Without FlashInfer they sort the logits.
     if rules(chosen.version).sampler == "probabilities" and peak.sampler:
         above = max(above, activation.sorting(architecture, chosen, fitted) - peak.sampler)
     above += links

@@ -214,7 +214,8 @@ def _running(
     size = DTYPE_BYTES[chosen.flags.dtype]
     if not vision.places:
         return patches * held * size
-    counted = 4 * vision.places * 8  # vLLM counts a patch's 64-bit one-hot positions on two axes twice
+    # A patch has one-hot positions of 64 bits on two axes. vLLM counts each of them twice.
+    counted = 4 * vision.places * 8
     most = max(vision.patches, int(_PIECE * chosen.device_memory) // counted)
     piece = min(patches, most) if known.gemma4_batches else one
     positions = 2 * vision.places * (8 + size) if known.one_hot_positions else 0

@@ -305,7 +305,7 @@ class VLLM(Engine):
         return most_kernel_padding(architecture, quantization, flags)
 
     def kernel_class(self, gpu: str) -> str | None:
-        """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's kernels."""
+        """Return a GPU whose kernels pad weights as on ``gpu``; None if ``gpu`` uses Hopper's kernels."""
         return repacking_class(gpu)
 
     def allocator_rounding(
@@ -429,7 +429,7 @@ class VLLM(Engine):
             speculative_tokens=flags.num_speculative_tokens,
             every_state=self._keeps_every_state(flags, chosen.version),
             amx="amx_tile" in here,
-            # On CPUs with AVX512-BF16, delta-net and Mamba kernels keep their state in float32
+            # On CPUs with AVX512-BF16, states of delta nets and Mamba are float32 by default
             # (platforms/cpu.py).
             float32_states="avx512_bf16" in here,
             ssm_dtype=self._ssm_dtype(flags, architecture),

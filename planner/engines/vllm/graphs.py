@@ -123,7 +123,10 @@ def estimated(architecture: Architecture, chosen: Resolved, fitted: Coefficients
 
 
 def is_small(chosen: Resolved) -> bool:
-    """Return whether the largest CUDA graph has fewer tokens than by default, which no fitted log has."""
+    """Return whether the largest CUDA graph has fewer tokens than vLLM's default.
+
+    The coefficients of the graphs were not fitted to a start-up log of such a deployment.
+    """
     return max(capture_sizes(chosen), default=0) < _LARGEST
 
 

@@ -55,7 +55,7 @@ def _per_token_head(bits: int) -> Callable[[int, int], int]:
 def _turboquant(key_bits: int, value_bits: int) -> Callable[[int, int], int]:
     def slot(key: int, value: int) -> int:
         keys = key if key_bits == 8 else ceil_div(key * key_bits, 8) + 2  # each key has an fp16 norm of 2 bytes
-        values = ceil_div(key * value_bits, 8) + 4  # each value has an fp16 scale and zero, 4 bytes
+        values = ceil_div(key * value_bits, 8) + 4  # each value has an fp16 scale and an fp16 zero point
         return keys + values + (keys + values) % 2
 
     return slot

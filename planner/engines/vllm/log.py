@@ -5,8 +5,8 @@ The source of the patterns for the V0 engine is worker/worker.py (0.6 to 0.9). T
 v1/core/kv_cache_utils.py (in 0.33 kv_cache_planning.py), utils/mem_utils.py and config/vllm.py. Some logged
 figures are corrected:
 
-- ``activation_bytes`` is the peak of the profile run besides the weights, up to 0.26. In lines with "consumed
-  memory", "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
+- Up to 0.26, ``activation_bytes`` is the memory peak of the profile run without the weights. In lines with
+  "consumed memory", "peak activation" includes the estimate of the CUDA graphs, which is subtracted here.
 - ``peak_torch_memory`` of 0.6.3 to 0.6.5 includes the weights, which are subtracted here.
 - A rank that does not print its pool prints requested memory and "non KV cache memory". The pool is their
   difference.

@@ -171,9 +171,9 @@ def is_lost(tensor: TensorSpec, lost: frozenset[str]) -> bool:
 
 
 def shares_pictures(architecture: Architecture, flags: Deployment) -> bool:
-    """Return whether tensor-parallel ranks divide the images, each with a whole vision tower.
+    """Return whether every tensor-parallel rank has a whole vision tower, and the ranks divide the images.
 
-    The option is --mm-encoder-tp-mode data. Otherwise the ranks divide the tower.
+    This is the case with --mm-encoder-tp-mode data. Otherwise the ranks divide the tower.
     """
     vision = architecture.vision
     return flags.mm_encoder_tp_mode == "data" and vision is not None and vision.tower in _DATA_PARALLEL
@@ -265,7 +265,7 @@ def _largest(vision: Vision, max_model_len: int) -> dict[str, tuple[int, int]]:
             frames = max(1, min(vision.frames, 2 * max(1, max_model_len // frame)))
             video = frame * ceil_div(frames, 2)
         seen = video
-        # The processor scales frames down to at most vision.left pixels, as a square, before the tower.
+        # Before the tower, the processor scales a frame down to a square of at most vision.left pixels.
         if vision.left:
             seen = min(image, (isqrt(vision.left) // unit) ** 2) * (video // image)
         found = {"image": (image, image * vision.merge**2), "video": (video, seen * vision.merge**2)}

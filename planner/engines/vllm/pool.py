@@ -204,7 +204,7 @@ def _aligned_block(
 
 
 def _kernel_block(flags: VLLMDeployment) -> int:
-    """Return the tokens in the smallest block of the attention kernel; before 0.29 it is 16 (cpu_attn.py)."""
+    """Return the tokens in the attention kernel's smallest block, 16 before 0.29 (cpu_attn.py)."""
     return 16 if flags.version < (0, 29, 0) else KERNEL_BLOCK[flags.device]
 
 

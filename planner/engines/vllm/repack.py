@@ -50,7 +50,7 @@ def mxfp4_kernel(flags: Deployment) -> Kernel:
 
 
 def repacking_class(gpu: str) -> str | None:
-    """Return a known GPU whose kernels pad weights like those of ``gpu``, or None for Hopper's kernels."""
+    """Return a GPU whose kernels pad weights as on ``gpu``; None if ``gpu`` uses Hopper's kernels."""
     if is_amd(gpu):
         return "r9700-32g"
     capability = capability_of(gpu) or (9, 0)

@@ -35,7 +35,7 @@ def serve_lines(plan: Plan, made_while_loading: tuple[str, ...]) -> tuple[str, .
 
 
 def loaded_as(scheme: str) -> str:
-    """Return vLLM's name of a quantization format that it can make while loading 16-bit weights."""
+    """Return vLLM's name of a format to which vLLM can quantize 16-bit weights while it loads them."""
     return "bitsandbytes" if scheme == "nf4" else scheme
 
 

@@ -277,8 +277,8 @@ def _without_class(architecture: Architecture, version: Version) -> Iterator[Fai
         )
 
 
-# Suffixes of class names: for a class that the registry lacks, vLLM takes the class of the same model with another
-# suffix, and an adapter for pooling (_SUFFIX_TO_DEFAULTS in config/model.py, _normalize_arch in registry.py).
+# Suffixes of class names. If the registry lacks a class, vLLM runs the class of the same model with another
+# suffix, for pooling with an adapter (_SUFFIX_TO_DEFAULTS in config/model.py, _normalize_arch in registry.py).
 _SUFFIXES = (
     "ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel", "ForTextEncoding", "EmbeddingModel",
     "ForSequenceClassification", "ForTokenClassification", "ForAudioClassification", "ForImageClassification",
@@ -492,7 +492,7 @@ def _one_request(version: Version, length: int, needed: int, available: int, lon
     estimated = (
         f" Based on the available memory, the estimated maximum model length is {longest}." if longest else ""
     )
-    if version < (0, 9, 0):  # before 0.9, the space is after this sentence instead of before it
+    if version < (0, 9, 0):  # before 0.9, vLLM's message has the space after this sentence, not before it
         estimated = estimated.removeprefix(" ") + " "
     increase = "`gpu_memory_utilization`"
     if version >= (0, 22, 0):

@@ -23,8 +23,8 @@ from tonnage.planner.errors import DeploymentError, UnsupportedArchitecture
 from tonnage.planner.model.tier import KVTier, TierGroup, blocks_on_disk, index_bytes
 from tonnage.planner.units import GiB, ceil_div, gib, parse_size
 
-# First vLLM release whose workers share one region in /dev/shm. Older releases pin one tensor per layer slot
-# (v1/kv_offload/cpu/shared_offload_region.py; 0.26 pinned 24 tensors per rank, vllm-project/vllm#53042).
+# First vLLM release whose workers share one region in /dev/shm (v1/kv_offload/cpu/shared_offload_region.py).
+# Older releases pin one tensor per layer slot: 0.26 pinned 24 tensors per rank (vllm-project/vllm#53042).
 SHARED_SINCE = (0, 30, 0)
 # First vLLM release that, with a KV connector, keeps all layers of a model with one KV cache group in a single
 # tensor (vllm.ai, 2026-01-08: blocks of 16 KB before 0.12, of 2 MB since).

@@ -68,7 +68,8 @@ class VersionRules:
     token_line: Literal["blocks", "concurrency"] = "blocks"
     # Before vLLM sizes the pool, it captures some CUDA graphs to estimate the memory of all graphs.
     graphs_estimated: bool = False
-    # Memory that stays allocated after the capture that estimates CUDA graphs counts as non-torch memory.
+    # vLLM captures CUDA graphs to estimate their memory. The memory that stays allocated after this capture
+    # counts as non-torch memory.
     graphs_within_profile: bool = False
 
     # NCCL and the buffers of custom all-reduce are set up after the first memory snapshot.
@@ -108,12 +109,12 @@ class VersionRules:
     glm_sparse_fp8: bool = False  # GLM-5's cache is fp8 by default on SM10x
     same_kv_dtype: bool = False  # a 16-bit cache must have the model's own dtype
 
-    # M-RoPE tables have one row per token of max_model_len if no position exceeds it, without spare rows.
+    # An M-RoPE table has one row per token of max_model_len instead of four, if no position exceeds the length.
     one_mrope_length: bool = False
     one_hot_positions: bool = True  # Gemma 4's tower multiplies one-hot positions instead of looking them up
     gemma4_batches: bool = False  # Gemma 4's images are encoded in batches
     draft_graphs: bool = False  # the default largest CUDA graph grows with the drafted tokens per sequence
-    step_graph: bool = False  # a step of max_num_batched_tokens has a CUDA graph if it is small enough
+    step_graph: bool = False  # a step of max_num_batched_tokens has a CUDA graph, up to the largest graph size
     wide_graphs: bool = False  # CUDA graphs have up to 1,024 tokens on SM10x
     uniform_graphs: bool = False  # steps that verify draft tokens have CUDA graphs of their own sizes
 
@@ -134,7 +135,7 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
             "counts_context": True,
         },
     ),
-    # vLLM no longer uses FlashInfer 0.2.3 and later for sampling.
+    # From this version on, vLLM does not sample with FlashInfer if its version is 0.2.3 or later.
     ((0, 8, 3), {"sampler": "sort"}),
     # The default of 1,024 sequences was removed by vLLM's pull request 16158.
     ((0, 8, 4), {"many_sequences": False}),
@@ -149,12 +150,13 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # 0.10.1.1, 0.10.2 and 0.11.0 (VLLM_USE_FLASHINFER_SAMPLER is not False); 0.11.1 requires that the variable
     # is set.
     ((0, 10, 0), {"chunked_on_rocm": True, "unsorted_if_installed": True}),
-    # VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768 before; reports from 0.11.0 on. Source of
+    # Before 0.11.0, VLLM_FUSED_MOE_CHUNK_SIZE in envs.py was 32,768. `expert_chunk` is the later value for
+    # every version, because the planner uses it only from 0.13.0 on (`expert_buffer`). Source of
     # `sparse_default_fp8`: pull request 25988, a cherry-pick of 0.11.0 that a later release reverted. Source of
     # `marlin_beyond_hopper`: get_mxfp4_backend in model_executor/layers/quantization/mxfp4.py (not in 0.10.2).
     # Source of `formatted_videos`: get_max_video_tokens in model_executor/models/qwen3_vl.py of 0.11.0, 0.12.0
-    # and 0.13.0. Source of `padded_embeddings`: profile_run in v1/worker/gpu_model_runner.py of the same.
-    # Source of `late_communicators`: init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
+    # and 0.13.0. Source of `padded_embeddings`: profile_run in v1/worker/gpu_model_runner.py of the same
+    # releases. Source of `late_communicators`: init_device in v1/worker/gpu_worker.py of 0.10.2 and 0.11.0.
     (
         (0, 11, 0),
         {
@@ -180,9 +182,9 @@ _CHANGES: tuple[tuple[Version, dict[str, Any]], ...] = (
     # Source of `drops_towers`: _mark_tower_model in models/interfaces.py is in 0.15.1's wheel, and not in
     # 0.14.1's.
     ((0, 15, 0), {"drops_towers": True}),
-    # Source of `times_kernels`: this version requires PyTorch 2.10. First starts of 0.12.0 with PyTorch 2.9.0,
-    # on six kinds of NVIDIA GPUs, have pools that are not reduced by a copy of the embedding table
-    # (tests/data/startups/published.jsonl).
+    # Source of `times_kernels`: this version requires PyTorch 2.10. With PyTorch 2.9.0, compilation copies no
+    # arguments: first starts of 0.12.0, on six kinds of NVIDIA GPUs, have pools that are not reduced by a copy
+    # of the embedding table (tests/data/startups/published.jsonl).
     ((0, 16, 0), {"times_kernels": True}),
     # Source of `sampler`: v1/sample/ops/topk_topp_triton.py first appears in 0.17.0; starts of 0.16.0 and
     # 0.17.0 in tests/data/startups have 5.64 and 2.23 GiB of activations. Source of `fused_all_reduce`:
