@@ -218,7 +218,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
-            assert self._answering is not None  # _start_asgi_task has set it for the unanswered request
+            assert self._answering is not None  # _start_asgi_task set it when the unanswered request began
             self._half_closed.watch(self._answering)
         return True
 
@@ -229,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
-        """Begin a request, and put this connection into its scope for the Outbox of its answer."""
+        """Begin a request; its ASGI scope gets a reference to this connection, which `Outbox` uses."""
         super().on_message_begin()
         self.scope["tonnage.connection"] = self  # type: ignore[typeddict-unknown-key]  # http/outbox.py
         self._in_head = True

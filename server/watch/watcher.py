@@ -140,7 +140,7 @@ class Watcher:
         """Start a new run after a restart of the server; if no plan can be made, continue without a plan."""
         try:
             run = self._begin(server, samples)
-        except WatchError:  # The server is down again, so the next observation tries to start the new run.
+        except WatchError:  # The server is down again; `_begin` is called again at the next observation.
             raise
         except TonnageError as error:
             facts = server.facts(self._client, samples)

@@ -200,7 +200,7 @@ class VLLMOutputParser:
         parallel: bool,
         grammar: Grammar | None,
     ) -> Any:
-        # Imported here, because vLLM is optional. It is installed if this parser exists.
+        # Imported here, because vLLM is optional. A VLLMOutputParser exists only if vLLM is installed.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         more: dict[str, Any] = {}

@@ -96,8 +96,9 @@ def close_files(llm: Any) -> None:
     `shut_down`, because vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    # vLLM has called `held` once, which deletes its attributes. It is called again, because an exception in the
-    # first call (also in vLLM's own thread) leaves sockets open.
+    # Calling the resources object closes its sockets. vLLM has called it once, but an exception in that call
+    # (also in vLLM's own thread) leaves sockets open, so call it again. After a call without an exception, its
+    # attributes no longer exist, hence the AttributeError.
     with contextlib.suppress(AttributeError):
         held()
     held.ctx.destroy(linger=0)

@@ -122,7 +122,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
     def record_admission_rejection(self, reason: str) -> None:
         """Count a request that vLLM's front end rejected."""
         with self._guarded("at a rejection"):
-            # a rejected request reached no engine, so the first engine counts it
+            # A rejected request belongs to no engine. Add it to the first engine's metrics, so that it counts.
             for engine in [*self._engines.values()][:1]:
                 engine.totals.rejected(reason)
 

@@ -60,8 +60,8 @@ class Account:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
         self.reserved = 0  # reserved blocks of all KV cache groups and all entries.
-        # Number of events that freed blocks: entries that were removed, and steps before which blocks returned
-        # without the end of a request.
+        # Number of events that freed blocks: each removed entry is one. If the pool gained free blocks between
+        # two steps although no request ended, this is one, too.
         self.departed = 0
         self._free = self.pool.get_num_free_blocks()  # number of free blocks in vLLM's pool at the last `sync`
         self._departed_then = 0  # value of `departed` at the last `sync`.

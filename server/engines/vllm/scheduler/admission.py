@@ -63,7 +63,8 @@ class VllmAdmission(AdmissionAdapter):
         self._refused = ("", -self.limits.layout.block_size)
         self._head = ""  # id of the first waiting request that was not admitted
         self._short = 0  # number of blocks that the refused request lacked
-        self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
+        # value of `account.departed` at the last refusal, plus the number of requests admitted since
+        self._departed = 0
         self._departed_then = 0  # `account.departed` alone at the last refusal
         self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step.
@@ -92,8 +93,8 @@ class VllmAdmission(AdmissionAdapter):
         """Return how many KV blocks a request needs in an empty pool, and text that says for which tokens."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
-        # `most_blocks` does not count the last token, which normally needs no slot. Here all existing tokens
-        # need one, so add one.
+        # `most_blocks` leaves out the last token of the given number, because the last token that a request
+        # generates needs no slot. All tokens that exist now need a slot, so the number is one higher.
         return sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
 
     # -- figures for metrics ---------------------------------------------------------------------------------

@@ -495,7 +495,7 @@ def _is_reported(config: Any) -> bool:
 
 
 def _ended_by_itself(request: Request) -> bool:
-    """Return whether the request's output ended by itself, so that its length is a valid sample.
+    """Return whether the output ended by itself, so that its length is a valid sample of output lengths.
 
     A stop string also counts: only vLLM's front end sees text, and it aborts a request at a stop string.
     """
