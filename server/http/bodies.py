@@ -43,7 +43,8 @@ class BodyBytes:
         """Count the growth of one request body from ``before`` to ``after`` bytes.
 
         Raises:
-            ApiError: All bodies together would exceed ``most`` bytes (server_overloaded, a retry may succeed).
+            ApiError: All bodies together would exceed the upper bound ``self.most`` (server_overloaded, a retry
+                may succeed).
         """
         more = max(0, after - FREE_BYTES) - max(0, before - FREE_BYTES)
         if self.held + more > self.most:
@@ -64,7 +65,7 @@ class BodyBytes:
         therefore wait for at most one step, however many bodies arrive at once. API keys take turns.
 
         Raises:
-            ApiError: All bodies together would exceed ``most`` bytes.
+            ApiError: All bodies together would exceed the upper bound ``self.most``.
         """
         if size <= FREE_BYTES:
             return completed(steps)

@@ -207,10 +207,11 @@ def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int
 
 
 def _headroom(run: _Run, reading: Reading) -> Headroom | None:
-    """Return a watched server's headroom (further requests and tokens), summed over all replicas, or None.
+    """Return a watched server's headroom (further requests and tokens), summed over all replicas.
 
-    The field for the largest prompt is not a sum but that of the emptiest replica. The engine reserves no
-    blocks for tokens that running requests will still generate, so these requests may soon take free blocks.
+    `prompt_tokens`, the largest prompt that still fits, is not a sum but the value of the emptiest replica. The
+    engine reserves no blocks for tokens that running requests will still generate, so these requests may soon
+    take free blocks. Returns None if the headroom of any replica is unknown.
     """
     if run.planned is None or run.planned.limits is None:
         return None

@@ -369,7 +369,8 @@ class LearnedQueue:
         """Record whether vLLM allocated the first blocks of the request last passed to `starting`."""
         if self._plain is None and granted:
             try:
-                self._begin()  # report the request, unless an earlier change of the queue has done so
+                # Report the request to the eviction order, unless an earlier call has already reported it.
+                self._begin()
             except Exception:
                 self._fail()
         self._starting = None

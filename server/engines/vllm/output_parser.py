@@ -241,7 +241,7 @@ class _InLongerPieces:
     def __init__(self, reader: _Reader | _InTwoSteps) -> None:
         self._reader = reader
         self._parsed = 0  # number of characters that the reader has received
-        self._text, self._token_ids = "", list[int]()  # the piece that is being collected
+        self._text, self._token_ids = "", list[int]()  # output that waits to be parsed with the next pieces
         self.reasoning_tokens = 0
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:

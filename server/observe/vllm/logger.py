@@ -162,7 +162,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
-        # Only a vLLM on a CPU has a sampler. On a GPU the memory of the processes would not include GPU memory.
+        # The memory of vLLM's processes is sampled only on a CPU. With a GPU, it would not include GPU memory.
         if sampler is None:
             return MeasuredMemory(
                 weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,

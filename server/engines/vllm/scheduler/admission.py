@@ -244,9 +244,9 @@ class VllmAdmission(AdmissionAdapter):
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
         """Return the requests of `allowed` that may start, and the running requests that skip the step.
 
-        A request may start if the blocks for its first chunk are granted. If skipping requests cannot prevent a
-        preemption, or would leave no request to run, none is skipped and vLLM's own rule applies. The last rows
-        of `state` are the requests in `allowed`.
+        A request may start if the admission rule grants it the blocks for its first chunk. If skipping requests
+        cannot prevent a preemption, or would leave no request to run, none is skipped and vLLM's own rule
+        applies. The last rows of `state` are the requests in `allowed`.
         """
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:
@@ -285,9 +285,9 @@ class VllmAdmission(AdmissionAdapter):
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``at`` is the position of the first token that the step computes. Decode and prefill both end at
-        # position ``prompt + output``, and the lookahead is part of ``prompt``. A decode computes the one token
-        # before this end, and a prefill has ``left`` tokens before it.
+        # ``at`` is the position of the first token that the step computes for each request. The request's slots
+        # end at position ``prompt + output``, because ``prompt`` includes the lookahead slots. A decode computes
+        # the last token before this end. A prefill still has to compute the last ``left`` tokens before it.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)
