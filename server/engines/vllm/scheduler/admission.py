@@ -285,9 +285,9 @@ class VllmAdmission(AdmissionAdapter):
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``at`` is the position of the first token that the step computes for each request. The request's slots
-        # end at position ``prompt + output``, because ``prompt`` includes the lookahead slots. A decode computes
-        # the last token before this end. A prefill still has to compute the last ``left`` tokens before it.
+        # ``at`` is the position of the first token that the step computes for each request. A request's slots
+        # end at position ``prompt + output``, because ``prompt`` includes the lookahead slots. A decode
+        # computes the last token before this end. A prefill has the last ``left`` tokens before it to compute.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)
