@@ -220,7 +220,7 @@ class LearnedQueue:
         self._chosen: list[int] = []
         # Ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order.
         self._taken: list[int] = []
-        # The request that gets its first blocks now, and the block ids of its prefix hit.
+        # The request for which vLLM is allocating the first blocks, and the block ids of its prefix hit.
         self._starting: tuple[Any, list[int]] | None = None
         self._forgotten: set[int] = set()  # ids of blocks in use that left the prefix cache.
         # vLLM's own queue, used after an exception in our code.

@@ -46,7 +46,9 @@ class QueuePositions:
         `pools` is True for a pooling request, which has no output tokens.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if pools:  # no output: count the last prompt token as one output token
+        if pools:
+            # A pooling request has no output, but AdmissionRequest needs at least one output token. Count the
+            # last prompt token as output.
             prompt, output = max(1, prompt - 1), 1
         never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:

@@ -249,7 +249,7 @@ class Account:
         if self._shared.get(block.block_id) == block.block_hash:
             return None
         known = self._owner.get(block.block_id)
-        # Try the recorded owner first: nearly always it holds the block.
+        # First try the request whose prompt filled the block, because nearly always it is the holder.
         for id in [known, *self._slots] if known in self._slots else self._slots:
             table = self._tables.get(id, ())
             if id != newcomer and index < len(table) and table[index] is block:

@@ -65,8 +65,9 @@ class VllmAdmission(AdmissionAdapter):
         self._short = 0  # number of blocks that the refused request lacked
         # value of `account.departed` at the last refusal, plus the number of requests admitted since
         self._departed = 0
-        self._departed_then = 0  # `account.departed` alone at the last refusal
-        self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
+        self._departed_then = 0  # value of `account.departed` at the last refusal
+        # what each API key holds, during a step in which several keys share the engine; otherwise None
+        self._keys: KeyShares | None = None
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step.
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
         # a step.

@@ -57,7 +57,7 @@ class AdmissionMixin(Scheduler):
     # Admission in greedy mode, which finds the requests that can never fit. It is used even after a first
     # exception in our code.
     _plain: VllmAdmission | None = None
-    fallbacks = 0  # 1 after the first exception in our code; later exceptions are not counted
+    fallbacks = 0  # number of exceptions in our code, at most 1, because later ones are not counted
     _report: Report | None = None
     # A function that returns seconds since a fixed origin. A simulation sets its own clock on the object
     # (benchmarks/admission_matrix.py).
