@@ -79,8 +79,8 @@ class BodyBytes:
                     except StopIteration as end:
                         return cast(Parsed, end.value)
                     except Exception as error:
-                        # Free the memory now: the error refers to stack frames, whose values and records of
-                        # invalid fields would otherwise live until the garbage collector runs.
+                        # Free the memory of the failed parse now. The exception refers to stack frames and to
+                        # records of invalid fields. Without this, only the garbage collector would free them.
                         clear_frames(error.__traceback__)
                         error.__context__ = None
                         raise

@@ -37,8 +37,8 @@ FREE_PIECES, PIECE_BYTES = 4096, 16
 HEAD_SECONDS = 20.0
 WRITE_SECONDS = 60.0  # time limit in seconds for a client that reads nothing; the same as nginx's send_timeout
 
-# Limit of connections: four times the queue's default of 512 sequences. It leaves room for waiting requests,
-# rejections and probes. uvicorn's backlog is 2,048, too.
+# Limit of connections: four times the queue's default of 512 sequences. The other connections are for rejected
+# requests, health probes and idle clients. uvicorn's backlog is 2,048, too.
 MAX_CONNECTIONS = 2048
 # Number of idle connections closed at once when there are too many. Searching 2,048 connections for the longest
 # idle takes a millisecond. One search for each of 4,000 simultaneous connections delayed /health by 14 s

@@ -21,8 +21,8 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-# Token rates and the average request are computed over this many seconds. `Trend`, which estimates when the KV
-# pool is full, covers the same time.
+# Token rates and the average size of requests are computed over this many seconds. `Trend`, which estimates
+# when the KV pool is full, covers the same time.
 _WINDOW_SECONDS = 120.0
 
 

@@ -30,7 +30,7 @@ from tonnage.planner.units import ceil_div
 logger = init_logger(f"vllm.{__name__}")
 
 # Interface that this module was written for: the methods that vLLM 0.30 to 0.33 call on a free queue, and the
-# first arguments of the manager's allocate_slots.
+# first arguments of KVCacheManager.allocate_slots.
 QUEUE = {
     *("popleft", "popleft_n", "remove", "append", "prepend_n", "append_n"),
     *("get_all_free_blocks", "iter_blocks_after"),
@@ -468,7 +468,8 @@ class LearnedQueue:
         self._stack, self._chosen, self._taken = [], [], []
 
 
-# 2^64 divided by the golden ratio, which spreads the group index over 64 bits (Fibonacci hashing)
+# 2^64 divided by the golden ratio, a factor that spreads the index of a KV cache group over 64 bits (Fibonacci
+# hashing)
 _GOLDEN = 0x9E3779B97F4A7C15
 _NO_HASHES = np.zeros(0, np.uint64)
 

@@ -95,8 +95,8 @@ class _Listener(logging.Handler):
             before = dict(self._figures.figures)
             read_line(text, self._figures)
             if self._figures.figures != before:
-                # Work on a copy, because `settle` changes measurements in place. After the next log line it
-                # would otherwise change them a second time.
+                # `settle` derives measurements and changes others in place. It is called after each log line, so
+                # it gets a copy: on the original, it would change the same measurements again each time.
                 settled = deepcopy(self._figures)
                 settle(settled)
                 beside = self._file.with_suffix(".new")

@@ -22,8 +22,8 @@ from tonnage.server.text.tool_calls import AnswerReader, CallDelta, Parsed, Tool
 # Most of vLLM's tool parsers read the whole text again for each piece (vllm 0.32:
 # tool_parsers/hermes_tool_parser.py). So after this many characters, small pieces are joined until they have at
 # least a 256th of the length of the text before them. The time for an answer is then linear: 128,000 characters
-# in pieces of four took 4.4 s before, and take 0.2 s now. At 4,096 characters a joined piece has 16 characters,
-# which are four tokens of four characters.
+# in pieces of four characters took 4.4 s before, and take 0.2 s now. At 4,096 characters a joined piece has 16
+# characters, which are four tokens of four characters.
 _UNJOINED_CHARACTERS, _PIECE_SHARE = 4096, 256
 
 

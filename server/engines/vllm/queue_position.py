@@ -11,7 +11,8 @@ from tonnage.cache.admission.types import AGEING_SECONDS
 from tonnage.server.engines.rejections import Rejections
 from tonnage.server.engines.request import GenerationRequest
 
-# Queue positions per second. vLLM's priorities are integers, so a position is an arrival time in milliseconds.
+# A queue position is an arrival time in milliseconds, because vLLM's priorities are integers. So there are this
+# many positions per second.
 _PLACES_A_SECOND = 1000
 
 

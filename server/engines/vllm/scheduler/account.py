@@ -65,12 +65,13 @@ class Account:
         self.departed = 0
         self._free = self.pool.get_num_free_blocks()  # number of free blocks in vLLM's pool at the last `sync`
         self._departed_then = 0  # value of `departed` at the last `sync`.
-        # By request id, the prompt tokens that an unfinished request found in the prefix cache when it first
-        # started.
+        # For each unfinished request, by id: the number of prompt tokens that were in the prefix cache when the
+        # request first started.
         self.found: dict[str, int] = {}
         self.recomputed = 0  # tokens that preempted requests have had to compute again
         self._slots: dict[str, int] = {}
-        # Tokens found in the prefix cache by request id; only kept if a group lacks full attention.
+        # By request id, the number of tokens found in the prefix cache. It is only kept if one of the KV cache
+        # groups lacks full attention.
         self._hits: dict[str, int] = {}
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
         self._kept = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
