@@ -72,7 +72,8 @@ class _Ended:
     Attributes:
         result: Result to report to vLLM.
         read: Whether the job read chunks; False: it wrote chunks.
-        waited: Number of chunks of the job; 0 for a write that was dropped at once.
+        waited: Number of the job's chunks that waited in the queue: 0 for a write that was dropped at once,
+            else all.
         loaded: Number of chunks that were transferred successfully.
         seconds: Seconds since the job was submitted.
     """

@@ -145,7 +145,7 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return the upper bound of the waiting requests that admission decides on in this step.
+        """Return an upper bound of the number of waiting requests on which admission decides in this step.
 
         For `block_size` steps after a refusal, the decision changes only if another request leaves. So each
         request that leaves permits one decision. This bound does not apply if the queue has a new head, because
