@@ -211,7 +211,7 @@ def _headroom(run: _Run, reading: Reading) -> Headroom | None:
 
     `prompt_tokens`, the largest prompt that still fits, is not a sum but the value of the emptiest replica. The
     engine reserves no blocks for tokens that running requests will still generate, so these requests may soon
-    take free blocks. Returns None if the headroom of any replica is unknown.
+    take free blocks. Returns None without a plan, or if the headroom of a replica is unknown.
     """
     if run.planned is None or run.planned.limits is None:
         return None

@@ -468,8 +468,8 @@ class LearnedQueue:
         self._stack, self._chosen, self._taken = [], [], []
 
 
-# 2^64 divided by the golden ratio, a factor that spreads the index of a KV cache group over 64 bits (Fibonacci
-# hashing)
+# Factor that spreads the index of a KV cache group over 64 bits (Fibonacci hashing): 2^64 divided by the golden
+# ratio, which is about 1.618
 _GOLDEN = 0x9E3779B97F4A7C15
 _NO_HASHES = np.zeros(0, np.uint64)
 
