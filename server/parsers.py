@@ -180,7 +180,7 @@ examples:
     _add_client(p)
     planned = p.add_argument_group("the plan, where the server does not report it")
     for name, flag in flags_of(Deployment).items():
-        if name != "engine":  # watch detects the engine from the server's metrics
+        if name != "engine":  # `tonnage watch` detects the engine from the server's metrics
             flag.add_to(planned)
     return p
 

@@ -40,8 +40,9 @@ _KINDS: Mapping[str, Any] = {
 # type in the code of a pydantic error (bool_parsing, string_type ...) -> words for a value of this type
 _WORDS = {"bool": "true or false", "string": "a name"}
 _PREFIX = "TONNAGE_"
-# Endings of TONNAGE_* environment variables that are not settings of the server. Their readers are the caches,
-# the scheduler inside a plain vLLM (engines/vllm/scheduler/options.py), vLLM's workers (figures.py), and tests.
+# Endings of TONNAGE_* environment variables that are not settings of the server. The variables are read by the
+# caches, by the scheduler inside a plain vLLM (engines/vllm/scheduler/options.py), by vLLM's workers
+# (figures.py), and by tests.
 _OTHERS = ("CACHE", "EVICTION", "LENGTH_QUANTILE", "VLLM_FIGURES", "ORACLES", "SGLANG", "PICTURES", "PYODIDE")
 # Kubernetes sets variables with these endings in every container for a Service named tonnage or tonnage-SUFFIX.
 _SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")

@@ -97,6 +97,7 @@ async def wait_until_hung(
             before = now
             processes.reset()
         elif most is not None:
-            checks = await asyncio.to_thread(processes.check, now)  # in a thread, because `check` reads /proc
+            # Run `check` in a thread, because it reads files in /proc, which would block the event loop.
+            checks = await asyncio.to_thread(processes.check, now)
             if checks >= most and messages() == now:
                 return checks * CHECK_SECONDS

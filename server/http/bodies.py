@@ -43,7 +43,8 @@ class BodyBytes:
         """Count the growth of one request body from ``before`` to ``after`` bytes.
 
         Raises:
-            ApiError: All bodies together would exceed ``most`` bytes (server_overloaded, a retry may succeed).
+            ApiError: All bodies together would exceed the upper bound ``self.most`` (server_overloaded, a retry
+                may succeed).
         """
         more = max(0, after - FREE_BYTES) - max(0, before - FREE_BYTES)
         if self.held + more > self.most:
@@ -64,7 +65,7 @@ class BodyBytes:
         therefore wait for at most one step, however many bodies arrive at once. API keys take turns.
 
         Raises:
-            ApiError: All bodies together would exceed ``most`` bytes.
+            ApiError: All bodies together would exceed the upper bound ``self.most``.
         """
         if size <= FREE_BYTES:
             return completed(steps)
@@ -78,8 +79,8 @@ class BodyBytes:
                     except StopIteration as end:
                         return cast(Parsed, end.value)
                     except Exception as error:
-                        # Free the memory now: the error refers to stack frames, whose values and records of
-                        # invalid fields would otherwise live until the garbage collector runs.
+                        # Free the memory of the failed parse now. The exception refers to stack frames and to
+                        # records of invalid fields. Without this, only the garbage collector would free them.
                         clear_frames(error.__traceback__)
                         error.__context__ = None
                         raise

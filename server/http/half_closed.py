@@ -44,7 +44,7 @@ class HalfClosed:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, cycle: RequestResponseCycle) -> None:
-        """Start the probe of a client whose request still waits for its answer.
+        """Start to probe the connection of a client whose request still waits for its answer.
 
         ``cycle`` is uvicorn's object for that request, whose answer comes next on the connection.
         """
@@ -79,7 +79,7 @@ class HalfClosed:
 
 
 class _StartedTransport(asyncio.Transport):
-    """A transport that skips the first bytes of an answer, because the probe of the connection has sent them.
+    """A transport that skips the first bytes of an answer, which were already sent to probe the connection.
 
     The class implements only the methods that uvicorn's request cycle calls.
     """

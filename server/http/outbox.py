@@ -39,7 +39,7 @@ class Outboxes:
 
     def __init__(self) -> None:
         self.held = 0
-        self.idle = asyncio.Event()  # set while no answer has unsent bytes
+        self.idle = asyncio.Event()  # an event that is set while no answer has unsent bytes
         self.idle.set()
         self._behind: set[Buffer] = set()
 
@@ -163,7 +163,7 @@ class Outbox:
     async def flush(self) -> None:
         """Wait until all buffered events have been sent to the client."""
         if self._writer is not None:
-            # wait() does not cancel the writer when its caller is cancelled
+            # Unlike `await self._writer`, asyncio.wait does not cancel the writer when this task is cancelled.
             await asyncio.wait((self._writer,))
 
     def cut(self) -> None:

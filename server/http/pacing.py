@@ -25,7 +25,8 @@ STARTS_PER_ROUND = 8
 _ROUND_SECONDS = 0.008
 
 
-# Probes of load balancers and of Kubernetes, which take no time and never wait.
+# Paths of the health probes of load balancers and Kubernetes. They are answered without pacing, because a probe
+# costs the server almost no time.
 _UNPACED = frozenset({"/health", "/ready", "/ping"})
 
 

@@ -23,6 +23,6 @@ class LenientPaths:
             if path.endswith("/") and len(path) > 1 and not path.startswith(self._kept):
                 scope["path"] = path.rstrip("/") or "/"
             if scope["method"] == "HEAD":
-                # The scope is copied, because the HTTP server later reads the real method in the original.
+                # The scope is copied, because the HTTP server later reads the method HEAD in its own scope.
                 scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send)

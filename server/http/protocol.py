@@ -37,8 +37,8 @@ FREE_PIECES, PIECE_BYTES = 4096, 16
 HEAD_SECONDS = 20.0
 WRITE_SECONDS = 60.0  # time limit in seconds for a client that reads nothing; the same as nginx's send_timeout
 
-# Limit of connections: four times the queue's default of 512 sequences. It leaves room for waiting requests,
-# rejections and probes. uvicorn's backlog is 2,048, too.
+# Limit of connections: four times the queue's default of 512 sequences. The other connections are for rejected
+# requests, health probes and idle clients. uvicorn's backlog is 2,048, too.
 MAX_CONNECTIONS = 2048
 # Number of idle connections closed at once when there are too many. Searching 2,048 connections for the longest
 # idle takes a millisecond. One search for each of 4,000 simultaneous connections delayed /health by 14 s
@@ -218,7 +218,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return False
             _half_closed.add(self)
             self._half_closed = HalfClosed(self.transport, self.flow)
-            assert self._answering is not None  # _start_asgi_task has set it for the unanswered request
+            assert self._answering is not None  # _start_asgi_task set it when the unanswered request began
             self._half_closed.watch(self._answering)
         return True
 
@@ -229,7 +229,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
-        """Begin a request, and put this connection into its scope for the Outbox of its answer."""
+        """Begin a request; its ASGI scope gets a reference to this connection, which `Outbox` uses."""
         super().on_message_begin()
         self.scope["tonnage.connection"] = self  # type: ignore[typeddict-unknown-key]  # http/outbox.py
         self._in_head = True

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 # Kubernetes has about 110 bytes: the request line, Host, User-Agent, Accept and Connection
 # (pkg/probe/http/request.go).
 UNPACED_BYTES = 512
-# Seconds for which waiting bytes are parsed in one round of the event loop. Eight requests take as long to
-# start (pacing.py), and clients do not notice such a delay.
+# Seconds for which waiting bytes are parsed in one round of the event loop. Clients do not notice such a delay.
+# The requests that start in one round take as long again (pacing.py).
 ROUND_SECONDS = 0.005
 
 

@@ -69,8 +69,8 @@ class TlsHandshake(asyncio.Protocol):
         loop, transport = asyncio.get_running_loop(), self._transport
         assert transport is not None
         work = loop.create_task(loop.start_tls(transport, self, self._handshakes.context, server_side=True))
-        # start_tls schedules the calls with which its own protocol takes over the connection. The doubled
-        # call_soon lets `_pass_on` run directly after them.
+        # When start_tls begins, it schedules calls by which asyncio's TLS protocol takes over the connection.
+        # Two nested call_soon make `_pass_on` run directly after those calls.
         loop.call_soon(loop.call_soon, self._pass_on)
         try:
             encrypted = await work

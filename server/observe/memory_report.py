@@ -50,12 +50,18 @@ def measured_components(plan: Plan, memory: MeasuredMemory) -> dict[str, int]:
 
 
 def planned_components(plan: Plan) -> dict[str, int]:
-    """Return the planned bytes by component on the rank that needs most; they add up to its device's memory."""
+    """Return the planned bytes by component of the rank that needs the most memory.
+
+    The bytes, with those of the component ``free``, add up to the memory of the rank's device.
+    """
     return rank_components(plan.rank)
 
 
 def rank_components(rank: RankPlan) -> dict[str, int]:
-    """Return the planned bytes of one rank by component; they add up to the memory of its device."""
+    """Return the planned bytes of one rank by component.
+
+    The bytes, with those of the component ``free``, add up to the memory of the rank's device.
+    """
     return {**rank.components, "free": rank.free_bytes}
 
 

@@ -24,8 +24,8 @@ log = logging.getLogger("tonnage.server")
 # The numbers that stand for blocks of prompts stay below this, because trace readers accept no larger integers
 # (cache/replay/trace.py).
 _IDS = 2**30
-# The log remembers the numbers of this many blocks of prompts, in at most about 150 MiB. A forgotten block gets
-# a new number when it is seen again.
+# The request log remembers the numbers of this many blocks of prompts, in at most about 150 MiB. A forgotten
+# block gets a new number when it is seen again.
 _REMEMBERED = 2**20
 
 

@@ -16,8 +16,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from tonnage.server.engines.request import GenerationRequest
 
-# Prefixes are compared in chunks of this many tokens, not in blocks of 16, because a common prefix shorter than
-# a chunk is not worth a longer queue.
+# Prefixes are compared in chunks of this many tokens, not in blocks of 16. A common prefix shorter than a chunk
+# is not worth choosing a replica with a longer queue.
 CHUNK_TOKENS = 64
 # The router remembers the hashes of this many chunks: 8 Mi tokens of prompts, in about 20 MiB.
 REMEMBERED_CHUNKS = 1 << 17

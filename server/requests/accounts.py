@@ -22,7 +22,7 @@ class Accounts(RequestCounts):
 
     def __init__(self) -> None:
         super().__init__()
-        self.idle = asyncio.Event()  # set while no request is in flight
+        self.idle = asyncio.Event()  # an event that is set while no request is in flight
         self.idle.set()
         # listeners called when a request goes to the engine
         self.on_submit: list[Callable[[Ticket], None]] = []

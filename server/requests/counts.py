@@ -43,7 +43,10 @@ class RequestCounts:
         self._finished.append(time.monotonic())
 
     def completion_rate(self) -> float | None:
-        """Return the requests per second that ended normally, over the last 32; None with fewer than two."""
+        """Return the rate of normal completions per second, measured over the last 32 of them.
+
+        Returns None if fewer than two requests have completed.
+        """
         if len(self._finished) < 2:
             return None
         return len(self._finished) / max(1e-3, time.monotonic() - self._finished[0])

@@ -27,7 +27,7 @@ class Histogram:
 
     def __init__(self, borders: Sequence[float]) -> None:
         self.borders = tuple(borders)
-        # one more than the borders: the last bucket counts durations above every border
+        # There is one bucket more than there are borders: the last counts durations above every border.
         self.counts = [0] * (len(self.borders) + 1)
         self.total = 0.0
 

@@ -130,8 +130,9 @@ class Quotas:
         """Charge a request's ``sequences`` and ``tokens``, an upper bound of its tokens, to the tenant's quota.
 
         Raises:
-            ApiError: The request exceeds what is left of the quota (status 429), and nothing is charged. There
-                is no Retry-After when the request exceeds the whole quota.
+            ApiError: The request exceeds what is left of the quota (status 429), and nothing is charged. The
+                error has no Retry-After if the request exceeds even the whole quota. ``drain_seconds`` is the
+                Retry-After of a request that must wait until the tenant's other sequences have ended.
         """
         account = self._account(tenant)
         limit = tenant.max_num_seqs

@@ -18,7 +18,7 @@ from tonnage.server.watch.client import WatchError
 from tonnage.server.watch.records import TierReading
 from tonnage.server.watch.watcher import Observation
 
-# A client that stays idle for more seconds is disconnected; Prometheus uses the same timeout for a scrape.
+# Seconds without activity after which a client is disconnected; Prometheus uses the same timeout for a scrape.
 _CLIENT_SECONDS = 10.0
 
 

@@ -21,8 +21,8 @@ from tonnage.server.watch.records import Counters, PlanSummary, Reading, Replica
 from tonnage.server.watch.samples import Samples
 from tonnage.server.watch.servers import Server, recognise, servers
 
-# Token rates and the average request are computed over this many seconds. `Trend`, which estimates when the KV
-# pool is full, covers the same time.
+# Token rates and the average size of requests are computed over this many seconds. `Trend`, which estimates
+# when the KV pool is full, covers the same time.
 _WINDOW_SECONDS = 120.0
 
 
@@ -140,7 +140,7 @@ class Watcher:
         """Start a new run after a restart of the server; if no plan can be made, continue without a plan."""
         try:
             run = self._begin(server, samples)
-        except WatchError:  # The server is down again, so the next observation tries to start the new run.
+        except WatchError:  # The server is down again; `_begin` is called again at the next observation.
             raise
         except TonnageError as error:
             facts = server.facts(self._client, samples)
@@ -207,10 +207,11 @@ def _measured(planned: PlanSummary | None, reading: Reading) -> Mapping[str, int
 
 
 def _headroom(run: _Run, reading: Reading) -> Headroom | None:
-    """Return a watched server's headroom (further requests and tokens), summed over all replicas, or None.
+    """Return a watched server's headroom (further requests and tokens), summed over all replicas.
 
-    The field for the largest prompt is not a sum but that of the emptiest replica. The engine reserves no
-    blocks for tokens that running requests will still generate, so these requests may soon take free blocks.
+    `prompt_tokens`, the largest prompt that still fits, is not a sum but the value of the emptiest replica. The
+    engine reserves no blocks for tokens that running requests will still generate, so these requests may soon
+    take free blocks. Returns None without a plan, or if the headroom of a replica is unknown.
     """
     if run.planned is None or run.planned.limits is None:
         return None

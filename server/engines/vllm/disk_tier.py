@@ -72,7 +72,8 @@ class _Ended:
     Attributes:
         result: Result to report to vLLM.
         read: Whether the job read chunks; False: it wrote chunks.
-        waited: Number of chunks of the job; 0 for a write that was dropped at once.
+        waited: Number of the job's chunks that waited in the queue: 0 for a write that was dropped at once,
+            else all.
         loaded: Number of chunks that were transferred successfully.
         seconds: Seconds since the job was submitted.
     """
@@ -216,7 +217,8 @@ class DiskTier(SecondaryTierManager):
         count = len(job_metadata.keys)
         size = count * self._chunk
         since = self._missed.pop(job_metadata.req_context.req_id, None)
-        # Measure the time only for a prompt's first chunks: for later chunks the start time is not known.
+        # The time that a prompt's first chunks took to compute is known: it began with their cache miss. For
+        # later chunks the start time is not known, so they are not measured.
         if since is not None:
             self._rule.computed(count, time.monotonic() - since)
         computed = self._computed.setdefault(job_metadata.req_context.req_id, {})
@@ -356,8 +358,8 @@ tonnage = DiskTier
 def _groups(req_context: Any, more: Iterable[Any]) -> list[list[Any]]:
     """Return a request's chunk keys, with those in ``more``, as one list in prefix order per KV cache group."""
     groups: dict[bytes, list[Any]] = {}
-    # vLLM 0.32 has no public method that lists the keys of a request. A key ends with the number of its group
-    # (make_offload_key).
+    # vLLM 0.32 has no public method that lists the chunk keys of a request. A chunk's key ends with the number
+    # of its KV cache group (make_offload_key).
     for key in dict.fromkeys([*getattr(req_context, "_offload_key_positions", ()), *more]):
         groups.setdefault(key[-4:], []).append(key)
     return list(groups.values())

@@ -284,7 +284,8 @@ class VLLMEngine(Engine):
             self._die(error)
             assert self._dead is not None
             raise self._dead from None
-        except (VLLMClientError, ValueError) as error:  # vLLM's input processor raises plain ValueErrors too
+        # For an invalid request, vLLM's input processor raises plain ValueErrors as well as VLLMClientError.
+        except (VLLMClientError, ValueError) as error:
             raise Refused(f"vLLM rejects this request: {_first_line(error)}") from None
         except EngineGenerateError as error:
             raise EngineDead(f"vLLM failed on this request: {_last_line(error)}") from error

@@ -30,7 +30,7 @@ from tonnage.planner.units import ceil_div
 logger = init_logger(f"vllm.{__name__}")
 
 # Interface that this module was written for: the methods that vLLM 0.30 to 0.33 call on a free queue, and the
-# first arguments of the manager's allocate_slots.
+# first arguments of KVCacheManager.allocate_slots.
 QUEUE = {
     *("popleft", "popleft_n", "remove", "append", "prepend_n", "append_n"),
     *("get_all_free_blocks", "iter_blocks_after"),
@@ -220,7 +220,7 @@ class LearnedQueue:
         self._chosen: list[int] = []
         # Ids of blocks that a prefix hit took from the queue, not yet reported to the eviction order.
         self._taken: list[int] = []
-        # The request that gets its first blocks now, and the block ids of its prefix hit.
+        # The request for which vLLM is allocating the first blocks, and the block ids of its prefix hit.
         self._starting: tuple[Any, list[int]] | None = None
         self._forgotten: set[int] = set()  # ids of blocks in use that left the prefix cache.
         # vLLM's own queue, used after an exception in our code.
@@ -369,7 +369,8 @@ class LearnedQueue:
         """Record whether vLLM allocated the first blocks of the request last passed to `starting`."""
         if self._plain is None and granted:
             try:
-                self._begin()  # report the request, unless an earlier change of the queue has done so
+                # Report the request to the eviction order, unless an earlier call has already reported it.
+                self._begin()
             except Exception:
                 self._fail()
         self._starting = None
@@ -467,7 +468,8 @@ class LearnedQueue:
         self._stack, self._chosen, self._taken = [], [], []
 
 
-# 2^64 divided by the golden ratio, which spreads the group index over 64 bits (Fibonacci hashing)
+# Factor that spreads the index of a KV cache group over 64 bits (Fibonacci hashing): 2^64 divided by the golden
+# ratio, which is about 1.618
 _GOLDEN = 0x9E3779B97F4A7C15
 _NO_HASHES = np.zeros(0, np.uint64)
 

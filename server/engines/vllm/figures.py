@@ -95,8 +95,8 @@ class _Listener(logging.Handler):
             before = dict(self._figures.figures)
             read_line(text, self._figures)
             if self._figures.figures != before:
-                # Work on a copy, because `settle` changes measurements in place. After the next log line it
-                # would otherwise change them a second time.
+                # Call `settle` on a copy, because it changes measurements in place. It is called again after
+                # each log line with a new measurement, and would change the original a second time.
                 settled = deepcopy(self._figures)
                 settle(settled)
                 beside = self._file.with_suffix(".new")

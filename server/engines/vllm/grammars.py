@@ -73,7 +73,8 @@ class GrammarState:
             if self.error is None and not self.done:
                 self._accept(token)
         if self.error is None and self.done:
-            if not self.request.is_finished():  # the text is complete, but no stop token ended it: end it here
+            # The output matches the whole grammar, but no stop token has ended the sequence: end it here.
+            if not self.request.is_finished():
                 self.error = COMPLETE
             # vLLM permits a stop token before min_tokens if no other token is possible
             # (MinTokensLogitsProcessor).
@@ -165,7 +166,10 @@ class BoundedGrammars(Scheduler):
         manager.executor = _Threads()
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """Return the grammars' token masks of a step; end sequences whose masks exceed its time budget."""
+        """Return the grammars' token masks of a step.
+
+        Sequences whose masks exceed the step's time budget are ended.
+        """
         if scheduler_output.has_structured_output_requests:
             drawing = []
             for request_id in scheduler_output.num_scheduled_tokens:

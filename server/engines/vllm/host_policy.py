@@ -56,7 +56,9 @@ class LearnedCachePolicy(CachePolicy):
         self._learned(lambda order: order.remove(key))
 
     def touch(self, keys: Iterable[Any], req_context: Any) -> None:
-        """Move the chunks `keys` to the end of the LRU order; the first of them becomes the most recently used.
+        """Mark the chunks `keys` as used now in the LRU order.
+
+        The chunks are marked in reverse order, so the first of `keys` becomes the most recently used chunk.
 
         The LRU order is the fallback. The learned order is updated in `on_request_finished` instead.
         """

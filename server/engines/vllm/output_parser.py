@@ -22,8 +22,8 @@ from tonnage.server.text.tool_calls import AnswerReader, CallDelta, Parsed, Tool
 # Most of vLLM's tool parsers read the whole text again for each piece (vllm 0.32:
 # tool_parsers/hermes_tool_parser.py). So after this many characters, small pieces are joined until they have at
 # least a 256th of the length of the text before them. The time for an answer is then linear: 128,000 characters
-# in pieces of four took 4.4 s before, and take 0.2 s now. At 4,096 characters a joined piece has 16 characters,
-# which are four tokens of four characters.
+# in pieces of four characters took 4.4 s before, and take 0.2 s now. At 4,096 characters a joined piece has 16
+# characters, which are four tokens of four characters.
 _UNJOINED_CHARACTERS, _PIECE_SHARE = 4096, 256
 
 
@@ -200,7 +200,7 @@ class VLLMOutputParser:
         parallel: bool,
         grammar: Grammar | None,
     ) -> Any:
-        # Imported here, because vLLM is optional. It is installed if this parser exists.
+        # Imported here, because vLLM is optional. A VLLMOutputParser exists only if vLLM is installed.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         more: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class _InLongerPieces:
     def __init__(self, reader: _Reader | _InTwoSteps) -> None:
         self._reader = reader
         self._parsed = 0  # number of characters that the reader has received
-        self._text, self._token_ids = "", list[int]()  # the piece that is being collected
+        self._text, self._token_ids = "", list[int]()  # output that waits to be parsed with the next pieces
         self.reasoning_tokens = 0
 
     def whole(self, text: str, token_ids: Sequence[int]) -> Parsed:

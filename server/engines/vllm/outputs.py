@@ -109,5 +109,5 @@ def _finish(sequence: Any) -> tuple[FinishReason | None, str | None]:
         return finish, None
     if said == COMPLETE:
         return "stop", None
-    # The message was set as stop_reason by a grammar (.grammars) or by our scheduler.
+    # A grammar (.grammars) or our scheduler has put its error message into the stop_reason.
     return finish, said if isinstance(said, str) else "vLLM ended it with an error"

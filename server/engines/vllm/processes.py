@@ -56,7 +56,7 @@ async def interrupt_loading(loading: Future[Any]) -> None:
     """
     asked = time.monotonic()
     while not loading.done():
-        if time.monotonic() - asked > _GRACE_SECONDS:  # the core did not end by itself
+        if time.monotonic() - asked > _GRACE_SECONDS:  # the engine core has not ended after SIGTERM
             kill(_engine_cores())
         for child in _engine_cores():
             with contextlib.suppress(ProcessLookupError):
@@ -82,7 +82,7 @@ def shut_down(llm: Any, *, at_once: bool) -> None:
         logger.setLevel(logging.ERROR)  # vLLM would warn that it kills its processes, as requested here
     try:
         llm.shutdown(timeout=0 if at_once else None)
-    except psutil.NoSuchProcess:  # vLLM read the name of a process that had just ended
+    except psutil.NoSuchProcess:  # raised if a process ends just before vLLM reads its name
         kill(_engine_cores())  # kill the engine cores that vLLM did not end
     finally:
         logger.setLevel(level)
@@ -96,8 +96,9 @@ def close_files(llm: Any) -> None:
     `shut_down`, because vLLM closes its sockets in that loop.
     """
     held = llm.engine_core.resources
-    # vLLM has called `held` once, which deletes its attributes. It is called again, because an exception in the
-    # first call (also in vLLM's own thread) leaves sockets open.
+    # Calling the resources object closes its sockets. vLLM has called it once, but an exception in that call
+    # (also in vLLM's own thread) leaves sockets open, so call it again. After a call without an exception, its
+    # attributes no longer exist, hence the AttributeError.
     with contextlib.suppress(AttributeError):
         held()
     held.ctx.destroy(linger=0)

@@ -11,7 +11,8 @@ from tonnage.cache.admission.types import AGEING_SECONDS
 from tonnage.server.engines.rejections import Rejections
 from tonnage.server.engines.request import GenerationRequest
 
-# Queue positions per second. vLLM's priorities are integers, so a position is an arrival time in milliseconds.
+# A queue position is an arrival time in milliseconds, because vLLM's priorities are integers. So there are this
+# many positions per second.
 _PLACES_A_SECOND = 1000
 
 
@@ -46,7 +47,9 @@ class QueuePositions:
         `pools` is True for a pooling request, which has no output tokens.
         """
         prompt, output = len(request.prompt_token_ids), request.params.max_tokens
-        if pools:  # no output: count the last prompt token as one output token
+        if pools:
+            # A pooling request has no output, but AdmissionRequest needs at least one output token. Count the
+            # last prompt token as output.
             prompt, output = max(1, prompt - 1), 1
         never = self.rejection(AdmissionRequest(prompt, output, request.n))
         if never is not None:

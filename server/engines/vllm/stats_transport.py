@@ -109,7 +109,7 @@ def take_stats(found: dict[str, int]) -> AdmissionStats | None:
 
 
 def _auto_of(ours: dict[str, int]) -> AutoStats | None:
-    """Return the statistics of admission mode `auto` among transported numbers; None in other modes."""
+    """Return the statistics of admission mode `auto` from the transported numbers; None in other modes."""
     if "fallbacks" not in ours:
         return None
     cost = StepCost(*(ours[name] / unit for name, unit in _COSTS.items())) if "fixed_cost" in ours else None

@@ -16,9 +16,9 @@ from tonnage.server.requests.counts import RequestCounts
 # Upper bound of all reported times in seconds. It also stands for "never", because PromQL cannot plot infinity.
 FOREVER_SECONDS = 86_400.0
 
-# The trend covers two minutes, which are eight scrapes at Prometheus' usual interval of 15 s.
+# `Trend` covers two minutes, which are eight scrapes at Prometheus' usual interval of 15 s.
 _WINDOW_SECONDS = 120.0
-_SPACING_SECONDS = 1.0  # The trend keeps at most one point per second, however many clients scrape the metrics.
+_SPACING_SECONDS = 1.0  # `Trend` keeps at most one point per second, however many clients scrape the metrics.
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class RequestMix:
     sequences: float = 0.0
 
     def observe(self, blocks: int, sequences: int) -> None:
-        """Add a request of `sequences` sequences, which need at most `blocks` KV blocks, to the means."""
+        """Update the means with a request of `sequences` sequences, which need at most `blocks` KV blocks."""
         self.requests += 1
         # The first 64 requests form a plain mean; later ones all get the same weight.
         weight = max(_NEWEST, 1 / self.requests)

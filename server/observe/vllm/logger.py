@@ -122,7 +122,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
     def record_admission_rejection(self, reason: str) -> None:
         """Count a request that vLLM's front end rejected."""
         with self._guarded("at a rejection"):
-            # a rejected request reached no engine, so the first engine counts it
+            # A rejected request belongs to no engine. Add it to the first engine's metrics, so that it counts.
             for engine in [*self._engines.values()][:1]:
                 engine.totals.rejected(reason)
 
@@ -162,7 +162,7 @@ class TonnageStatLogger(AggregateStatLoggerBase, Collector):
 
     def _memory(self) -> MeasuredMemory:
         sampler, workers = self._sampler, self._workers
-        # Only a vLLM on a CPU has a sampler. On a GPU the memory of the processes would not include GPU memory.
+        # The memory of vLLM's processes is sampled only on a CPU. With a GPU, it would not include GPU memory.
         if sampler is None:
             return MeasuredMemory(
                 weights=workers.weights, framework=workers.framework, activation_peak=workers.activations,

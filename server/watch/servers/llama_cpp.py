@@ -45,7 +45,8 @@ class LlamaCppServer:
         props = mapping(client.get("/props").json())
         card = next(iter(cards(client.get("/v1/models").json())), {})
         slots = number(props.get("total_slots")) or 1
-        context = number(mapping(props.get("default_generation_settings")).get("n_ctx"))  # tokens of one slot
+        # n_ctx is the context length of one slot, in tokens.
+        context = number(mapping(props.get("default_generation_settings")).get("n_ctx"))
         unified = self._shares(slots)
         flags: dict[str, Any] = {} if context is None else {"max_model_len": context}
         # Slots that share one context are planned as one sequence with that context.

@@ -46,7 +46,8 @@ _TIERS = ("vllm:kv_offload_", "vllm:simple_kv_offload_", "lmcache:")
 _TIER_SECONDS = ("vllm:kv_offload_load_time_total", "vllm:kv_offload_lookup_async_delay_seconds_sum")
 # Seconds that LMCache spent loading: one series per rank. The ranks load concurrently, so the largest counts.
 _LMCACHE_SECONDS = "lmcache:time_to_retrieve_sum"
-_MOST_GIB = 1 << 30  # values of --kv-offloading-size from here on cannot be in GiB and are ignored
+# A value of --kv-offloading-size that is at least this large cannot be in GiB, so it is ignored.
+_MOST_GIB = 1 << 30
 _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "enforce_eager")
 
 

@@ -60,17 +60,18 @@ class Account:
         self.scheduler, self.groups = scheduler, groups
         self.pool = scheduler.kv_cache_manager.block_pool
         self.reserved = 0  # reserved blocks of all KV cache groups and all entries.
-        # Number of events that freed blocks: entries that were removed, and steps before which blocks returned
-        # without the end of a request.
+        # Number of events that freed blocks: each removed entry is one. If the pool gained free blocks between
+        # two steps although no request ended, this is one, too.
         self.departed = 0
         self._free = self.pool.get_num_free_blocks()  # number of free blocks in vLLM's pool at the last `sync`
         self._departed_then = 0  # value of `departed` at the last `sync`.
-        # By request id, the prompt tokens that an unfinished request found in the prefix cache when it first
-        # started.
+        # For each unfinished request, by id: the number of prompt tokens that were in the prefix cache when the
+        # request first started.
         self.found: dict[str, int] = {}
         self.recomputed = 0  # tokens that preempted requests have had to compute again
         self._slots: dict[str, int] = {}
-        # Tokens found in the prefix cache by request id; only kept if a group lacks full attention.
+        # By request id, the number of tokens found in the prefix cache. It is only kept if one of the KV cache
+        # groups lacks full attention.
         self._hits: dict[str, int] = {}
         self._unused = list(range(groups.limits.max_num_seqs - 1, -1, -1))
         self._kept = np.zeros((groups.limits.max_num_seqs, 6), np.int32)
@@ -249,7 +250,7 @@ class Account:
         if self._shared.get(block.block_id) == block.block_hash:
             return None
         known = self._owner.get(block.block_id)
-        # Try the recorded owner first: nearly always it holds the block.
+        # First try the request whose prompt filled the block, because nearly always it is the holder.
         for id in [known, *self._slots] if known in self._slots else self._slots:
             table = self._tables.get(id, ())
             if id != newcomer and index < len(table) and table[index] is block:

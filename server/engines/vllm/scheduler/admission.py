@@ -63,9 +63,11 @@ class VllmAdmission(AdmissionAdapter):
         self._refused = ("", -self.limits.layout.block_size)
         self._head = ""  # id of the first waiting request that was not admitted
         self._short = 0  # number of blocks that the refused request lacked
-        self._departed = 0  # `account.departed` at the last refusal, plus requests admitted since
-        self._departed_then = 0  # `account.departed` alone at the last refusal
-        self._keys: KeyShares | None = None  # set during a step if several API keys share the engine
+        # value of `account.departed` at the last refusal, plus the number of requests admitted since
+        self._departed = 0
+        self._departed_then = 0  # value of `account.departed` at the last refusal
+        # what each API key holds, during a step in which several keys share the engine; otherwise None
+        self._keys: KeyShares | None = None
         self._fresh: list[Hit] = []  # prefix hits of the requests that start in this step.
         # In guaranteed mode, the number of blocks that steps may still take before a running request must skip
         # a step.
@@ -92,8 +94,8 @@ class VllmAdmission(AdmissionAdapter):
         """Return how many KV blocks a request needs in an empty pool, and text that says for which tokens."""
         if self.policy.mode in (AdmissionMode.GUARANTEED, AdmissionMode.NO_EVICT):
             return sum(self.account.reservation(request)), "prompt and max_tokens"
-        # `most_blocks` does not count the last token, which normally needs no slot. Here all existing tokens
-        # need one, so add one.
+        # `most_blocks` leaves out the last token of the given number, because the last token that a request
+        # generates needs no slot. All tokens that exist now need a slot, so the number is one higher.
         return sum(self.groups.most_blocks(request.num_tokens + 1, 0)), "its tokens alone"
 
     # -- figures for metrics ---------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class VllmAdmission(AdmissionAdapter):
         return self._granted(allowed, state)
 
     def _asks(self, head: Any, step: int) -> int:
-        """Return the upper bound of the waiting requests that admission decides on in this step.
+        """Return an upper bound of the number of waiting requests on which admission decides in this step.
 
         For `block_size` steps after a refusal, the decision changes only if another request leaves. So each
         request that leaves permits one decision. This bound does not apply if the queue has a new head, because
@@ -243,9 +245,9 @@ class VllmAdmission(AdmissionAdapter):
     def _granted(self, allowed: list[Any], state: State) -> tuple[list[Any], list[Any]]:
         """Return the requests of `allowed` that may start, and the running requests that skip the step.
 
-        A request may start if the blocks for its first chunk are granted. If skipping requests cannot prevent a
-        preemption, or would leave no request to run, none is skipped and vLLM's own rule applies. The last rows
-        of `state` are the requests in `allowed`.
+        A request may start if the admission rule grants it the blocks for its first chunk. If skipping requests
+        cannot prevent a preemption, or would leave no request to run, none is skipped and vLLM's own rule
+        applies. The last rows of `state` are the requests in `allowed`.
         """
         running, snapshot = self.account.scheduler.running, state.snapshot
         if self.policy.mode is AdmissionMode.GUARANTEED:
@@ -284,9 +286,9 @@ class VllmAdmission(AdmissionAdapter):
         snapshot, size, count = state.snapshot, self.limits.layout.block_size, self.groups.count
         left = snapshot.prompt_left
         chunk = np.minimum(left, self.limits.max_num_batched_tokens)
-        # ``at`` is the position of the first token that the step computes. Decode and prefill both end at
-        # position ``prompt + output``, and the lookahead is part of ``prompt``. A decode computes the one token
-        # before this end, and a prefill has ``left`` tokens before it.
+        # ``at`` is the position of the first token that the step computes for each request. A request's slots
+        # end at position ``prompt + output``, because ``prompt`` includes the lookahead slots. A decode
+        # computes the last token before this end. A prefill has the last ``left`` tokens before it to compute.
         at = snapshot.prompt + snapshot.output - np.where(left > 0, left, 1)
         reach = -(-(at + np.where(left > 0, chunk, 1)) // size) * count
         wanted: Int64Array = (np.minimum(reach, snapshot.reserved) - snapshot.held).astype(np.int64)

@@ -136,7 +136,8 @@ def read_groups(scheduler: Any, names: VllmNames) -> Groups:
         ),
         limits=Limits(
             layout,
-            usable_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,  # minus the null block
+            # one less than vLLM's number of blocks, because the null block cannot hold tokens
+            usable_blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             max_model_len=scheduler.max_model_len,
             max_num_seqs=scheduler.max_num_running_reqs,
             max_num_batched_tokens=scheduler.max_num_scheduled_tokens,

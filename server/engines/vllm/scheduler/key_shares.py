@@ -82,7 +82,12 @@ class KeyShares:
         return found
 
     def _about(self, request: Any) -> tuple[Uses, AdmissionRequest, int]:
-        """Return the arguments of the methods of `Shares`: what each key uses, the request, and its blocks."""
+        """Return the arguments that methods of `Shares` take for a vLLM request.
+
+        Returns:
+            (sequences and KV blocks that each API key holds, the request as an AdmissionRequest, number of KV
+            blocks reserved for the request).
+        """
         return self._uses, wish_of(request), self._blocks(request)
 
 

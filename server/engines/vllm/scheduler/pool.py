@@ -42,7 +42,8 @@ class Evictions:
 
     def __init__(self, manager: Any) -> None:
         self.counts: Counter[str] = Counter()
-        self._known = ""  # cause of all evictions at present; empty if it must be determined
+        # Cause of all evictions at present. If it is empty, `_cause` must find the cause of each eviction.
+        self._known = ""
         self._failed = False  # whether an exception in our code has stopped the counting
         pool = manager.block_pool
         evict, reset = pool._maybe_evict_cached_block, pool.reset_prefix_cache

@@ -28,7 +28,8 @@ class Report:
         self._missing: Counter[tuple[str, str]] = Counter()
         self._waited: set[str] = set()  # ids of unfinished requests that had to wait
         self._looked = float("-inf")  # time of the last update that visited all running requests
-        self._reserved_then = 0  # number of reserved blocks at the time `_looked`
+        # number of reserved blocks at the last update that visited all running requests
+        self._reserved_then = 0
         self._committed = self._waste = self._broken = self._cached = 0
         self._evictions = Evictions(scheduler.kv_cache_manager)
 

@@ -57,7 +57,7 @@ class AdmissionMixin(Scheduler):
     # Admission in greedy mode, which finds the requests that can never fit. It is used even after a first
     # exception in our code.
     _plain: VllmAdmission | None = None
-    fallbacks = 0  # 1 after the first exception in our code; later exceptions are not counted
+    fallbacks = 0  # number of exceptions in our code, at most 1, because later ones are not counted
     _report: Report | None = None
     # A function that returns seconds since a fixed origin. A simulation sets its own clock on the object
     # (benchmarks/admission_matrix.py).
@@ -495,7 +495,7 @@ def _is_reported(config: Any) -> bool:
 
 
 def _ended_by_itself(request: Request) -> bool:
-    """Return whether the request's output ended by itself, so that its length is a valid sample.
+    """Return whether the output ended by itself, so that its length is a valid sample of output lengths.
 
     A stop string also counts: only vLLM's front end sees text, and it aborts a request at a stop string.
     """

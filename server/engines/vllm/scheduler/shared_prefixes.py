@@ -44,7 +44,8 @@ def salt_behind(request: Any, shared: int) -> None:
         if len(known) != shared:
             return list(plain(request))
         last = known[-1]
-        known[-1] = sha256(last + salt).digest()  # parent hash of the first salted block
+        # Each block's hash depends on its parent's hash, so a salt in this hash salts all later blocks.
+        known[-1] = sha256(last + salt).digest()
         try:
             return list(plain(request))
         finally:

@@ -73,7 +73,8 @@ class StepTimes:
             auto.recomputed(account.recomputed - self._recomputed)
             self._recomputed = account.recomputed
         if len(self._under_way) == _MOST:
-            # vLLM never has so many steps in flight, so it has dropped steps without an output.
+            # vLLM never has this many steps in flight, so some of the steps in the table were dropped by vLLM
+            # and will never have an output.
             self._under_way.clear()
         limits, pool = self._admission.limits, account.pool
         used = limits.usable_blocks - pool.get_num_free_blocks()
