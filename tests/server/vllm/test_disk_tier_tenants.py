@@ -62,9 +62,13 @@ def test_disk_lookup_of_another_tenants_prompt_misses_in_the_same_time_as_an_unk
     tmp_path: Path,
 ) -> None:
     with manager(tmp_path, chunks=16) as made:
-        count, hits = slower(made, "second", random.Random(0))
-        assert hits == 0
-        assert abs(count - PAIRS / 2) < 4 * DEVIATION
-        count, hits = slower(made, "first", random.Random(1))  # the control: own blocks are found, and it shows
-        assert hits == PAIRS * BLOCKS
-        assert count - PAIRS / 2 > 4 * DEVIATION
+        for attempt in range(3):  # other load can hide the difference that the control must show
+            count, hits = slower(made, "second", random.Random(2 * attempt))
+            assert hits == 0
+            assert abs(count - PAIRS / 2) < 4 * DEVIATION
+            # The control: the first tenant's own blocks are found, which takes longer.
+            count, hits = slower(made, "first", random.Random(2 * attempt + 1))
+            assert hits == PAIRS * BLOCKS
+            if count - PAIRS / 2 > 4 * DEVIATION:
+                return
+        raise AssertionError("the lookup of a block that is found took no longer than a miss")
