@@ -70,7 +70,8 @@ class Coefficients:
         graph_each: Memory of the CUDA graph of each further batch size.
         graph_layer: Additional memory of each further batch size, per layer.
         spread: Half-width of the interval of framework + activations + graphs, as a fraction of the device's
-            memory. In cross-validation, 90 % of the left-out logs' sources stay within it.
+            memory. In cross-validation, all logs of one source are left out of the fit; the errors of 90 % of
+            the sources are below this value.
         spread_seen: Like ``spread``, for plans whose GPU, kind of model and engine version are covered by logs
             that print every part of the sum.
         spread_unified: Like ``spread``, for devices that share their memory with the host.

@@ -1,4 +1,4 @@
-"""Estimates and intervals of the GPU memory that reduces vLLM's KV pool, besides the weights."""
+"""Estimates of the GPU memory that vLLM's KV pool cannot use, other than the weights; each has an interval."""
 
 from __future__ import annotations
 

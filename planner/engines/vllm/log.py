@@ -162,9 +162,10 @@ def _plain(value: str) -> str:
 
 
 def rank_of(line: str) -> tuple[str, str]:
-    """Return the (rank, process) prefix of a vLLM log line, such as ``PP0_TP1``, ``TP1`` or ``DP1``.
+    """Return the rank and the process that the prefix of a vLLM log line names.
 
-    A missing part is "".
+    The rank is a text such as ``PP0_TP1``, ``TP1`` or ``DP1``. The process is its id, in Ray's logs after the
+    node's address. Each is "" if the line does not name it.
     """
     for pattern in _RANKS:
         if (match := re.search(pattern, line[:400])) is None:
