@@ -61,7 +61,7 @@ class TrainingSetup:
     optimizer_in_backward: bool = flag(
         False, "update each parameter in the backward pass and free its gradient at once", group=_METHOD
     )
-    optimizer_kernel: str | None = flag(  # step.py counts each kernel's temporary copies
+    optimizer_kernel: str | None = flag(  # optimizers.py computes each kernel's memory
         None, "kernel of the step (default: foreach; fused with DeepSpeed or an fp32 master)", group=_METHOD,
         choices=("foreach", "fused"),
     )  # fmt: skip

@@ -94,7 +94,7 @@ class Generator:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of unfinished requests, whether waiting or running."""
+        """Return the number of sequences of unfinished requests, whether waiting or running."""
         return self._sequences
 
     @property
