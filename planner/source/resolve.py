@@ -164,7 +164,7 @@ def _file(path: Path, model: str) -> ModelSource:
         )  # fmt: skip
     if path.is_file() and path.name in ("config.json", INDEX):
         return _folder(path.parent, str(path.parent))
-    if path.is_file() and path.suffix.lower() == ".json":  # The file is a config.json under another name.
+    if path.is_file() and path.suffix.lower() == ".json":  # a config.json under another name
         return ModelSource(model, str(path), load_config(path), "folder")
     if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(

@@ -290,7 +290,7 @@ class Tape:
                 # autograd keeps the norm's scale, 1 + weight
                 self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))
                 if cast and weight != self.compute:
-                    self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the bias
+                    self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the norm's bias
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
@@ -377,7 +377,7 @@ class Tape:
         """
         if gate.grad:
             self.save(gate)
-            for _ in range(4):  # autograd keeps g, the sigmoid, up + 1 and the product
+            for _ in range(4):  # autograd keeps the clamped gate g, sigmoid(a g), their product and up + 1
                 self.save(self.like(gate))
         return self.like(up)
 

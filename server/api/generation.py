@@ -99,7 +99,7 @@ class Generator:
 
     @property
     def ordinary_bytes(self) -> int:
-        """Maximum size, in bytes of UTF-8, of a text that is encoded without counting its tokens first.
+        """Return the maximum size, in UTF-8 bytes, of a text that is encoded without counting its tokens first.
 
         An ordinary text that fits into the context is smaller. The tokens of a larger text are first counted
         in slices, which takes little memory, because the text may exceed the context.
