@@ -255,7 +255,8 @@ class Tape:
         if trained:
             self.save(normal)
         if x.grad and (kind == "rms-one" or (kind != "rms-wide" and weight != 4)):
-            self.save(Value(Extent(fixed=size), 4, False))  # autograd keeps the norm's scale in fp32
+            # autograd keeps the norm's fp32 scale: 1 + weight for kind `rms-one`, else the weight
+            self.save(Value(Extent(fixed=size), 4, False))
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:

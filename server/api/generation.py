@@ -419,7 +419,7 @@ class Generator:
                 text += delta.text
                 token_ids += delta.token_ids
                 last = delta
-        assert last is not None  # run() yields at least one Delta: the last one of the choice
+        assert last is not None  # run() yields at least the Delta with the choice's finish reason
         if use.reader is None:
             return Parsed(text), last
         reader = use.reader(submission.prompts[0])
