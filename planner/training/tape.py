@@ -354,7 +354,9 @@ class Tape:
             self.save(self.new(chosen, 8, False))  # autograd keeps the expert indices that select the biases
         width = self.weight if self.trainable else self.frozen
         grad = x.grad or self.trainable
-        for _ in range(3):  # int64 per token-expert pair: its place sorted by expert, the inverse, its token
+        # Tokens are sorted by expert. Autograd keeps three int64 indices per (token, expert) pair: the sort's
+        # permutation, its inverse, and the token.
+        for _ in range(3):
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
