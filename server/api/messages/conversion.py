@@ -33,8 +33,8 @@ from tonnage.server.api.sampling import JsonSchema, ResponseFormat
 from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 
 # Start of the block that Claude Code puts first in a system prompt. The server drops this block, as vLLM 0.32
-# does (entrypoints/anthropic/serving.py). The block differs in each request, so no token after it would be found
-# in the prefix cache.
+# does (entrypoints/anthropic/serving.py). The block differs in each request, so no token after it would be
+# found in the prefix cache.
 _BILLING = "x-anthropic-billing-header"
 
 
