@@ -203,7 +203,7 @@ def _count(architecture: Architecture, config: Mapping[str, Any]) -> int:
 def _template(architecture: Architecture, family: DraftFamily) -> CacheLayer:
     """Return a KV cache layer of the model with the same heads and head sizes as the MTP draft layers.
 
-    If some of these layers have an indexer (sparse attention), the result is one of them.
+    If some of the model's matching layers have an indexer (sparse attention), the result is one of those.
     """
     kinds = (family.kind, "mla") if family.kind == "full" else (family.kind,)
     compress = any(layer.compression > 1 for layer in architecture.cache_layers)

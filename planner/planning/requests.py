@@ -91,7 +91,7 @@ def with_trace(plan: Plan, name: str, lengths: Sequence[tuple[int, int]]) -> Pla
     limit = plan.deployment.max_model_len or 0
     within = {pair: count for pair, count in Counter(lengths).items() if sum(pair) <= limit and min(pair) > 0}
     if plan.kv_cache.law is None or not within:
-        # This raises an error: a request's blocks are not known, or all requests are too long.
+        # This call raises an error, because a request's blocks are not known or all requests are too long.
         plan.hold(*lengths[0])
     law, total = plan.kv_cache.law, sum(within.values())
     assert law is not None

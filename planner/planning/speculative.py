@@ -124,7 +124,7 @@ def draft_limit(architecture: Architecture, chosen: Resolved) -> int | None:
     draft = _draft_source(name)
     if not eagle.is_eagle(draft.config, name):
         own = build_architecture(draft.config).max_model_len
-    elif _rotary_types(draft.config) <= _EXTENDED:  # vLLM extends this draft, so it sets no limit.
+    elif _rotary_types(draft.config) <= _EXTENDED:  # vLLM extends the draft's maximum length
         return None
     else:
         own = eagle.eagle_draft(draft.config, name, architecture, draft.tensors).architecture.max_model_len

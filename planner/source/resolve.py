@@ -46,7 +46,7 @@ def cache_folder() -> Path:
         return Path(shared) / "tonnage"
     try:
         return Path.home() / ".cache" / "tonnage"
-    except RuntimeError:  # for example a container's user id without HOME and without an entry in passwd
+    except RuntimeError:  # in a container, a user id may have neither HOME nor an entry in passwd
         raise ModelNotFound(
             "this user has no home directory for the cache", field="model", hint="set TONNAGE_CACHE to a folder"
         ) from None
@@ -76,7 +76,7 @@ def resolve_model(model: str) -> ModelSource:
         raise ModelNotFound(f"{model!r} is not the name of a model", field="model", hint=_HINT)
     try:
         return _local(Path(model).expanduser(), model) or _hub(model)
-    except OSError as error:  # for example a missing permission, or a name that is too long
+    except OSError as error:  # for example, no permission to read the path, or too long a name
         raise ModelNotFound(f"{model[:120]!r}: {error.strerror}", field="model", hint=_HINT) from None
     except RuntimeError as error:  # In a path such as ~name/model, the user `name` does not exist.
         raise ModelNotFound(f"{model[:120]!r}: {error}", field="model", hint=_HINT) from None
@@ -164,7 +164,7 @@ def _file(path: Path, model: str) -> ModelSource:
         )  # fmt: skip
     if path.is_file() and path.name in ("config.json", INDEX):
         return _folder(path.parent, str(path.parent))
-    if path.is_file() and path.suffix.lower() == ".json":  # The file is a config.json under another name.
+    if path.is_file() and path.suffix.lower() == ".json":  # a config.json under another name
         return ModelSource(model, str(path), load_config(path), "folder")
     if not path.is_file() or path.suffix.lower() != ".gguf":
         raise ModelNotFound(

@@ -77,7 +77,7 @@ class Work:
 
 
 def work_of(architecture: Architecture) -> Work:
-    """Return the numbers of a model's parameters used for text.
+    """Return the parameter counts of a model's text part, without vision and audio towers and their projectors.
 
     The embedding counts only if the head is tied to it.
     """

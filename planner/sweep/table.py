@@ -177,7 +177,7 @@ def price_lines(rows: Sequence[SweepRow], prices: dict[str, float]) -> list[str]
     sources: dict[str, list[str]] = {}
     for row in rows:
         if not row.total_bytes and row.refused:
-            continue  # the row has no GPU, or its model does not run on its GPU
+            continue  # the row has no GPU, or the model does not run on the row's GPU
         cost = cost_of(row.gpu, row.gpus, prices)
         where = "no price" if cost is None else cost.source
         names = sources.setdefault(where, [])

@@ -96,7 +96,7 @@ def compare_versions(source: ModelSource, deployment: Deployment, since: str, un
         text = ".".join(map(str, version))
         try:
             found = terms_of(plan(text))
-        except TonnageError:  # This version, which is between `since` and `until`, rejects the flags.
+        except TonnageError:  # This engine version, between `since` and `until`, rejects the deployment.
             continue
         if found != known:
             steps.append(ReleaseChange(text, reasons, known, found))

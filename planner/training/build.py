@@ -187,8 +187,8 @@ class Planner:
         kernels = kernels_of(setup)
         low = high = kernels
         if kernels.compiled == "least":
-            # The plan already assumes that torch.compile keeps as few tensors as possible. For the upper bound,
-            # it keeps the tensors that its default partitioner selects.
+            # The plan already assumes that torch.compile keeps as few tensors as possible. The upper bound
+            # assumes that torch.compile keeps the tensors that its default partitioner selects.
             high = kernels._replace(compiled="inductor")
         elif kernels.compiled:
             low, high = kernels._replace(compiled="least"), kernels._replace(compiled="")

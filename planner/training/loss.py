@@ -68,8 +68,8 @@ def loss_of(setup: TrainingSetup, acts: Activations, tokens: int, tp: int, head_
     forward = whole + elements * (4 if width == 4 else 8) + labels
     alive = whole if stack.keeps_logits else 0
     backward = alive + 12 * elements + labels
-    # The upper bound is for a training loop that keeps an fp32 copy of the logits (accelerate's
-    # convert_outputs_to_fp32).
+    # The upper bound of the loss's memory also covers a training loop that keeps an fp32 copy of the logits
+    # (accelerate's convert_outputs_to_fp32).
     most = backward if stack.keeps_logits else 16 * elements + labels
     return LossMemory(forward, backward, alive + whole, alive, 1, most, pieces)
 

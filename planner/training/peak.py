@@ -231,7 +231,7 @@ def _waiting(setup: TrainingSetup, acts: Activations, cut: _Cut, stage: StageSha
 
 
 class _Moment(NamedTuple):
-    """The bytes of each kind at one moment of a training step; `name` is one of MOMENTS."""
+    """GPU bytes by kind of tensor at one moment of a training step; `name` is one of MOMENTS."""
 
     name: str
     activations: int
@@ -242,7 +242,7 @@ class _Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all kinds at this moment of a training step."""
+        """Return the total GPU bytes (all fields but `name`) at this moment of a training step."""
         return sum(self[1:])
 
 

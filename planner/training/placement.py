@@ -14,7 +14,7 @@ from tonnage.planner.training.states import States
 # Default sizes of DeepSpeed 0.19 (runtime/zero/config.py, offload_config.py)
 PREFETCH_ELEMENTS = 50_000_000  # default of stage3_prefetch_bucket_size, in parameters
 MAX_LIVE_ELEMENTS = 1_000_000_000  # default of stage3_max_live_parameters
-NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # bytes: offload_param's buffer_count x buffer_size x 2.
+NVME_PARAM_BUFFERS = 5 * 100_000_000 * 2  # offload_param: buffer_count x buffer_size x 2 bytes
 # Number of buffers for optimizer states on NVMe (offload_optimizer.buffer_count). Each buffer is as large as
 # the states of the largest tensor.
 NVME_OPTIMIZER_BUFFERS = 4
@@ -119,7 +119,7 @@ def _gathered(setup: TrainingSetup, states: States, convention: Convention) -> L
             size, low = layer + max(layer, states.end_gathered), max(layer, states.end_gathered)
             formula = f"a layer, {layer:,} bytes, and one more or the head, {states.end_gathered:,}"
         elif stack_of(setup).shards_ends:
-            # torchtune's configs leave custom_sharded_layers unset, so embedding and head are in the root unit.
+            # torchtune's configs leave custom_sharded_layers unset, so FSDP's root unit has embedding and head.
             low = max(layer, states.end_gathered)
             formula += f"; {low:,} with custom_sharded_layers, where each end is a unit of its own"
         return Line("gathered weights", "gpu", size, low, size, formula, "FSDP, one unit prefetched")

@@ -11,7 +11,7 @@ from tonnage.planner.training.links import parse_speed
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ADAPTERS = ("lora", "qlora", "ia3")  # methods that add trained modules to the model
 _PLACES = ("none", "cpu", "nvme")
-_MOST = 1 << 24  # upper bound of counts, far above any cluster, batch or adapter rank
+_MOST = 1 << 24  # largest value of flags such as GPUs, batch sizes and LoRA rank
 
 _METHOD, _BATCH, _RANKS = "method", "batch and activations", "GPUs and how the model is spread over them"
 _MEMORY = "memory and network"
@@ -61,7 +61,7 @@ class TrainingSetup:
     optimizer_in_backward: bool = flag(
         False, "update each parameter in the backward pass and free its gradient at once", group=_METHOD
     )
-    optimizer_kernel: str | None = flag(  # step.py counts each kernel's temporary copies
+    optimizer_kernel: str | None = flag(  # optimizers.py computes each kernel's memory
         None, "kernel of the step (default: foreach; fused with DeepSpeed or an fp32 master)", group=_METHOD,
         choices=("foreach", "fused"),
     )  # fmt: skip

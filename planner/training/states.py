@@ -85,7 +85,7 @@ class _Piece(NamedTuple):
     """A group of equal tensors on one rank.
 
     Attributes:
-        held: the group in the whole model.
+        held: the group as it is in the whole model, before parallelism divides it.
         shape: shape of one tensor on this rank, before sharding.
         tensors: number of tensors of the group on this rank.
         ranks: number of ranks among which each tensor's states are sharded.

@@ -129,7 +129,7 @@ class Tape:
         """Record the sum of `a` and `residual`, which keeps no tensor, and return it in the wider dtype."""
         out = Value(residual.size, max(a.width, residual.width), a.grad or residual.grad)
         if self.kernels.compiled and (a.pointwise or a.width < out.width):
-            # the compiler recomputes the sum from `a` and from the residual, which is kept anyway
+            # The compiler recomputes `a + residual` in the backward pass; the residual is kept anyway.
             out.instead = a
         return out
 
@@ -255,7 +255,8 @@ class Tape:
         if trained:
             self.save(normal)
         if x.grad and (kind == "rms-one" or (kind != "rms-wide" and weight != 4)):
-            self.save(Value(Extent(fixed=size), 4, False))  # autograd keeps 1 + weight, or the weight in fp32
+            # autograd keeps the norm's fp32 scale: 1 + weight for kind `rms-one`, else the weight
+            self.save(Value(Extent(fixed=size), 4, False))
         return self.cast(self.like(normal, 4, x.grad or trained), x.width)
 
     def layer_norm(self, x: Value, size: int, groups: int = 1, kind: str = "layer") -> Value:
@@ -285,12 +286,12 @@ class Tape:
             self.save(x)
             moments = 4 if self.cuda else max(x.width, weight)
             self.save(self.new(2 * groups, moments, True, split=groups > 1 and x.split))
-            if kind == "layer-one":  # Under autocast on a GPU, 1 + weight and the bias are cast to 16 bits.
+            if kind == "layer-one":  # The norm scales by 1 + weight; autocast on a GPU casts it and the bias.
                 cast = self.autocast and self.cuda
-                # autograd keeps the scaled weight, 1 + weight
+                # autograd keeps the norm's scale, 1 + weight
                 self.save(Value(Extent(fixed=size), self.compute if cast else weight, False))
                 if cast and weight != self.compute:
-                    self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the bias
+                    self.save(Value(Extent(fixed=size), self.compute, False))  # autograd keeps the norm's bias
         return self.like(x, width, x.grad or trained)
 
     def activation(self, x: Value, kind: str) -> Value:
@@ -353,7 +354,9 @@ class Tape:
             self.save(self.new(chosen, 8, False))  # autograd keeps the expert indices that select the biases
         width = self.weight if self.trainable else self.frozen
         grad = x.grad or self.trainable
-        for _ in range(3):  # three index tensors: the sort's permutation, its inverse, the tokens
+        # Tokens are sorted by expert. Autograd keeps three int64 indices per (token, expert) pair: the sort's
+        # permutation, its inverse, and the token.
+        for _ in range(3):
             self.save(self.new(chosen, 8, False))
         taken = self.new(chosen * hidden, width, x.grad)
         if grad:
@@ -377,7 +380,7 @@ class Tape:
         """
         if gate.grad:
             self.save(gate)
-            for _ in range(4):  # autograd keeps g, the sigmoid, up + 1 and the product
+            for _ in range(4):  # autograd keeps the clamped gate g, sigmoid(a g), their product and up + 1
                 self.save(self.like(gate))
         return self.like(up)
 

@@ -21,8 +21,8 @@ _SHIPPED = ("swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "fa
 MOST_FILES = 64
 _DAY = {"cache-control": "private, max-age=86400"}
 
-# Both pages need inline styles. The content security policy restricts scripts and requests to this server.
-# ReDoc runs its search in a worker that it creates from a blob.
+# Swagger UI and ReDoc need inline styles. The content security policy restricts scripts and requests to this
+# server. ReDoc runs its search in a worker that it creates from a blob.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data:; font-src data:; connect-src 'self'; worker-src blob:; base-uri 'none'; "

@@ -94,12 +94,12 @@ class Generator:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of unfinished requests, whether waiting or running."""
+        """Return the number of sequences of unfinished requests, whether waiting or running."""
         return self._sequences
 
     @property
     def ordinary_bytes(self) -> int:
-        """Maximum size, in bytes of UTF-8, of a text that is encoded without counting its tokens first.
+        """Return the maximum size, in UTF-8 bytes, of a text that is encoded without counting its tokens first.
 
         An ordinary text that fits into the context is smaller. The tokens of a larger text are first counted
         in slices, which takes little memory, because the text may exceed the context.
@@ -419,7 +419,7 @@ class Generator:
                 text += delta.text
                 token_ids += delta.token_ids
                 last = delta
-        assert last is not None  # run() yields at least one Delta: the last one of the choice
+        assert last is not None  # run() yields at least the Delta with the choice's finish reason
         if use.reader is None:
             return Parsed(text), last
         reader = use.reader(submission.prompts[0])

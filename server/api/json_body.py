@@ -29,10 +29,10 @@ _DISCARD_FACTOR = 8
 # needs.
 MAX_ITEMS = 10_000
 _MAX_CONTAINERS = 10 * MAX_ITEMS
-# Values are counted in the text first, because two million empty objects (6 MB of text) would take 150 MB and
-# half a second to build. The limit of strings, which includes member names, is 25 per message. Most other
-# values are token ids: 2**18 of them take 10 MB and 20 ms. The limit of member names is lower, because a name
-# costs ten times as much, and one object may hold all of them.
+# The values in a body's JSON text are counted before it is parsed, because two million empty objects (6 MB of
+# text) would take 150 MB and half a second to build. Strings, including member names, are limited to 25 times
+# MAX_ITEMS. Most other values are token ids: 2**18 of them take 10 MB and 20 ms. The limit of member names is
+# lower than that of strings, because a name costs ten times as much, and one object may hold all of them.
 _MAX_BRACKETS = 2 * _MAX_CONTAINERS
 _MAX_NAMES = 12 * MAX_ITEMS
 _MAX_STRINGS = 25 * MAX_ITEMS

@@ -165,8 +165,8 @@ def _call_for_template(call: ToolCall, at: int) -> dict[str, Any]:
     """
     why = ""
     try:
-        # Templates visit the arguments by recursion, so they must not be nested too deeply; the body's parser
-        # limits the depth.
+        # Templates visit a tool call's arguments by recursion, so the arguments must not be nested too deeply.
+        # pydantic's JSON parser, which also reads request bodies, limits the depth.
         arguments = pydantic_core.from_json(call.function.arguments or "{}")
     except ValueError as error:
         arguments, why = None, f": {str(error)[:200]}"

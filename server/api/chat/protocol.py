@@ -89,7 +89,8 @@ class Message(StrictModel):
     function_call: None = Unread
     annotations: Annotated[Annotated[list[Any], Field(max_length=MAX_ITEMS)] | None, Dropped] = Unread
     parsed: Annotated[Any, Dropped] = Unread  # the openai client's parse() adds this field
-    provider_specific_fields: Annotated[dict[str, Any] | None, Dropped] = Unread  # litellm's client adds it
+    # litellm's client adds this field
+    provider_specific_fields: Annotated[dict[str, Any] | None, Dropped] = Unread
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -101,7 +102,7 @@ class Message(StrictModel):
 
     @property
     def declines(self) -> bool:
-        """Whether a part of the message's content is a refusal."""
+        """Return whether a part of the message's content is a refusal."""
         return isinstance(self.content, list) and any(isinstance(p, RefusalPart) for p in self.content)
 
 

@@ -154,7 +154,7 @@ class ChatService(StreamingService[ChatRequest]):
                     finishes[delta.index] = delta.finish_reason
                     shown = _shown_finish(delta.finish_reason, delta.index in called)
                     event += events.finish(delta.index, shown)
-                # The parser holds back the text of these tokens, but the client gets their ids now.
+                # The text of the new tokens is held back for parsing, but the client gets their ids now.
                 elif events.tokens_member and delta.token_ids:
                     event += events.nothing(delta.index)
                 if event:

@@ -32,8 +32,9 @@ from tonnage.server.api.messages.protocol import (
 from tonnage.server.api.sampling import JsonSchema, ResponseFormat
 from tonnage.server.errors import ApiError, ErrorCode, invalid_value
 
-# Claude Code's first block of a system prompt. It differs from request to request, so that no later token would
-# be found in the prefix cache. vLLM 0.32 drops it, too (entrypoints/anthropic/serving.py).
+# Start of the block that Claude Code puts first in a system prompt. The server drops this block, as vLLM 0.32
+# does (entrypoints/anthropic/serving.py). The block differs in each request, so no token after it would be
+# found in the prefix cache.
 _BILLING = "x-anthropic-billing-header"
 
 

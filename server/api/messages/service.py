@@ -25,7 +25,7 @@ class MessagesService(StreamingService[MessagesRequest]):
     """Logic of Anthropic's messages endpoint; its methods may raise ApiError or the engine's TonnageErrors."""
 
     fields = FIELDS
-    # Empty, because the service itself sends message_stop, the event that ends a stream.
+    # No event is added at the end of a stream, because the service itself sends message_stop, which ends it.
     last_event = b""
 
     def __init__(self, state: ServerState, generator: Generator) -> None:
