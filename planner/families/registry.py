@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +62,8 @@ def known_model_types() -> tuple[str, ...]:
 
 def _known(model_type: str) -> str:
     """Return an error's hint for an unknown ``model_type``: similar known types, and how many are known."""
+    from difflib import get_close_matches  # lazy import, only for an error message
+
     known = known_model_types()
     close = get_close_matches(model_type, known, 5, 0.5)
     also = f"close to it: {', '.join(close)}; " if close else ""
