@@ -91,7 +91,7 @@ class OrderArrays(NamedTuple):
 
 
 def history_buckets(history: int) -> int:
-    """Return the number of hash buckets, a power of two, for a release history of ``history`` entries."""
+    """Return the number of hash buckets, a power of two, for a history of ``history`` released blocks."""
     return 1 << max(0, (history // 2).bit_length() - 1)
 
 

@@ -107,7 +107,9 @@ class HF(Engine):
             return 0
         if flags.device != "cpu":
             raise DeploymentError(
-                "the hf engine keeps a KV tier on a CPU only", field=field, hint="--engine vllm on a GPU"
+                "the hf engine has KV tiers only when it runs on a CPU",
+                field=field,
+                hint="--engine vllm on a GPU",
             )
         if not flags.enable_prefix_caching:
             raise DeploymentError(

@@ -131,7 +131,8 @@ class TokenOutput:
     def fill(self, answer: str, prompts: Iterable[int]) -> str:
         """Return ``answer``, JSON text, with each placeholder replaced by a prompt's log probabilities.
 
-        `scores` made the placeholders. ``prompts`` has the index of the prompt of each one, in order.
+        The method `scores` wrote the placeholders. ``prompts`` has, for each placeholder in order, the index
+        of the prompt whose log probabilities replace it.
         """
         if self._top is None:
             return answer

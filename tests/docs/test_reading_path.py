@@ -21,13 +21,13 @@ def test_recommended_reading_order_lists_existing_files(heading: str) -> None:
     assert not [each for each in path if not each.is_file()]
 
 
-def test_recommended_files_of_the_cache_package_have_at_most_2800_lines_with_imports() -> None:
+def test_cache_files_of_the_recommended_reading_order_have_at_most_2800_lines_with_imports() -> None:
     path = reading_path.reading_path()
     assert reading_path.lines(path) <= 1700
     assert reading_path.lines(path + reading_path.closure(path)) <= 2800
 
 
-def test_recommended_files_of_the_cache_package_import_no_optional_feature() -> None:
+def test_cache_files_of_the_recommended_reading_order_import_no_optional_feature() -> None:
     path = reading_path.reading_path()
     names = {str(each.relative_to(CACHE)) for each in path + reading_path.closure(path)}
     features = (

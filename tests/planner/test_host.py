@@ -305,7 +305,10 @@ def test_planned_shared_memory_covers_message_queues_and_kv_tier(plan_of) -> Non
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--kv-offloading-size", "8", "--engine", "hf"], "the hf engine keeps a KV tier on a CPU only"),
+        (
+            ["--kv-offloading-size", "8", "--engine", "hf"],
+            "the hf engine has KV tiers only when it runs on a CPU",
+        ),
         (["--kv-offloading-size", "8", "--engine", "sglang"], "is a setting of hf, vllm, not of sglang"),
         (["--cache-ram", "512"], "is a setting of llama.cpp, not of vllm"),
         (["--load-format", "runai_streamer"], "'runai_streamer' is not one of auto, safetensors, pt, dummy"),

@@ -342,7 +342,7 @@ async def test_trial_compilation_of_a_grammar_stops_on_disconnect_and_reports_a_
     await asyncio.to_thread(trial.wait, PATIENCE)  # no process is left, stopped as it is
 
 
-def test_killed_process_that_compiles_grammars_on_trial_is_replaced(compiler: GrammarCompiler) -> None:
+def test_killed_process_of_trial_grammar_compilation_is_replaced(compiler: GrammarCompiler) -> None:
     compiler.ask(request("before", DIGITS))
     assert told(compiler, 1) == ["before"]
     trial = psutil.Process(compiler.pid)

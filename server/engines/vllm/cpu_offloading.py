@@ -54,11 +54,11 @@ class CpuWorker(OffloadingWorker):
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy blocks of the KV cache to chunks of the host tier; they are copied on return."""
+        """Copy blocks of the KV cache to chunks of the host tier; all are copied before the call returns."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy chunks of the host tier to blocks of the KV cache; they are copied on return."""
+        """Copy chunks of the host tier to blocks of the KV cache; all are copied before the call returns."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
