@@ -195,7 +195,7 @@ def _read(manager: Any) -> tuple[_Group, list[_Group]]:
 
 
 class LearnedQueue:
-    """A replacement for vLLM's FreeKVCacheBlockQueue that hands out cached blocks in the learned order.
+    """A replacement for vLLM's FreeKVCacheBlockQueue that evicts cached blocks in an order learned from reuse.
 
     It has the interface of v1/core/kv_cache_utils.py in vLLM 0.30 to 0.33.
     """

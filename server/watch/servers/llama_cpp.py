@@ -17,7 +17,7 @@ from tonnage.server.watch.servers.json_values import cards, mapping, number, obj
 
 
 class LlamaCppServer:
-    """Reader for a llama-server.
+    """A reader of a llama-server's metrics and settings over HTTP.
 
     `kv_unified` says whether its slots share one KV cache; None means that this is not known.
     """

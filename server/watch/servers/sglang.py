@@ -42,7 +42,7 @@ _ARGUMENTS = {
 
 
 class SGLangServer:
-    """Reader for an SGLang server."""
+    """A reader of an SGLang server's metrics and settings over HTTP."""
 
     title = "SGLang"
 

@@ -16,7 +16,7 @@ _MEASURED = ("weights", "kv_pool", "activations", "framework", "lora", "kv_tier"
 
 
 class TonnageServer:
-    """Reader for a Tonnage server."""
+    """A reader of a Tonnage server's metrics and settings over HTTP."""
 
     title = "Tonnage"
 

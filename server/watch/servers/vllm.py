@@ -52,7 +52,7 @@ _ASSUMED = ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "e
 
 
 class VLLMServer:
-    """Reader for a vLLM server."""
+    """A reader of a vLLM server's metrics and settings over HTTP."""
 
     title = "vLLM"
 
