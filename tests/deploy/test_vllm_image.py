@@ -17,7 +17,8 @@ def core() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["replay"], *extras["server"]]
-    others = ("tonnage", "fastapi-offline")  # fastapi-offline is for the API server
+    # fastapi-offline is for the API server, msgpack for replaying recorded KV events.
+    others = ("tonnage", "fastapi-offline", "msgpack")
     return [wanted for line in lines if (wanted := Requirement(line)).name not in others]
 
 

@@ -500,7 +500,7 @@ def test_host_memory_blocks_of_aborted_and_preempted_requests_can_be_evicted() -
     ("changes", "words"),
     [
         ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"device": "cuda", "device_memory": 80 << 30}, "on a CPU only"),
+        ({"device": "cuda", "device_memory": 80 << 30}, "only when it runs on a CPU"),
         ({"kv_offloading_bytes": 1000}, "hold no block of 737,280 bytes"),
         ({"kv_offloading_disk": "kv,1MiB"}, "hold no block"),
         ({"kv_offloading_disk": "1GiB"}, "not a folder and a size"),
