@@ -206,7 +206,7 @@ def _check_values(
 
 
 def check_embedded(texts: Sequence[str], most: int, where: str) -> None:
-    """Check JSON texts that are strings inside a body; all together may have as many values as a body.
+    """Check that JSON texts inside a body's strings have at most ``most`` JSON values, all together.
 
     Args:
         texts: JSON texts, which may be invalid.

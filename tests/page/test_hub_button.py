@@ -204,7 +204,7 @@ def press(sight: Sight, name: str) -> None:
     sight.page.click("#hub")
 
 
-def test_plan_of_the_hub_button_on_the_page_equals_the_commands_plan(
+def test_planner_pages_button_that_reads_a_hub_model_gives_the_same_plan_as_the_plan_command(
     hub_page: Sight, hub: Hub, run_command: Any
 ) -> None:
     """The output is equal to the byte; no token, no page address is sent, and no weight is read."""
@@ -241,7 +241,7 @@ def test_plan_of_the_hub_button_on_the_page_equals_the_commands_plan(
     assert len(hub.asked) == before
 
 
-def test_errors_of_the_hub_button_on_the_page_equal_the_commands_errors(
+def test_planner_pages_button_that_reads_a_hub_model_shows_the_same_errors_as_the_plan_command(
     hub_page: Sight, hub: Hub, run_command: Any
 ) -> None:
     hub_page.open()

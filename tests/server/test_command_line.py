@@ -196,7 +196,7 @@ def test_misspelled_config_file_key_and_field_get_suggestions(tmp_path) -> None:
         str(_raised(load_settings, model="demo", max_num_seq=5))
 
 
-def test_misspelled_api_key_file_field_gets_a_suggestion_without_the_key(tmp_path) -> None:
+def test_misspelled_field_in_the_file_of_api_keys_gets_a_suggestion_that_shows_no_key(tmp_path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("[[key]]\nname = 'a'\nkey = 'long-enough'\nmax_num_seq = 5\n")
     with pytest.raises(DeploymentError, match=r"max_num_seq: .*did you mean max_num_seqs\?") as caught:

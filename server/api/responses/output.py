@@ -103,8 +103,8 @@ class OutputEvents:
         self.items: list[dict[str, Any]] = []  # output items that are complete
         self._request_id = request_id
         self._number = 0
-        self._kind: _TextKind | None = None  # kind of the open item if it has text, else None
-        self._text = ""  # text of the open item
+        self._kind: _TextKind | None = None  # kind of the output item being streamed; None if it has no text
+        self._text = ""  # text of the output item being streamed
         self._call: Call | None = None  # the function call that is open, None when no call is
         self._index = -1  # index of the open call among the calls of the response
 
