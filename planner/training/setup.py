@@ -354,7 +354,7 @@ def _check_offload(setup: TrainingSetup) -> None:
         )
     if setup.method == "qlora" and setup.zero_stage == 3 and not setup.is_fsdp:
         raise DeploymentError(
-            "ZeRO stage 3 shards weights by value and cannot split the packed weights of bitsandbytes",
+            "ZeRO stage 3 cannot shard the packed weights of bitsandbytes",
             field="--strategy",
             hint="QLoRA works with zero1 and zero2, where the quantized base is replicated; or lora with zero3",
         )
