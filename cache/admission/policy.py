@@ -166,10 +166,11 @@ def blocks_taken(
     new: Newcomer | None = None,
     head: Head | None = None,
 ) -> Iterator[int]:
-    """Yield, for each condition of the admission mode, the number of KV blocks that all requests take.
+    """Yield the numbers of KV blocks that must fit the pool, beside the policy's margin, for ``new`` to start.
 
-    A request may start if every number leaves the policy's margin free; the number that is cheap to compute
-    comes first. The function is for layouts with a full-attention group, in every mode except ``no_evict``. The
+    The first number is cheap to compute: the blocks that all requests hold or need for their prompts. Modes
+    that forecast lengths also yield the forecast peak of blocks and, with ``head``, the peak after the start of
+    ``head``. The function is for layouts with a full-attention group, in every mode except ``no_evict``. The
     time is O(running * 16), some tens of microseconds for 256 requests.
 
     Args:

@@ -94,7 +94,12 @@ class Shares:
     def rank(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, float]:
         """Return the sort key of a waiting request: a lower one starts first, equal ones in queue order.
 
-        Requests of keys above their share come last and keep the queue's order.
+        Requests whose API key is above its share of the engine come last and keep the queue's order.
+
+        Args:
+            uses: Sequences and KV blocks of each API key with running requests.
+            request: The waiting request.
+            blocks: KV blocks to reserve for it.
         """
         if not self.within(uses, request, blocks):
             return _LAST
