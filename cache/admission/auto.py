@@ -61,8 +61,8 @@ _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # steps.
 _QUEUED = 0.9
 # A window of steps counts as steady if the total output tokens of the running requests changed by at most this
-# share of the output tokens of the requests that finished in it. While requests of similar age fill the pool,
-# the measured throughput is higher than the simulated one.
+# share of the output tokens of the requests that finished in it. Other windows are not compared with the
+# simulation: while requests of similar age fill the pool, the measured throughput exceeds the simulated one.
 _STEADY = 0.25
 # `Auto._guard` compares the measured tokens per second with the simulated tokens per second of vLLM's rule. If
 # they are below `_BEHIND` times the simulated value for `_WINDOWS` windows of steps in a row, vLLM's rule is

@@ -2,9 +2,10 @@
 
 =============== ============================================================================================
 ``guaranteed``  the state with the new request is safe (`tonnage.cache.admission.safety`), and the peak of
-                blocks, forecast by learned lengths, fits beside the blocks that safety keeps free. Requests are
-                never preempted; they skip steps if lengths deviate. With ``length_quantile`` 1 the forecast is
-                max_tokens: steps are skipped only if prefill chunks shift the peak, and far fewer requests run.
+                blocks, forecast by learned lengths, leaves the blocks free that one request may need beyond its
+                forecast. Requests are never preempted; they skip steps if lengths deviate. With
+                ``length_quantile`` 1 the forecast is max_tokens: steps are skipped only if prefill chunks shift
+                the peak, and far fewer requests run.
 ``predictive``  the peak of blocks, forecast by learned lengths, fits under the watermark. Sequences stall when
                 blocks run out; if all stall, the request with the least to recompute is preempted.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest request is

@@ -27,7 +27,7 @@ from tonnage.cache.admission.types import AdmissionRequest, Limits
 # That suffices for a few short requests of other keys (the cases ``queue`` and ``deaf`` of
 # benchmarks/abuse.py). A key whose requests run alone cannot use this reserve either.
 RESERVED_PART = 32
-_LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share
+_LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share of the engine
 
 
 @dataclass(slots=True)
