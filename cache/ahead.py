@@ -158,12 +158,12 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
 
     @property
     def cache_path(self) -> str | None:
-        """Path of the cache folder that is read after the archive, as numba reports it."""
+        """Path of numba's cache folder, which is read if the archive of compiled code lacks a function."""
         path: str | None = self._kept.cache_path
         return path
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a function compiled for one signature, from the archive or the cache folder, or None."""
+        """Return a function compiled for one signature, from the archive or numba's cache folder, or None."""
         found = self._archive.take(self._member(sig))
         if found is not None:
             target_context.refresh()
@@ -171,9 +171,10 @@ class AheadOrKept(NullCache):  # type: ignore[misc]
         return None if self._archive.collected is not None else self._kept.load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Store a compiled function: in the archive if one is being made, else in the cache folder."""
+        """Store a compiled function in the archive that is being made, if any, else in numba's cache folder."""
         if self._archive.collected is not None:
-            # The type annotation is left out: it is an eighth of an archive, and only inspect_types() reads it.
+            # numba's type annotation of the function is left out. It would take an eighth of the archive, and
+            # only inspect_types() reads it.
             self._archive.collected[self._member(sig)] = dumps(data._replace(type_annotation="")._reduce())
         else:
             self._kept.save_overload(sig, data)

@@ -40,8 +40,8 @@ RULES = tuple(Rule(share) for share in (0.6, 0.7, 0.8, 0.9))
 # Three counts of finished requests: `_REMEMBERED` lengths are remembered, a rehearsal (simulation) needs
 # `_KNOWN` of them, and `_ANEW` requests finish between two rehearsals.
 _REMEMBERED, _KNOWN, _ANEW = 256, 64, 48
-# A rehearsal (simulation) runs only if recomputed tokens take at least this share of the engine's time. No
-# admission rule can gain more than that share.
+# A rehearsal (simulation) runs only if recomputed tokens take at least this share of the engine's time. Another
+# admission rule can save no more than the time that recomputed tokens take.
 _LOST = 0.02
 # vLLM's admission rule stays while the output length of more than this share of the requests is unknown.
 # Without this bound, the P99 time to the first token was 1.12 times vLLM's in a case of
@@ -61,8 +61,8 @@ _LEVEL, _LEVEL_WIDTH = 1.4, 0.8
 # steps.
 _QUEUED = 0.9
 # A window of steps counts as steady if the total output tokens of the running requests changed by at most this
-# share of the output tokens of the requests that finished in it. While requests of similar age fill the pool,
-# the measured throughput is higher than the simulated one.
+# share of the output tokens of the requests that finished in it. Other windows are not compared with the
+# simulation: while requests of similar age fill the pool, the measured throughput exceeds the simulated one.
 _STEADY = 0.25
 # `Auto._guard` compares the measured tokens per second with the simulated tokens per second of vLLM's rule. If
 # they are below `_BEHIND` times the simulated value for `_WINDOWS` windows of steps in a row, vLLM's rule is
@@ -98,8 +98,9 @@ class Bounds:
     between: float
 
 
-# START has the bounds to begin holding requests back, STAY the bounds to continue; a rule must meet one entry.
-# STAY is looser, because a rule that starts and stops often gains nothing.
+# A rule that holds requests back replaces vLLM's rule if it meets one of the `Bounds` in START. It then stays
+# in effect while it meets one of the `Bounds` in STAY. These are looser, because a rule that starts and stops
+# often gains nothing.
 #
 # The margins of START's first entry exceed the scatter of vLLM's rule: if the prompt of one of 300 requests is
 # a block longer, tokens/s change by 0.4 to 0.7 % (standard deviation), times to the first token by 1.0 to 1.4 %
@@ -147,9 +148,10 @@ class Auto:
         self.choice: Choice | None = None
         # One entry per remembered finished request: prompt tokens, output tokens, max_tokens, step of its end.
         self._requests: deque[tuple[int, int, int, int]] = deque()
-        self._since = 0  # step in which the request removed last from `_requests` ended
+        self._since = 0  # end step of the last request that was removed from `_requests`
         self._ended = 0
-        # Level of the number of requests (`_LEVEL`) -> the admission rule chosen for it.
+        # The admission rule chosen for each level. The level is the logarithm to base `_LEVEL` of the number of
+        # running and waiting requests, rounded.
         self._choices: dict[int, Choice] = {}
         self._level = 0
         self._rehearsed_at = 0  # number of finished requests (`_ended`) at the last simulation

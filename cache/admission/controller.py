@@ -1,8 +1,8 @@
 """Admission over our block manager: it decides which requests start and how far running sequences may grow.
 
 The decisions are in `tonnage.cache.admission.decide`; this module fills their `State` from the manager's
-reservations and block tables. Only `Admission.ended` and `Admission.auto` change what admission has learned, so
-the server, the replay of a trace and a test run the same code.
+reservations and block tables. Admission learns only from calls of `Admission.ended` and of the observer
+`Admission.auto`. The server, the replay of a trace and the tests make these calls, so they run the same code.
 """
 
 from __future__ import annotations

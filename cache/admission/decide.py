@@ -127,7 +127,7 @@ class Rules:
     def _lengths(self, state: State, new: Newcomer | None) -> Int64Array:
         """Return the forecast remaining output tokens of the running requests and the waiting one, ``new``.
 
-        The result is int64 [running], or [running + 1] unless ``new`` is None.
+        The result is int64 [running], or [running + 1] if ``new`` is given.
         """
         most, produced, tenants = state.snapshot.output_left.astype(np.int64), state.produced, state.tenants
         if new is not None:

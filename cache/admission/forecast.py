@@ -146,7 +146,8 @@ class LengthForecast:
         if curve is not None:
             return curve
         at_risk = (ended + running)[::-1].cumsum()[::-1]
-        # As a prior, one more output counts as at risk: it has reached the greatest allowed length without end.
+        # As a prior, the rate (ended outputs per token) counts one more output, which has reached the greatest
+        # allowed length without an end.
         rate = float(ended.sum()) / (float((at_risk * _WIDTHS).sum()) + longest)
         overall = 1 - np.exp(-rate * _WIDTHS)
         few = at_risk < _FEW

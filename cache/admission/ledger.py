@@ -81,7 +81,7 @@ class Reservations:
         return self.by_slot[int(self._rows.request[row])]
 
     def reserve(self, request: AdmissionRequest, salt: bytes) -> Reservation:
-        """Reserve the most KV blocks that an admitted request can need, and give it an array index."""
+        """Reserve the most KV blocks that an admitted request can need, and give the request an array index."""
         full, windowed = split_reservation(request, self.limits)
         slot, requests = self._unused.pop(), self._requests
         reservation = Reservation(request, salt, slot, full + windowed, windowed, request.n)

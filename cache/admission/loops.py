@@ -48,14 +48,14 @@ def lengths_left(
     for at in range(done.size):
         low = max(
             0, np.searchsorted(edges, done[at], side="right") - 1
-        )  # the last edge that is at most ``done``
+        )  # the last entry of ``edges`` that is at most ``done``
         now = survival[low]
         if low < last:
             now += (survival[low + 1] - now) / (edges[low + 1] - edges[low]) * (done[at] - edges[low])
         wanted = share * now
         length = most[at]
         if wanted >= survival[last]:
-            # the last edge with a survival of at least ``wanted``
+            # the last entry of ``edges`` whose survival is at least ``wanted``
             low = max(0, last - np.searchsorted(rising, wanted))
             end = edges[low]
             if low < last:

@@ -38,7 +38,7 @@ def head_start(request: AdmissionRequest, outlook: Outlook, limits: Limits, marg
     _, sliding = split_reservation(request, limits)
     snapshot, growth = outlook.snapshot, outlook.growth
     room = snapshot.capacity - sliding - margin - (snapshot.used - outlook.private)
-    low, high = 0, len(growth.end) - 1  # indices of the running requests in ascending order of their ends
+    low, high = 0, len(growth.end) - 1  # positions of running requests in the order of their forecast ends
     while low < high:
         middle = (low + high) // 2
         head = Head(request, outlook.own, int(growth.end[growth.latest_first[-1 - middle]]) + 1)

@@ -2,9 +2,10 @@
 
 =============== ============================================================================================
 ``guaranteed``  the state with the new request is safe (`tonnage.cache.admission.safety`), and the peak of
-                blocks, forecast by learned lengths, fits beside the blocks that safety keeps free. Requests are
-                never preempted; they skip steps if lengths deviate. With ``length_quantile`` 1 the forecast is
-                max_tokens: steps are skipped only if prefill chunks shift the peak, and far fewer requests run.
+                blocks, forecast by learned lengths, leaves the blocks free that one request may need beyond its
+                forecast. Requests are never preempted; they skip steps if lengths deviate. With
+                ``length_quantile`` 1 the forecast is max_tokens: steps are skipped only if prefill chunks shift
+                the peak, and far fewer requests run.
 ``predictive``  the peak of blocks, forecast by learned lengths, fits under the watermark. Sequences stall when
                 blocks run out; if all stall, the request with the least to recompute is preempted.
 ``greedy``      the prompt fits now (vLLM 0.32, ``scheduler_reserve_full_isl``); the youngest request is
@@ -166,10 +167,11 @@ def blocks_taken(
     new: Newcomer | None = None,
     head: Head | None = None,
 ) -> Iterator[int]:
-    """Yield, for each condition of the admission mode, the number of KV blocks that all requests take.
+    """Yield the numbers of KV blocks that must fit the pool, beside the policy's margin, for ``new`` to start.
 
-    A request may start if every number leaves the policy's margin free; the number that is cheap to compute
-    comes first. The function is for layouts with a full-attention group, in every mode except ``no_evict``. The
+    The first number is cheap to compute: the blocks that all requests hold or need for their prompts. Modes
+    that forecast lengths also yield the forecast peak of blocks and, with ``head``, the peak after the start of
+    ``head``. The function is for layouts with a full-attention group, in every mode except ``no_evict``. The
     time is O(running * 16), some tens of microseconds for 256 requests.
 
     Args:

@@ -112,8 +112,8 @@ def largest_prompt(request: AdmissionRequest, limits: Limits) -> int:
         return reserved_blocks(candidate, limits) <= limits.usable_blocks
 
     # With n > 1 the reservation falls when the prompt fills a block, because that block becomes shared. Between
-    # two full blocks, and over all prompts of full blocks, it only grows. The search therefore runs over full
-    # blocks first, then within the next block.
+    # two full blocks, and over all prompts of full blocks, it only grows. Two bisections therefore find the
+    # longest prompt: one over prompts of full blocks, one over the tokens of the next block.
     block_size = limits.layout.block_size
     full = _last_true(lambda blocks: fits(blocks * block_size), longest // block_size) * block_size
     return full + _last_true(lambda more: fits(full + more), min(longest - full, block_size - 1))

@@ -11,7 +11,8 @@ to a running sequence only if the state after it is safe. Otherwise the sequence
 keeps its blocks and computes nothing. No request is ever preempted to free blocks.
 
 **No other event makes a safe state unsafe.** Take an order that shows safety, and the inequality of each
-request. Its *union* is the set of blocks held by the request and by those after it; a shared block counts once.
+request. The *union* of a request is the set of blocks held by it and by the requests after it; a shared block
+counts once.
 
 - A request ends, is cancelled, or one of its n sequences ends: blocks leave the union and need does not grow.
   The reservation shrinks by at least what the sequence alone held.
@@ -63,7 +64,12 @@ def finishing_order(need: IntArray, returns: IntArray) -> Int64Array:
 
 
 def finishing_keys(need: IntArray, returns: IntArray) -> Int64Array:
-    """Return one sort key per request, int64 [running]; requests can finish in ascending order of the keys."""
+    """Return one sort key per request, int64 [running]: ascending keys give the order of `finishing_order`.
+
+    Args:
+        need: int [running]: blocks that each request may still take.
+        returns: int [running]: blocks that each request frees when it ends.
+    """
     # ``need`` and ``returns`` are below 2^31, so one int64 key holds both. Sorting it takes a third of the time
     # of lexsort.
     keys = need.astype(np.int64) << 32
@@ -158,7 +164,8 @@ def grant(
     order = finishing_order(need, back) if leaving is None else leaving.order
     available = snapshot.available if leaving is None else leaving.available(snapshot)
     slack = slack_of(order, available, need, back)
-    # A grant reduces the slack of the requests that finish before the granted request, and of no other request.
+    # The slack of a request is the number of available blocks at its turn to finish, minus its need. Blocks
+    # granted to a request reduce the slack of the requests that finish before it, and of no other request.
     if total <= int(slack.min()):
         return wanted
     place = np.empty_like(order)

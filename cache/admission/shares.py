@@ -27,7 +27,7 @@ from tonnage.cache.admission.types import AdmissionRequest, Limits
 # That suffices for a few short requests of other keys (the cases ``queue`` and ``deaf`` of
 # benchmarks/abuse.py). A key whose requests run alone cannot use this reserve either.
 RESERVED_PART = 32
-_LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share
+_LAST = (sys.maxsize, 0.0)  # sort key of waiting requests whose API key is above its share of the engine
 
 
 @dataclass(slots=True)
@@ -94,7 +94,12 @@ class Shares:
     def rank(self, uses: Mapping[str, KeyUse], request: AdmissionRequest, blocks: int) -> tuple[int, float]:
         """Return the sort key of a waiting request: a lower one starts first, equal ones in queue order.
 
-        Requests of keys above their share come last and keep the queue's order.
+        Requests whose API key is above its share of the engine come last and keep the queue's order.
+
+        Args:
+            uses: Sequences and KV blocks of each API key with running requests.
+            request: The waiting request.
+            blocks: KV blocks to reserve for it.
         """
         if not self.within(uses, request, blocks):
             return _LAST
