@@ -376,7 +376,10 @@ class Auto:
         self._idle_until = now + (now - begin) / _DUTY
 
     def _say_cost(self, choice: Choice) -> None:
-        """Log once the throughput cost of ``target_itl`` (time between tokens), or that no rule meets it."""
+        """Log once what ``target_itl`` costs in throughput, or that no admission rule meets it.
+
+        ``target_itl`` is the upper bound of the P99 seconds between tokens.
+        """
         if self.target_itl is None or self._cost_said:
             return
         self._cost_said = True

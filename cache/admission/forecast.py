@@ -133,9 +133,13 @@ class LengthForecast:
         """Return the share of outputs longer than each histogram bin (the survival curve), float64 [bins + 1].
 
         Element 0 is the share of outputs longer than 0 tokens. Element i + 1 is the share of outputs longer
-        than the last length of bin i. ``peers`` holds the output tokens of the running sequences with this key.
-        For the sequences to forecast, ``done`` holds the output tokens so far, and ``most`` the upper bounds of
-        further output tokens.
+        than the last length of bin i.
+
+        Args:
+            key: Key of the outputs that are counted, such as a tenant's name; "" for all outputs.
+            peers: Output tokens so far of each running sequence with this key.
+            done: Output tokens so far of each sequence whose length is to be forecast.
+            most: Upper bound of the further output tokens of each of these sequences.
         """
         ended = self._ended[key]
         # bin of each sequence's output length; a sequence without output is in no bin
