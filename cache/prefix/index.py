@@ -163,7 +163,8 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     salt = 0 if at < state.shared else state.salt
     core.parent[node], core.node_hash[node], core.salt[node] = parent, value, salt
     core.salt_nodes[salt] += 1
-    core.kind[node] = 0  # the eviction class is assigned when the request ends
+    # The node has no children yet. Its eviction list is chosen when the request ends.
+    core.kind[node] = 0
     if parent != ROOT:
         core.kind[parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)
@@ -193,7 +194,9 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
             continue
         if core.groups[group].kind == ALIGNED and not states.is_kept(core, row, at):
             continue
-        if theirs == NULL_BLOCK:  # the node's sliding-window block or state was evicted separately or not kept
+        # The node has no block of this group: its sliding-window block or state was evicted separately, or it
+        # was not kept.
+        if theirs == NULL_BLOCK:
             core.node_blocks[group, node] = mine
             core.node_of[mine] = node
             continue

@@ -32,7 +32,7 @@ class Salts:
             self._allowed.sort(key=len, reverse=True)
 
     def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
-        """Set the cache salt of a new sequence's row, and how many of its blocks any salt may share."""
+        """Set the cache salt of a new sequence's row, and how many of its blocks are shared with all salts."""
         known = self._ids.get(salt)
         if known is None:
             known = self._new_id(salt)

@@ -187,7 +187,7 @@ class EventReader:
         self._chains: list[_Chain] = []
 
     def read(self, batch: Any) -> None:
-        """Read one batch of KV events and add its stored blocks to the chains.
+        """Read one batch of KV events and add its stored blocks to the chains of blocks, one chain per request.
 
         Raises:
             ValueError: An event is not understood; the message names the field.

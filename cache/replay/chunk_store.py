@@ -29,7 +29,7 @@ class ChunkUse:
         seen: Indices in ``keys`` of the chunks that the request loaded, stored or found in the store.
         inserted: Keys of the chunks that the request stored.
         reused: Keys of the chunks that the request loaded or found in the store.
-        missed: Keys of the chunks that the request offered and the store did not hold.
+        missed: Keys of the chunks that the store did not hold when the request asked to store them.
         declined: Whether the learned order has refused a chunk; no later chunk of the request is then stored.
     """
 

@@ -67,7 +67,10 @@ class _Leaves:
         heapq.heappush(self._heap, (node.used, id(node), node))
 
     def pop(self) -> _Node | None:
-        """Remove and return the least recently used node, or None; drop entries from before a later use."""
+        """Remove and return the least recently used node, or None if there is none.
+
+        An entry is dropped if its node was used again after the entry was added.
+        """
         while self._heap:
             used, _, node = heapq.heappop(self._heap)
             if used == node.used:

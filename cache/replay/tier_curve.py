@@ -75,7 +75,10 @@ class TierCurve:
         return len(self.distances) / self.rate * self.chunk_tokens / self.prompt_tokens
 
     def knee(self, share: float = KNEE) -> int:
-        """Return the size in chunks of the smallest cache with ``share`` of the highest hit rate, or 0."""
+        """Return the size in chunks of the smallest cache with ``share`` of the highest hit rate.
+
+        Returns 0 if no cache would have a hit.
+        """
         if not self.distances:
             return 0
         place = min(len(self.distances) - 1, int(share * len(self.distances)))
@@ -89,7 +92,10 @@ class TierCurve:
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
-        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first size with all hits."""
+        """Return (bytes, hit rate) at up to ``most`` cache sizes, which double from 1 GiB on.
+
+        The last size is the first at which the cache hits as much as an unlimited cache.
+        """
         last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:
