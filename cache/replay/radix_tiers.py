@@ -131,7 +131,7 @@ class RadixTiers:
         self._list(node)
 
     def _list(self, node: _Node) -> None:
-        """If the GPU or the host can evict a node (only leaves can be), add it to the queue of leaves there."""
+        """Add a node that is a leaf on the GPU, or else on the host, to that queue of evictable leaves."""
         if node.is_gpu_leaf():
             self._gpu_leaves.push(node)
         elif node.is_host_leaf():

@@ -244,7 +244,7 @@ class Scheduler(Generic[S]):
                 if budget <= 0:
                     break
                 chunk = min(budget, left) if parts is None else min(budget, left, parts[sequence.tenant])
-                if chunk == 0:  # the sequence's API key has used its part of the token budget
+                if chunk == 0:  # the sequence's API key has used up its tokens of this step's budget
                     continue
                 if self._aligned:
                     chunk = self._cut(sequence, chunk, bool(order or step.picked))

@@ -41,9 +41,9 @@ def step(
 
     Args:
         core: The block manager's arrays.
-        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: K/V below each end is written, and full blocks become
-            nodes of the prefix index. With cached states the end must be in the last extended block. APPEND:
-            add tokens. EXTEND: make positions [computed, end) writable.
+        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: record that K/V below each end is written, and add full
+            blocks to the prefix index. If recurrent states are cached, the end must be in the sequence's last
+            allocated block. APPEND: add tokens. EXTEND: make positions [computed, end) writable.
         batch: int64 [rows of the call]: row indices.
         ends: int64 [rows of the call], for COMMIT or EXTEND. With all three bits (DECODE), the ends of COMMIT
             and EXTEND follow from the known tokens.
