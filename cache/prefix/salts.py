@@ -24,7 +24,7 @@ class Salts:
         self._rows: list[int] = [0]  # number of live sequences by salt id
         self._unused: list[int] = []
         self._sweep_at = 64
-        self._allowed: list[Int32Array] = []  # arguments of `allow`: prefixes of whole blocks, the longest first
+        self._allowed: list[Int32Array] = []  # prefixes from `allow`, in whole blocks, the longest first
 
     def allow(self, tokens: Int32Array) -> None:
         """Let requests of every cache salt share the blocks of the prefix ``tokens``."""

@@ -80,8 +80,8 @@ class Order(Protocol):
 class LRUOrder(Order):
     """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
-    A chunk is never older than the later chunks of the same prompt. LRU does not learn from misses, as in
-    vLLM, whose touch() skips chunks that are not stored.
+    A chunk's last use is never before that of the later chunks of the same prompt. As in vLLM, whose touch()
+    skips chunks that are not stored, LRU does not learn from misses.
     """
 
     def __init__(self) -> None:
