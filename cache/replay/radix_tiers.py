@@ -131,7 +131,7 @@ class RadixTiers:
         self._list(node)
 
     def _list(self, node: _Node) -> None:
-        """Add a node that is a leaf on the GPU, or else on the host, to that queue of evictable leaves."""
+        """Add a node to the queue for eviction from the GPU or from host memory, if it is a leaf there."""
         if node.is_gpu_leaf():
             self._gpu_leaves.push(node)
         elif node.is_host_leaf():

@@ -94,7 +94,7 @@ class TierCurve:
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
         """Return (bytes, hit rate) at up to ``most`` cache sizes, which double from 1 GiB on.
 
-        The last size is the first at which the cache hits as much as an unlimited cache.
+        No size follows the first at which the cache hits as much as an unlimited cache.
         """
         last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()

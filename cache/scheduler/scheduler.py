@@ -420,7 +420,7 @@ class Scheduler(Generic[S]):
         self.running[sequence.id] = sequence
 
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
-        """Allocate KV blocks for ``tokens`` tokens from a KV tier; let the sequence wait until they are loaded."""
+        """Allocate KV blocks for ``tokens`` tokens of a tier; the sequence waits until they are loaded."""
         end = sequence.computed + tokens
         while sequence.computed < end:  # one call of `extend` adds at most a step's token budget
             reached = min(end, sequence.computed + self.budget)

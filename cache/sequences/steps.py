@@ -175,7 +175,7 @@ def _moves_on(core: Core, at_row: int) -> bool:
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` how many full-attention blocks row i needs for positions below ``ends[i]``.
+    """Write to ``wanted[i]`` how many more full-attention blocks row i needs for positions below ``ends[i]``.
 
     The number includes the copy of a shared last block.
     """
