@@ -17,8 +17,8 @@ class Admitted:
         row: Index of the sequence's row in the block tables.
         cached_tokens: Leading prompt positions whose K/V is already in the row's blocks.
         shared_tokens: Tokens of ``cached_tokens`` in blocks that requests with any salt may read.
-        junction: Prompt tokens that full-attention groups have cached although no recurrent state is cached at
-            their end; else 0.
+        junction: Length in tokens of a prefix that full-attention groups have cached, but without a recurrent
+            state at its end, so that it is no hit. 0 if there is none.
     """
 
     row: int

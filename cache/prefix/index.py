@@ -91,8 +91,9 @@ def find(core: Core, row: int, at: int, parent: int) -> int:
 def match(core: Core, row: int, blocks: int) -> int:
     """Return how many leading blocks, of the first ``blocks`` of a row's tokens, are in the prefix index.
 
-    The nodes found are written to the row of the anchor group's table, which must be empty there. If every
-    group has a sliding window, the count is the end of the longest usable prefix.
+    The nodes found are written to the row in the block table of the anchor group (the group whose block ids
+    name the nodes). The row must be empty before. If every group has a sliding window, the count is the end of
+    the longest usable prefix.
     """
     table = core.tables[core.pool[0].anchor, row]
     if core.pool[0].windows_only:
@@ -116,7 +117,8 @@ def match(core: Core, row: int, blocks: int) -> int:
 def _match_windows(core: Core, row: int, blocks: int) -> int:
     """Return the length in blocks of the longest prefix whose last sliding window every group has cached.
 
-    The nodes of that window are written to the row of the anchor group's table.
+    The nodes of that window are written to the row in the block table of the anchor group, i.e. the group with
+    the largest window, whose block ids name the nodes.
     """
     table = core.tables[core.pool[0].anchor, row]
     for at in range(blocks):
@@ -163,7 +165,8 @@ def insert(core: Core, row: int, at: int, parent: int) -> None:
     salt = 0 if at < state.shared else state.salt
     core.parent[node], core.node_hash[node], core.salt[node] = parent, value, salt
     core.salt_nodes[salt] += 1
-    core.kind[node] = 0  # the eviction class is assigned when the request ends
+    # The node has no children yet. Its eviction list is chosen when the request ends.
+    core.kind[node] = 0
     if parent != ROOT:
         core.kind[parent] += ONE_CHILD
     bucket = value & np.uint64(core.heads.size - 1)
@@ -193,7 +196,9 @@ def merge(core: Core, row: int, at: int, node: int, shared_by_sibling: bool) -> 
             continue
         if core.groups[group].kind == ALIGNED and not states.is_kept(core, row, at):
             continue
-        if theirs == NULL_BLOCK:  # the node's sliding-window block or state was evicted separately or not kept
+        # The node has no block of this group: its sliding-window block or state was evicted separately, or it
+        # was not kept.
+        if theirs == NULL_BLOCK:
             core.node_blocks[group, node] = mine
             core.node_of[mine] = node
             continue
@@ -214,7 +219,7 @@ def publish(core: Core, row: int) -> None:
     pool, state = core.pool[0], core.rows[row]
     table, stop = core.tables[pool.anchor, row], state.computed // pool.block_size
     hash_row(core, row, stop)
-    known = True  # the parent node existed before this call, so it may have children
+    known = True  # whether the parent may have children; a node that this call inserted has none
     for at in range(state.published, stop):
         parent = table[at - 1] if at > 0 and not pool.windows_only else ROOT
         node = find(core, row, at, parent) if known else NULL_BLOCK

@@ -1,4 +1,4 @@
-"""Cache salts as small reusable ids; requests with different salts share no cached block."""
+"""Cache salts as small reusable ids; requests with different salts share only prefixes set by `Salts.allow`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tonnage.cache.prefix.hashing import seed_of
 class Salts:
     """The small integer ids of the cache salts in use.
 
-    Id 0 is the empty salt, with the allowed prefixes that every request may share. An id is given to another
-    salt only when no prefix-index node and no live sequence has the id. Equal ids therefore mean equal salts.
+    Id 0 is the empty salt. It is also the salt of the prefixes that `allow` lets every request share. An id is
+    given to another salt only when no prefix-index node and no live sequence has the id. Equal ids therefore
+    mean equal salts.
     """
 
     def __init__(self, core: Core, key: int) -> None:
@@ -23,7 +24,7 @@ class Salts:
         self._rows: list[int] = [0]  # number of live sequences by salt id
         self._unused: list[int] = []
         self._sweep_at = 64
-        self._allowed: list[Int32Array] = []  # allowed prefixes of whole blocks, the longest first
+        self._allowed: list[Int32Array] = []  # prefixes from `allow`, in whole blocks, the longest first
 
     def allow(self, tokens: Int32Array) -> None:
         """Let requests of every cache salt share the blocks of the prefix ``tokens``."""
@@ -32,7 +33,7 @@ class Salts:
             self._allowed.sort(key=len, reverse=True)
 
     def enter(self, row: int, salt: bytes, tokens: Int32Array) -> None:
-        """Set the cache salt of a new sequence's row, and how many of its blocks any salt may share."""
+        """Set the cache salt of a new sequence's row, and how many of its blocks are shared with all salts."""
         known = self._ids.get(salt)
         if known is None:
             known = self._new_id(salt)

@@ -121,7 +121,7 @@ class RagPulseReader:
                     record = parse_json(line)
                     named = [key for key in record if key != "token_length"] if isinstance(record, dict) else []
                     if len(named) != 1 or "token_length" not in record:
-                        break  # the file does not list the lengths of components
+                        break  # this file of the folder does not list lengths of prompt components
                     self._lengths[as_count(record, named[0])] = as_count(record, "token_length")
         if not self._lengths:
             raise ValueError(
@@ -187,7 +187,7 @@ class EventReader:
         self._chains: list[_Chain] = []
 
     def read(self, batch: Any) -> None:
-        """Read one batch of KV events and add its stored blocks to the chains.
+        """Read one batch of KV events and add its stored blocks to the chains of blocks, one chain per request.
 
         Raises:
             ValueError: An event is not understood; the message names the field.

@@ -29,7 +29,7 @@ class ChunkUse:
         seen: Indices in ``keys`` of the chunks that the request loaded, stored or found in the store.
         inserted: Keys of the chunks that the request stored.
         reused: Keys of the chunks that the request loaded or found in the store.
-        missed: Keys of the chunks that the request offered and the store did not hold.
+        missed: Keys of the chunks that the store did not hold when the request asked to store them.
         declined: Whether the learned order has refused a chunk; no later chunk of the request is then stored.
     """
 
@@ -80,8 +80,8 @@ class Order(Protocol):
 class LRUOrder(Order):
     """The LRU order of evicting a tier's chunks: the least recently used chunk first.
 
-    A chunk is never older than the later chunks of the same prompt. LRU does not learn from misses, as in
-    vLLM, whose touch() skips chunks that are not stored.
+    A chunk's last use is never before that of the later chunks of the same prompt. As in vLLM, whose touch()
+    skips chunks that are not stored, LRU does not learn from misses.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ def values(data: bytes) -> Iterator[tuple[int, Any]]:
             "a trace in msgpack needs the package msgpack, not installed here", field="trace",
             hint="pip install 'tonnage[replay]'",
         ) from None  # fmt: skip
-    # The size of the file bounds every array, map and text of it.
+    # `max_buffer_size` also limits the length of each array, map and text. None can be longer than the file.
     unpacker = msgpack.Unpacker(unicode_errors="replace", max_buffer_size=len(data))
     unpacker.feed(data)
     while (start := unpacker.tell()) < len(data):

@@ -67,7 +67,10 @@ class _Leaves:
         heapq.heappush(self._heap, (node.used, id(node), node))
 
     def pop(self) -> _Node | None:
-        """Remove and return the least recently used node, or None; drop entries from before a later use."""
+        """Remove and return the least recently used node, or None if there is none.
+
+        An entry is dropped if its node was used again after the entry was added.
+        """
         while self._heap:
             used, _, node = heapq.heappop(self._heap)
             if used == node.used:
@@ -128,7 +131,7 @@ class RadixTiers:
         self._list(node)
 
     def _list(self, node: _Node) -> None:
-        """If the GPU or the host can evict a node (only leaves can be), add it to the queue of leaves there."""
+        """Add a node to the queue for eviction from the GPU or from host memory, if it is a leaf there."""
         if node.is_gpu_leaf():
             self._gpu_leaves.push(node)
         elif node.is_host_leaf():

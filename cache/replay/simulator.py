@@ -46,7 +46,7 @@ class Setup:
         num_blocks: Blocks of the pool, with the null block.
         max_num_seqs: Upper bound of live sequences.
         max_model_len: Upper bound of prompt + output tokens.
-        budget: Token budget of a step; the module explains its two meanings.
+        budget: Token budget of a step for prompts and decodes; with ``whole_prompts``, for prompts only.
         max_tokens: Upper bound of output tokens for requests without max_tokens in the trace.
         policy: Admission policy.
         step_time: Duration of a step.
@@ -129,7 +129,9 @@ class Simulator:
         )
         self.tiers = None if setup.tiers is None else Tiers(setup.tiers, chunk_tokens_of(trace))
         if (auto := self.manager.admission.auto) is not None:
-            auto.background = False  # a thread would make the replay depend on real time
+            # Auto mode's simulations run within the call. In a thread, they would make the replay depend on
+            # real time.
+            auto.background = False
         self.now = 0.0
         self._arrived = 0
         self._computed = 0  # number of computed tokens
@@ -275,7 +277,7 @@ class Simulator:
         result.output_tokens += step.turns * len(step.drawing)
 
     def _end(self, step: Step[_Sequence]) -> None:
-        """Record the times of requests' first and last tokens in a step; end requests with all their tokens."""
+        """Record the times of requests' first and last tokens, and end requests that have all output tokens."""
         result, now = self.result, self.now
         for sequence in [s for s in step.drawing if s.first_token < 0]:
             sequence.first_token = now

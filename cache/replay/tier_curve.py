@@ -1,10 +1,10 @@
 """The hit rate of a prefix cache of every size, in one pass over a trace.
 
 The stack distance of a chunk is the number of other chunks used since its last use; an LRU cache hits the chunk
-if the cache holds more chunks than that (Mattson et al., IBM Systems Journal 1970). A request's chunks are used
-together, the first one last, so a chunk is never older than the chunks behind it, and the hits of each size are
-a prefix of the prompt. Long traces are sampled by chunk, and distances are scaled up (SHARDS, Waldspurger et
-al., FAST 2015).
+if the cache's size in chunks is larger (Mattson et al., IBM Systems Journal 1970). A request's chunks are used
+together, the first one last, so a chunk's last use is never before that of the chunks behind it. The chunks of
+a prompt that a cache of any size hits are therefore a prefix of the prompt. Long traces are sampled by chunk,
+and distances are scaled up (SHARDS, Waldspurger et al., FAST 2015).
 
 The optimum of a size is the hit rate of a cache that knows the future. Such a cache evicts, or never stores,
 the chunk whose next use is the furthest (Belady, IBM Systems Journal 1966). The chunks of a prompt are used in
@@ -75,7 +75,10 @@ class TierCurve:
         return len(self.distances) / self.rate * self.chunk_tokens / self.prompt_tokens
 
     def knee(self, share: float = KNEE) -> int:
-        """Return the size in chunks of the smallest cache with ``share`` of the highest hit rate, or 0."""
+        """Return the size in chunks of the smallest cache with ``share`` of the highest hit rate.
+
+        Returns 0 if no cache would have a hit.
+        """
         if not self.distances:
             return 0
         place = min(len(self.distances) - 1, int(share * len(self.distances)))
@@ -89,7 +92,10 @@ class TierCurve:
         return SizeCurve(points, self.knee() * chunk_bytes)
 
     def points(self, chunk_bytes: int, most: int = 24) -> list[tuple[int, float]]:
-        """Return (bytes, hit rate) at cache sizes that double from 1 GiB up to the first size with all hits."""
+        """Return (bytes, hit rate) at up to ``most`` cache sizes, which double from 1 GiB on.
+
+        No size follows the first at which the cache hits as much as an unlimited cache.
+        """
         last = self.knee(1.0) * chunk_bytes
         size, found = 1 << 30, list[tuple[int, float]]()
         while len(found) < most:

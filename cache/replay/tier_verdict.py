@@ -46,7 +46,7 @@ class TierVerdict:
 
     @property
     def counts(self) -> TierCounts:
-        """Counters of the host and disk tiers, from the replay of the trace that has them."""
+        """Counters of the host and disk tiers in the replay with tiers."""
         assert self.tiered.tiers is not None
         return self.tiered.tiers
 

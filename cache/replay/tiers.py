@@ -7,8 +7,8 @@ link from host memory, one after the other. A disk tier gets every chunk that is
 host memory first. The learned order is used in the last tier: in front of a disk, host memory is LRU, because
 chunks that it evicts are on disk.
 
-Not simulated: stores take no time, since both directions of a link work at once, and a block under load counts
-as a hit for other requests.
+The simulation simplifies two things. Stores take no time, since both directions of a link work at once. A block
+that is still being loaded counts as a hit for other requests.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class Tiers:
     def _begin(self, request: _Request, start: int, end: int, from_disk: list[int]) -> int:
         """Begin to load a request's chunks [start, end); return the index after the last chunk loaded.
 
-        Chunks that only the disk holds are first stored in host memory. The chunks that host memory holds
-        already are marked busy before, so that they are not evicted. If no space is left for a chunk, the load
-        ends before this chunk.
+        Chunks that only the disk holds are first stored in host memory. Before that, the chunks that host
+        memory holds already are marked busy, so that these stores do not evict them. If no space is left for a
+        chunk, the load ends before this chunk.
         """
         if not from_disk or self.disk is None:
             self.host.load(request.host, start, end)

@@ -20,11 +20,12 @@ def aligned_chunk(
 ) -> int:
     """Return how many prompt tokens to compute so that the chunk ends where a recurrent state can be cached.
 
-    The result is 0 if the rest of the step's budget is less than a block; the prompt then waits for the next
-    step.
+    The result is 0 if ``chunk`` reaches neither the next block boundary nor the end of the prefill. The prompt
+    then waits for a step with more tokens left. If ``budget`` is less than a block, the chunk may end within a
+    block instead.
 
     Args:
-        chunk: Tokens that the step would compute without cached states.
+        chunk: Prompt tokens that the step would compute if no recurrent states were cached.
         computed: Tokens computed so far.
         length: Known tokens of the sequence, prompt and output.
         prompt: Prompt tokens of the request, without output recomputed after a preemption.
@@ -39,7 +40,7 @@ def aligned_chunk(
     end = computed + chunk
     if end < prefill_end:
         aligned = end // block_size * block_size
-        # if the budget is less than a block, a block takes several steps
+        # if the budget of a whole step is less than a block, a block takes several steps
         if aligned > computed or block_size <= budget:
             end = aligned
     stops = (

@@ -5,8 +5,8 @@ first (as in vLLM), and one step of priority is worth ``ageing`` seconds of wait
 changes, so only requests that arrive within a bounded time after it can overtake it. No request starves, and
 nothing is sorted again.
 
-Where several API keys share the engine, entries of keys within their share come first
-(`tonnage.cache.admission.shares`).
+Where several API keys use the engine, each has a share of its sequences and blocks. Requests of keys that do
+not exceed their share come first (`tonnage.cache.admission.shares`).
 
 **Passing.** While the head waits for blocks, the next requests may start if they do not delay its forecast
 start (`tonnage.cache.admission.passing`). The first forecast start of a head is remembered; after that step no
@@ -32,8 +32,8 @@ class Waiting:
     """A request in the scheduler's waiting queue.
 
     Attributes:
-        id: The caller's id, unique in the queue and ascending with arrivals; of two equal arrivals the lower
-            goes first.
+        id: The caller's id, unique in the queue and ascending in order of arrival. Of two requests with equal
+            arrival time and priority, the one with the lower id goes first.
         request: The request's lengths, tenant and priority, as admission needs them.
         arrival: Arrival time in seconds.
     """
@@ -72,7 +72,7 @@ class WaitingQueue:
         self._first = 0
         self._entries: dict[int, Waiting] = {}
 
-        # Number of entries of each tenant.
+        # Number of queued requests of each tenant.
         self._tenants: Counter[str] = Counter()
         # Request id -> engine step at which the request was forecast to start when it first was the head.
         self._due: dict[int, int] = {}

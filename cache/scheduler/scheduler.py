@@ -151,9 +151,10 @@ class Scheduler(Generic[S]):
         """Decide which sequences compute in the next step, and allocate their blocks.
 
         A replay sets ``leap``: if all sequences decode and no request can be admitted, up to ``leap`` steps are
-        taken at once. No sequence may end before the last of them. Waiting requests are tried again only after
-        a request ended or arrived. Raises InvariantViolation if all sequences stall in a mode that never
-        preempts.
+        taken at once. The caller chooses ``leap`` so that no sequence ends before the last of these steps. With
+        ``leap``, waiting requests are tried again only after a request ended or arrived.
+
+        Raises InvariantViolation if all running sequences stall and the admission mode never preempts.
         """
         step: Step[S] = Step()
         if self.waiting:
@@ -172,7 +173,7 @@ class Scheduler(Generic[S]):
         order = list(self.running.values())
         if not self.whole_prompts:
             turns = min(turns, self.budget)  # `extend` adds at most `budget` tokens to a sequence per call.
-        if self._aligned:  # The last step ends at the next block boundary, where recurrent states are cached.
+        if self._aligned:  # No sequence passes a block boundary, because recurrent states are cached there.
             turns = min([turns, *(self._aligned - s.computed % self._aligned for s in order)])
         if turns < 2 or not order or any(s.length - s.computed != 1 for s in order):
             return
@@ -243,7 +244,7 @@ class Scheduler(Generic[S]):
                 if budget <= 0:
                     break
                 chunk = min(budget, left) if parts is None else min(budget, left, parts[sequence.tenant])
-                if chunk == 0:  # the sequence's API key has used its part of the token budget
+                if chunk == 0:  # the sequence's API key has used up its tokens of this step's budget
                     continue
                 if self._aligned:
                     chunk = self._cut(sequence, chunk, bool(order or step.picked))
@@ -271,11 +272,12 @@ class Scheduler(Generic[S]):
         return divided(max(0, budget), wanted) if len(wanted) > 1 else None
 
     def _spared(self) -> int:
-        """Return how many tokens of a step are kept from running prompts for a request of another API key.
+        """Return how much of a step's token budget running prompts must leave to a waiting request.
 
-        The result is 0 if max_num_seqs leaves no place for the request. It is 0 if no request has ended or
-        arrived since admission last tried all requests, because the decisions would be the same. It is also 0
-        for models whose prompt chunks must end at block boundaries.
+        The waiting request belongs to an API key without a running prompt. The result is 0 if max_num_seqs
+        leaves no place for such a request. It is 0 if no request has ended or arrived since admission last
+        tried all requests, because the decisions would be the same. It is also 0 for models whose prompt chunks
+        must end at block boundaries.
         """
         several = self.admission.several_keys and not self._aligned
         if not several or not self.waiting or not self._changed:
@@ -388,7 +390,8 @@ class Scheduler(Generic[S]):
                 continue
             room = max(budget, sequence.length) if self.whole_prompts else budget
             wishes = self._order(step, [sequence], room)
-            if not wishes.order:  # the next step has the budget for a whole block of this prompt
+            # The rest of the budget is less than a block of this prompt. The next step begins to compute it.
+            if not wishes.order:
                 break
             budget -= self._take(step, wishes, self._grant(wishes))
         self._changed = bool(self.waiting)
@@ -417,7 +420,7 @@ class Scheduler(Generic[S]):
         self.running[sequence.id] = sequence
 
     def _load(self, step: Step[S], sequence: S, tokens: int) -> None:
-        """Allocate KV blocks for ``tokens`` tokens of a KV tier; let the sequence wait for the load."""
+        """Allocate KV blocks for ``tokens`` tokens of a tier; the sequence waits until they are loaded."""
         end = sequence.computed + tokens
         while sequence.computed < end:  # one call of `extend` adds at most a step's token budget
             reached = min(end, sequence.computed + self.budget)

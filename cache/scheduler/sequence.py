@@ -72,7 +72,7 @@ class Sequence(ABC):
         return range(self.index, self.index + 1 + self.forks)
 
     def includes(self, index: int | None) -> bool:
-        """Return whether this is sequence ``index`` of its request and stands for no other; True for None."""
+        """Return whether this is sequence ``index`` of its request and has no forks to start; None fits all."""
         return index is None or self.indices == range(index, index + 1)
 
     @property

@@ -41,9 +41,9 @@ def step(
 
     Args:
         core: The block manager's arrays.
-        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: K/V below each end is written, and full blocks become
-            nodes of the prefix index. With cached states the end must be in the last extended block. APPEND:
-            add tokens. EXTEND: make positions [computed, end) writable.
+        what: Bits of COMMIT, APPEND and EXTEND. COMMIT: record that K/V below each end is written, and add full
+            blocks to the prefix index. If recurrent states are cached, the end must be in the sequence's last
+            allocated block. APPEND: add tokens. EXTEND: make positions [computed, end) writable.
         batch: int64 [rows of the call]: row indices.
         ends: int64 [rows of the call], for COMMIT or EXTEND. With all three bits (DECODE), the ends of COMMIT
             and EXTEND follow from the known tokens.
@@ -175,7 +175,7 @@ def _moves_on(core: Core, at_row: int) -> bool:
 
 @compiled
 def wanted_blocks(core: Core, batch: Int64Array, ends: Int64Array, wanted: Int64Array) -> None:
-    """Write to ``wanted[i]`` how many full-attention blocks row i needs to grow.
+    """Write to ``wanted[i]`` how many more full-attention blocks row i needs for positions below ``ends[i]``.
 
     The number includes the copy of a shared last block.
     """
@@ -244,7 +244,8 @@ def share(core: Core, parent: int, child: int) -> None:
         for at in range(core.first[group, parent], entries(core.groups[group].kind, computed, size)):
             block = core.tables[group, parent, at]
             if block != NULL_BLOCK:
-                # the sharers belong to one request, so its count of private blocks does not change
+                # Parent and child belong to one request, so the request's number of private blocks (blocks that
+                # no other request references) does not change.
                 core.refs[block] += 1
                 core.tables[group, child, at] = block
         core.first[group, child] = core.first[group, parent]

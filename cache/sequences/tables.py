@@ -112,9 +112,9 @@ def token_array(token_ids: TokenIds, *, signed: bool = False, out: Int32Array | 
         if not isinstance(token_ids, (list, tuple)):
             token_ids = list(token_ids)
         ids: Int32Array = np.empty(count, np.int32) if out is None or count > len(out) else out[:count]
-        # struct rejects floats and numbers beyond 32 bits, and takes half the time of array or numpy. It takes
-        # the numbers as arguments, so a long list is converted in pieces: a tuple of 100,000 would be new
-        # memory each time.
+        # struct rejects floats and numbers beyond 32 bits, and takes half the time of array or numpy. Its call
+        # takes the numbers as a tuple of arguments. A long list is converted in pieces, because a tuple of
+        # 100,000 numbers would be allocated anew in each call.
         for start in range(0, count, _PIECE):
             piece = token_ids[start : start + _PIECE]
             struct.pack_into(f"{len(piece)}i", ids.data, 4 * start, *piece)
