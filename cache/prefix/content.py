@@ -17,8 +17,9 @@ class ContentKeys:
     """The keys of one sequence's full KV blocks, each computed when it is first requested.
 
     Args:
-        salt: cache salt of the sequence; sequences with different salts have no key in common.
-        shared: leading blocks that sequences of every salt share, such as a public system prompt.
+        salt: cache salt of the sequence; sequences with different salts have only keys of `shared` blocks in
+            common.
+        shared: number of leading blocks that sequences of every salt share, such as a public system prompt.
         block_size: tokens of a block.
     """
 

@@ -48,7 +48,7 @@ class Sequence(ABC):
 
     @property
     def salt(self) -> str | bytes:
-        """Cache salt of the sequence; sequences with different salts share no KV block."""
+        """Cache salt of the sequence; sequences with different salts share only allowed prefixes."""
         return ""
 
     @property
