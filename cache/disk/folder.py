@@ -186,7 +186,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self.touch(block)  # The block becomes the most recently used one, so the next call tries another.
+            self.touch(block)  # The next call for the oldest block then tries another one.
             return False
         if block in self.blocks:
             self._in_blocks -= self.blocks.pop(block)

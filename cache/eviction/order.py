@@ -96,7 +96,7 @@ class EvictionOrder:
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
     ) -> None:
-        """Record the blocks that the request last passed to `end` has in another KV cache group.
+        """Record a request's blocks in another KV cache group; `end` must have been called for it just before.
 
         ``key`` is a number unique to the group, which enters the hashes; ``full`` says that the group is full
         attention.
