@@ -8,8 +8,8 @@ Fields of a block are separate arrays: moving a block out of its list and its bu
 and 22 to 44 ns with one record per block. Small tables (sequences, requests, counters, the eviction model) are
 records: a decode's checks take 2.5 ns per sequence with records and 2.1 with arrays, but an array of records is
 only one argument of a call. Passing the arrays from Python takes 2.3 us for 33 arrays, 3.7 for 60, and 1.7 for
-14 plus 5 of records. A scalar record alone takes 1.5 us, which is why `pool` and `model` are arrays of length
-one.
+14 arrays and 5 arrays of records. A scalar record alone takes 1.5 us, which is why `pool` and `model` are
+arrays of length one.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self.touch(block)  # The next call for the oldest block then tries another one.
+            self.touch(block)  # as most recently used, so `make_room` next tries another block
             return False
         if block in self.blocks:
             self._in_blocks -= self.blocks.pop(block)

@@ -137,10 +137,10 @@ class EvictionOrder:
         return self._popped(count, FOR_PREFILL)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Record blocks that have lost their content without eviction by this object.
+        """Record that blocks have lost their content, although this object did not evict them.
 
-        A block in use must not be passed to `end` any more. It must still be passed to `release`, because
-        cached blocks may continue it.
+        If a request uses such a block, the caller must not pass the block to `end`. It must still pass the
+        block to `release`, because cached blocks may continue it.
         """
         _forget(self.arrays, np.array(blocks, np.int32))
 
