@@ -94,8 +94,8 @@ ROW = np.dtype(
         ("shared", i8),  # number of leading blocks shared by all salts (`BlockManager.allow_prefix`)
         ("turn", i8),  # turn of the conversation, from 1; 0: not known
         ("mark", i8),  # number of the last call that named the row, to detect a row named twice
-        ("written", i8),  # new value of the row's `computed`, until the current call sets it
-        ("end", i8),  # new value of the row's `slots`, until the current call sets it
+        ("written", i8),  # value that the current call will give to the row's `computed`
+        ("end", i8),  # value that the current call will give to the row's `slots`
     ]
 )
 # The fields count blocks and tokens of one request for admission (`tonnage.cache.admission.snapshot`). They are
