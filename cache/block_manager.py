@@ -212,7 +212,7 @@ class BlockManager:
         return self.prefix.take(row, hit)
 
     def cached_tokens(self, token_ids: TokenIds, salt: str | bytes = "") -> int:
-        """Return the number of leading prompt tokens that are cached; 0 if no further sequence can be live."""
+        """Return how many leading tokens of a prompt are cached; 0 if ``max_num_seqs`` sequences are live."""
         row = self.sequences.next_row
         if row < 0:
             return 0
