@@ -175,7 +175,7 @@ class BlockManager:
             salt: Cache salt; requests share cached blocks only with requests of the same salt.
             tenant: Name of the tenant, for its quota.
             produced: Number of trailing prompt tokens that are the request's own output, after a preemption.
-            weight: Weight of the tenant's key among several keys.
+            weight: Weight of the tenant's API key, its share of the engine relative to other keys.
             head: Forecast (`AdmissionControl.start_of`) of the first waiting request, if this request would be
                 admitted before it.
             request: The lengths, tenant and weight as one object, for a caller that tries the same request
@@ -212,7 +212,7 @@ class BlockManager:
         return self.prefix.take(row, hit)
 
     def cached_tokens(self, token_ids: TokenIds, salt: str | bytes = "") -> int:
-        """Return how many leading tokens of a prompt are cached now; 0 while no sequence can start."""
+        """Return how many leading tokens of a prompt are cached; 0 if ``max_num_seqs`` sequences are live."""
         row = self.sequences.next_row
         if row < 0:
             return 0

@@ -63,7 +63,8 @@ class Compiler:
         target = cpu_target.target_context.codegen().magic_tuple()
         digest = xxhash.xxh3_64(f"{numba.__version__} {target} {sources.absolute()}".encode())
         content = xxhash.xxh3_64()
-        # ahead.py names the instruction sets of an archive, so its content is part of the digest too.
+        # ahead.py defines the CPU instruction sets that machine code is compiled for ahead of time. The text of
+        # ahead.py is therefore part of the digest too.
         for path in (Path(__file__), Path(ahead.__file__), *sorted(sources.rglob("*.py"))):
             digest.update(text := path.read_bytes())
             content.update(text)
@@ -77,7 +78,8 @@ class Compiler:
     def __contains__(self, note: str) -> bool:
         """Return whether the set of functions named ``note`` is compiled.
 
-        The compiled functions are in the folder or in the archive that was made ahead of time.
+        They are compiled if the folder of machine code has them, or if the archive of machine code that was
+        compiled ahead of time has them.
         """
         return note in self.archive or (self.folder is not None and (self.folder / note).exists())
 

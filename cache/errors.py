@@ -77,6 +77,6 @@ class CacheBusy(CacheError):
 
 
 class NoFreeBlocks(CacheError):
-    """The error that a step needs more KV blocks than are free or cached, because it exceeds its grant."""
+    """The error that a step exceeds what `grant` allowed and needs more KV blocks than are free or cached."""
 
     code = "no_free_blocks"

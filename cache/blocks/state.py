@@ -8,8 +8,8 @@ Fields of a block are separate arrays: moving a block out of its list and its bu
 and 22 to 44 ns with one record per block. Small tables (sequences, requests, counters, the eviction model) are
 records: a decode's checks take 2.5 ns per sequence with records and 2.1 with arrays, but an array of records is
 only one argument of a call. Passing the arrays from Python takes 2.3 us for 33 arrays, 3.7 for 60, and 1.7 for
-14 plus 5 of records. A scalar record alone takes 1.5 us, which is why `pool` and `model` are arrays of length
-one.
+14 arrays and 5 arrays of records. A scalar record alone takes 1.5 us, which is why `pool` and `model` are
+arrays of length one.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ ROW = np.dtype(
         ("shared_tail", i8),  # 0, or a sum of the bits COPY_TAIL and DROP_SOURCE
         ("request", i8),  # slot (array index) of the request, -1 for an unused row
         ("salt", i8),  # id of the sequence's cache salt
-        ("shared", i8),  # number of leading blocks in an allowed shared prefix
+        ("shared", i8),  # number of leading blocks shared by all salts (`BlockManager.allow_prefix`)
         ("turn", i8),  # turn of the conversation, from 1; 0: not known
         ("mark", i8),  # number of the last call that named the row, to detect a row named twice
-        ("written", i8),  # value of `computed` after the current call
-        ("end", i8),  # value of `slots` after the current call
+        ("written", i8),  # value that the current call will give to the row's `computed`
+        ("end", i8),  # value that the current call will give to the row's `slots`
     ]
 )
 # The fields count blocks and tokens of one request for admission (`tonnage.cache.admission.snapshot`). They are
@@ -141,8 +141,8 @@ class Core(NamedTuple):
     Free blocks form a stack linked by ``next``. Cached blocks that may be evicted are in the eviction list of
     their class, oldest first, linked by ``next`` and ``prev``. Entry ``num_blocks + c`` of both arrays is the
     sentinel of class c. A cached block whose node has children is in no list, and its ``next`` is the null
-    block. A node of the prefix index is named by its block in the anchor group. Nodes of one hash bucket are
-    linked by ``chain``.
+    block. A node of the prefix index is named by its block in one group (`groups.anchor_of`). Nodes of one
+    hash bucket are linked by ``chain``.
     """
 
     pool: Records = _array(POOL, 1)
@@ -174,8 +174,8 @@ class Core(NamedTuple):
     salt_nodes: Int32Array = _array(i4, "salts", lazy=True)  # number of nodes with this salt
     seeds: UInt64Array = _array(u8, "salts", lazy=True)  # hash with which the first block of a prompt is seeded
 
-    # The next four arrays have one row per sequence. A block table has a recurrent state at entry 0. If states
-    # are cached with prefixes, a state is at the entry of the token block in which it ends.
+    # The next four arrays have one row per sequence. A recurrent state that is not cached with prefixes is at
+    # entry 0 of its block table. A state that is cached is at the entry of the token block in which it ends.
     tables: Int32Array = _array(i4, "groups", "rows", "max_blocks", lazy=True)
     first: Int64Array = _array(i8, "groups", "rows")  # table index of the first block in the sliding window
     tokens: Int32Array = _array(i4, "rows", "max_model_len", lazy=True)

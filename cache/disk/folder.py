@@ -186,7 +186,7 @@ class Folder:
         except FileNotFoundError:
             pass
         except OSError:
-            self.touch(block)  # The block becomes the most recently used one, so the next call tries another.
+            self.touch(block)  # as most recently used, so `make_room` next tries another block
             return False
         if block in self.blocks:
             self._in_blocks -= self.blocks.pop(block)

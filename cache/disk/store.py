@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tonnage.cache")
 
 _DESCRIPTION = "namespace.json"
-# Upper bound of the keys of ended requests that wait for the index thread. A key takes about 80 bytes.
+# Upper bound of the block keys of ended requests that the index thread has not yet processed. A key takes about
+# 80 bytes.
 _MOST_WAITING = 1 << 17
 # Seconds between two listings of the folder by a server that only reads. Listing a million files takes about
 # ten seconds.
@@ -105,7 +106,8 @@ class DiskStore:
     def finish(self, keys: Sequence[bytes], reused: Collection[bytes]) -> None:
         """Record which KV blocks a request that ended has used; this updates the disk tier's eviction order.
 
-        The update waits until all announced blocks of the request are settled (`settle`).
+        If blocks of the request were passed to `announce`, the update waits until all of them have been passed
+        to `settle`.
 
         Args:
             keys: Keys of the blocks that the request used, in prefix order.
@@ -124,7 +126,7 @@ class DiskStore:
         )  # fmt: skip
 
     def drop(self, blocks: int) -> None:
-        """Count KV blocks that the engine did not write to disk, because too many were waiting for it."""
+        """Count KV blocks that the engine did not write to disk, because too many writes were queued."""
         self._dropped += blocks
 
     def decline(self) -> None:
@@ -256,7 +258,7 @@ class DiskStore:
                 ended.append(event)
             while ended and not self._announced.intersection(ended[0].keys):
                 self._use(ended.popleft())
-            if self._waiting > _MOST_WAITING:  # The disk hangs, so no announced block is settled.
+            if self._waiting > _MOST_WAITING:  # The disk hangs: writes do not end.
                 ended.clear()
                 self._waiting = 0
                 with self._lock:
@@ -292,7 +294,7 @@ class DiskStore:
             self._learned = LearnedBlocks(max(1, capacity), self._folder.blocks)
 
     def _begin(self) -> None:
-        """Make the disk tier's folder ready for writing blocks, unless its other files leave no room."""
+        """Make the disk tier's folder ready for writing blocks, unless files other than blocks fill it."""
         note = f"{self._namespace.hex()}/{_DESCRIPTION}"
         evicted = self._folder.make_room(note, file_bytes(len(self._described)))
         if evicted is None:

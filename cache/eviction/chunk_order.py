@@ -42,13 +42,13 @@ class LearnedChunkOrder(Generic[Key]):
 
     def clear(self) -> None:
         """Remove all chunks from the eviction order, and forget what it has learned."""
-        # Lengths are in chunks, so a block is one "token" long.
+        # The order counts lengths in chunks here, not in tokens, so its block size is 1.
         self._order = EvictionOrder(self.capacity + 1, 1, _LONGEST)
         self._block_of: dict[Key, int] = {}
         self._key_of: dict[int, Key] = {}
         self._free = list(range(self.capacity, 0, -1))
-        # Chunks of running requests, which are left out of the eviction order, with that order's clock at the
-        # chunk's last use. The chunk used longest ago is first.
+        # Chunks of running requests, the chunk used longest ago first. They are not in the eviction order. Each
+        # value is the value of `EvictionOrder.clock` when the chunk was last used.
         self._used: dict[Key, int] = {}
 
     def __contains__(self, key: object) -> bool:

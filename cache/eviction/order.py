@@ -96,7 +96,7 @@ class EvictionOrder:
     def follow(
         self, hashes: UInt64Array, blocks: Sequence[int], block_size: int, key: int, *, full: bool
     ) -> None:
-        """Record the blocks that the request last passed to `end` has in another KV cache group.
+        """Record a request's blocks in another KV cache group; `end` must have been called for it just before.
 
         ``key`` is a number unique to the group, which enters the hashes; ``full`` says that the group is full
         attention.
@@ -137,10 +137,10 @@ class EvictionOrder:
         return self._popped(count, FOR_PREFILL)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Record blocks that have lost their content without eviction by this object.
+        """Record that blocks have lost their content, although this object did not evict them.
 
-        A block in use must not be passed to `end` any more. It must still be passed to `release`, because
-        cached blocks may continue it.
+        If a request uses such a block, the caller must not pass the block to `end`. It must still pass the
+        block to `release`, because cached blocks may continue it.
         """
         _forget(self.arrays, np.array(blocks, np.int32))
 

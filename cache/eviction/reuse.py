@@ -9,19 +9,22 @@ is requested in the next moment is ``hazard(origin, age) * turn factor * answer 
 the number of blocks released after it, on a scale of `PER_OCTAVE` steps per doubling. A block that has not
 been requested again is a censored observation at its current age.
 
-The two factors depend on the request that released the block last. One factor is for its conversation turn,
-which is one more than the turn that first wrote the last block of its known prefix. The other is for the length
-of its answer. Origins are *prompts*, *popular* blocks (hit more often than their request has turns: system
-prompts, documents) and *answers*. With few observations the factors are 1 and the hazards make LRU optimal.
+The two factors depend on the request that released the block last. One factor is for the request's conversation
+turn. It is one more than the turn of the request that first wrote the last prefix block found in the ring. The
+other factor is for the length of the request's answer.
+
+Origins are *prompts*, *popular* blocks (hit more often than their request has turns: system prompts, documents)
+and *answers*. With few observations the factors are 1 and the hazards make LRU optimal.
 
 **Density.** The value of a block of some age is the largest ratio of expected hits to block-time, over all
 times at which its stay could end (hit density: Beckmann et al., NSDI 2018). It need not fall with age: users
 need time to reply, so a block can be worth more half a minute after its release than at once.
 
 Two counts of hits are kept for the sampled blocks: the pool's own hits, and the hits that LRU would have. The
-blocks that LRU would hold are the youngest part of the ring. `choose_rule` returns to LRU while the first count
-is smaller by more than `SLACK`. LRU is also in effect until the number of evictions reaches half the pool's
-blocks, since too little has been observed before.
+blocks that LRU would hold are the youngest part of the ring. `choose_rule` returns to LRU when the first count
+is smaller by more than `SLACK` times the number of sampled blocks of a full pool. It leaves LRU when the first
+count is smaller by at most half of that. LRU is also in effect until the number of evictions reaches half the
+pool's blocks, since too little has been observed before.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ from tonnage.cache.eviction.model import (
 )
 
 EVERY = 32  # number of requests between two fits of the model
-LOWEST, HIGHEST = 0.25, 8.0  # reuse relative to the mean, for the first and the last class of an origin
+LOWEST, HIGHEST = 0.25, 8.0  # reuse relative to the mean, in the lowest and the highest class
 PRIOR_REQUESTS = 15.0  # weight of each factor's prior (mean reuse), as a number of requests
 PRIOR_EVENTS = 1.25  # weight of the hazard's prior at each age, as a number of reuses
 LEVEL_UNTIL = 2.0  # age, in capacities of the pool, up to which the prior hazard is constant
@@ -235,8 +238,8 @@ def choose_rule(core: Evictable) -> None:
 def worth_of_new(core: Evictable, hashes: UInt64Array) -> float:
     """Return the hit density that the new blocks of a running request will have when the request ends.
 
-    ``hashes`` are those of the full blocks of its prompt. The blocks of the known prefix show the conversation
-    turn, as in `observe_start`; the answer's length is not known yet.
+    ``hashes`` are those of the full blocks of its prompt. The conversation turn is derived from the leading
+    blocks that are in the release history, as in `observe_start`. The answer's length is not known yet.
     """
     model = core.model[0]
     sample = (np.uint64(1) << np.uint64(model.sample_shift)) - np.uint64(1)
@@ -362,7 +365,7 @@ def fit(core: Evictable) -> None:
 
 @inner
 def _fit_hazard(core: Evictable, origin: int, scale: float) -> None:
-    """Fit the hazard of one origin at each age: reuses per cached block and per released block.
+    """Fit the hazard of one origin at each age: the number of reuses divided by the block-time at that age.
 
     ``scale`` is the number of blocks per sampled block. The model's array ``lived`` [ages] holds the weight of
     history entries that ended at each age. The function overwrites it by the block-time spent at that age.
