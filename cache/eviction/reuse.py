@@ -136,7 +136,7 @@ def _unlink(core: Evictable, entry: int) -> None:
 
 @inlined
 def _lru_has(core: Evictable, entry: int) -> bool:
-    """Return whether LRU eviction would still cache the block of an entry of the release history."""
+    """Return whether LRU eviction would still cache the block whose release is recorded in ``entry``."""
     model = core.model[0]
     back = (model.at - 1 - entry) % core.history.size
     return bool(core.history[entry].status == LIVING and back < model.span)

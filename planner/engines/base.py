@@ -226,7 +226,7 @@ class Engine(ABC):
     # -- Bytes of one rank. In these methods, ``architecture`` is the rank's share of the model.
 
     def tensors(self, architecture: Architecture, flags: Deployment) -> tuple[TensorSpec, ...]:
-        """Return the model's tensors as the engine's modules hold them, by default as transformers' modules."""
+        """Return the tensors of the engine's modules; by default, they are those of transformers' modules."""
         return architecture.tensors
 
     def stored_tensors(self, tensors: tuple[HeaderTensor, ...], flags: Deployment) -> tuple[HeaderTensor, ...]:

@@ -357,7 +357,7 @@ def first_block(layers: int, flags: Deployment) -> int:
 
 
 def split_blocks(architecture: Architecture, flags: Deployment) -> tuple[Architecture, Architecture]:
-    """Return two copies of the model: one with the KV caches on the GPU, one with those in host memory."""
+    """Return two copies of the model, with the KV caches of the layers on the GPU and of those on the host."""
     first = first_block(architecture.layers, flags)
     here = tuple(layer for layer in architecture.cache_layers if layer.layer >= first)
     there = tuple(layer for layer in architecture.cache_layers if layer.layer < first)

@@ -188,10 +188,11 @@ _MOST_TILES = 9
 
 
 def onevision(fields: Fields, vision: Vision | None, size: int) -> Vision | None:
-    """Return LLaVA-OneVision's limits: those of the image with the most embeddings in its best grid of tiles.
+    """Return the size, tiles and embeddings of LLaVA-OneVision's largest image.
 
-    Lines of patches that the image does not cover are left out. A video has up to 16 frames, and four
-    embeddings of a frame are pooled into one. Returns None if the pooling is not 2 x 2.
+    It is the image with the most embeddings. Rows and columns of patches that the image does not cover in its
+    grid of tiles are left out. A video has up to 16 frames, and four embeddings of a frame are pooled into one.
+    Returns None if the pooling is not 2 x 2.
     """
     listed = fields.raw("image_grid_pinpoints") or [
         [rows * size, columns * size] for rows in range(1, 7) for columns in range(1, 7)

@@ -67,7 +67,7 @@ class Screen(Generic[AnyObservation]):
 
     Args:
         draw: returns a rich renderable. It takes an observation, the characters for the bars, and the error of
-            a later attempt (None without one).
+            the last attempt to observe the server if that attempt failed, else None.
         again: whether to redraw the screen in place; False prints each observation below the previous one.
     """
 

@@ -220,7 +220,7 @@ def test_api_keys_of_equal_priority_are_served_in_order_of_use_divided_by_weight
     assert shares.rank(uses, better, 1) < shares.rank(uses, AdmissionRequest(1, 1, tenant="b"), 1)
 
 
-def test_api_key_must_leave_batch_places_free_only_when_it_uses_its_fair_share() -> None:
+def test_api_key_that_uses_its_whole_fair_share_must_leave_batch_places_free() -> None:
     wish = AdmissionRequest(1, 1, tenant="a")
     assert Shares(1, LIMITS).kept({"a": KeyUse(31, 639)}, wish, 1) == (0, 0)
     assert Shares(2, LIMITS).kept({}, AdmissionRequest(1, 1, 32, "a"), 640) == (0, 0)

@@ -70,7 +70,7 @@ FORMATS = {
 }
 
 
-def test_weight_bytes_in_the_file_after_load_and_quantized_equal_the_plan(saved, held_bytes):
+def test_planned_weight_bytes_equal_the_file_and_the_loaded_model_and_the_quantized_model(saved, held_bytes):
     source = resolve_model(str(saved))
     architecture = architecture_of(source.config)
     size = checkpoint_size(architecture, Quantization(), source.config, "bfloat16")

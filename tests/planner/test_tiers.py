@@ -84,7 +84,7 @@ def test_tokens_of_a_host_tier_for_a_hybrid_equal_the_published_examples(
     assert tokens_held(hosted, chunks) == tokens
 
 
-def test_older_vllm_versions_pin_one_host_tensor_per_layer_slot(plan_of) -> None:
+def test_older_vllm_versions_pin_one_host_tensor_for_each_layer_of_a_kv_cache_group(plan_of) -> None:
     """vllm-project/vllm#53042: 24 tensors a rank, each rounded up to a power of two; here 16 slots."""
     flags = {"engine_version": "0.26.0", "tensor_parallel_size": 4, "max_model_len": 8192}
     plan = plan_of(HYBRID, kv_offloading_bytes=200 * GIB, **flags)
@@ -114,7 +114,7 @@ def test_simple_offload_connector_divides_its_size_over_the_ranks(plan_of) -> No
     assert (staging.medium, staging.value, staging.chunks) == ("host", 4 * BLOCK, None)
 
 
-def test_lmcache_size_counts_per_rank_in_process_and_once_in_server_mode(plan_of) -> None:
+def test_lmcache_size_counts_once_per_rank_inside_vllm_and_once_in_total_with_a_server(plan_of) -> None:
     """LMCache#2901: the same number means each rank in one mode and the whole server in the other."""
     flags = {"tensor_parallel_size": 4, "max_model_len": 8192}
     extra = {"lmcache.max_local_cpu_size": 10, "lmcache.max_local_disk_size": 20, "lmcache.local_disk": "/x"}

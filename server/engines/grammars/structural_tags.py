@@ -82,7 +82,7 @@ class TagMatcher:
     """The state of one output sequence in its structural tag, with the methods of ``masks.GrammarMatcher``."""
 
     def __init__(self, tag: CompiledTag, compiled: Any, ends: tuple[int, ...], vocab_size: int) -> None:
-        # Imported here, because xgrammar is optional (extra "vllm"); it is installed if a tag was compiled.
+        # Imported here, because xgrammar is optional (extra "vllm"). It is installed here: it compiled the tag.
         import xgrammar
 
         self.compiled = tag

@@ -201,7 +201,7 @@ def test_scheduler_thread_of_vllm_never_reads_or_writes_disk_files(
         assert opened == []
 
 
-def test_disk_folder_in_use_and_invalid_disk_tier_options_are_rejected_by_name(
+def test_errors_name_the_disk_folder_in_use_or_the_invalid_disk_tier_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tonnage.cache.disk.folder.LOCK_SECONDS", 0.1)
