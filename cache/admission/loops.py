@@ -46,9 +46,8 @@ def lengths_left(
     """
     last, rising = edges.size - 1, survival[::-1]  # searchsorted needs ascending values
     for at in range(done.size):
-        low = max(
-            0, np.searchsorted(edges, done[at], side="right") - 1
-        )  # the last entry of ``edges`` that is at most ``done``
+        # the last entry of ``edges`` that is at most ``done``
+        low = max(0, np.searchsorted(edges, done[at], side="right") - 1)
         now = survival[low]
         if low < last:
             now += (survival[low + 1] - now) / (edges[low + 1] - edges[low]) * (done[at] - edges[low])
