@@ -14,7 +14,8 @@ from vllm.v1.request import Request
 from vllm_steps import hasher
 from vllm_tiers import manager, offload_keys
 
-BLOCK, BLOCKS, PAIRS = 16, 6, 1_000
+# With 12 blocks, the control shows in 996 of 1,000 pairs beside three busy processes (919 with 6 blocks).
+BLOCK, BLOCKS, PAIRS = 16, 12, 1_000
 # Standard deviation of the number of heads in 1,000 fair throws; four of them are exceeded once in 16,000 runs.
 DEVIATION = 0.5 * PAIRS**0.5
 _numbers = itertools.count()
@@ -62,13 +63,9 @@ def test_disk_lookup_of_another_tenants_prompt_misses_in_the_same_time_as_an_unk
     tmp_path: Path,
 ) -> None:
     with manager(tmp_path, chunks=16) as made:
-        for attempt in range(3):  # other load can hide the difference that the control must show
-            count, hits = slower(made, "second", random.Random(2 * attempt))
-            assert hits == 0
-            assert abs(count - PAIRS / 2) < 4 * DEVIATION
-            # The control: the first tenant's own blocks are found, which takes longer.
-            count, hits = slower(made, "first", random.Random(2 * attempt + 1))
-            assert hits == PAIRS * BLOCKS
-            if count - PAIRS / 2 > 4 * DEVIATION:
-                return
-        raise AssertionError("the lookup of a block that is found took no longer than a miss")
+        count, hits = slower(made, "second", random.Random(0))
+        assert hits == 0
+        assert abs(count - PAIRS / 2) < 4 * DEVIATION
+        count, hits = slower(made, "first", random.Random(1))  # the control: own blocks are found, and it shows
+        assert hits == PAIRS * BLOCKS
+        assert count - PAIRS / 2 > 4 * DEVIATION
